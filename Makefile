@@ -1,0 +1,115 @@
+# What a contributor types. `make train` and `make test` work in a fresh clone: they make .venv first.
+#
+#   make setup CONSTRAINTS=     without the exact pins (the newest torch that your index has)
+#   make train ARGS="..."       arguments for `fullshard train`; ARGS works for test, bench and gpu too
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+ARGS ?=
+# The Python of `make gpu`: one whose torch sees the GPU.
+GPU_PYTHON ?= $(BIN)/python
+
+# The first Python >= 3.11 that can make a virtual environment; 3.11 first, because the pins were
+# resolved on it. Looked for only where a virtual environment must be made.
+CANDIDATES := python3.11 python3 python3.12 python3.13 python3.14
+USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(if $(strip $(CONSTRAINTS)),--constraint $(CONSTRAINTS))
+PYTEST = $(BIN)/python -m pytest
+RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
+# Not the tests: they misspell on purpose.
+SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
+
+.PHONY: help setup train test test-slow lint format bench gpu docs clean
+
+help:
+	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
+	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\""
+	@echo "make test       all tests but the slow ones and those that need a GPU"
+	@echo "make test-slow  the slow tests"
+	@echo "make gpu        the tests that need a GPU"
+	@echo "make lint       format, style, types, arrows, sizes, spelling, collectives"
+	@echo "make format     let ruff rewrite what it can"
+	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
+	@echo "make docs       the documentation, into docs/_build/html"
+	@echo "make clean      remove build artefacts and caches (not $(VENV), not runs)"
+
+# ---- environments: a stamp each, so that the second time costs nothing ----------------------------
+
+$(BIN)/python:
+	@for candidate in $(CANDIDATES); do \
+		if "$$candidate" -c '$(USABLE)' 2>/dev/null; then python="$$candidate"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "expected a Python >= 3.11 with venv among: $(CANDIDATES). Install one," >&2; \
+		echo "or make the environment yourself: /path/to/python -m venv $(VENV)" >&2; exit 1; \
+	fi; \
+	echo "making $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+
+$(VENV)/.stamp-train: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
+	@echo "installing fullshard with transformers and tokenizers into $(VENV) (about half a minute)"
+	@$(PIP_INSTALL) --editable '.[hf]'
+	@touch $@
+
+$(VENV)/.stamp-setup: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
+	@echo "installing fullshard with what tests and lint need into $(VENV) (about a minute)"
+	@$(PIP_INSTALL) --editable '.[test,lint]'
+	@touch $@ $(VENV)/.stamp-train
+
+$(VENV)/.stamp-docs: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
+	@echo "installing what the documentation needs into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[docs]'
+	@touch $@
+
+setup: $(VENV)/.stamp-setup
+
+# ---- what one runs ---------------------------------------------------------------------------------
+
+train: $(VENV)/.stamp-train
+	@$(BIN)/fullshard train $(ARGS)
+
+test: $(VENV)/.stamp-setup
+	$(PYTEST) -m "not slow and not gpu and not peers" $(ARGS)
+
+test-slow: $(VENV)/.stamp-setup
+	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1200 $(ARGS)
+
+bench: $(VENV)/.stamp-setup
+	$(BIN)/fullshard bench step $(ARGS)
+
+gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+		echo "make gpu: torch of $(GPU_PYTHON) sees no GPU; nothing was run." >&2; \
+		echo "Name a Python that has a CUDA build: make gpu GPU_PYTHON=python3" >&2; exit 1; }
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+# Every check runs even if an earlier one found something: one round shows all there is to mend.
+lint: $(VENV)/.stamp-setup
+	@failed=""; \
+	check() { echo "== $$1"; shift; "$$@" || failed="$$failed $$name"; }; \
+	name=format;      check "ruff format" $(BIN)/ruff format --check $(RUFF_PATHS); \
+	name=style;       check "ruff check" $(BIN)/ruff check $(RUFF_PATHS); \
+	name=types;       check "pyright" $(BIN)/pyright; \
+	name=arrows;      check "import-linter" $(BIN)/lint-imports --no-logo; \
+	name=sizes;       check "sizes" $(BIN)/python tools/check_sizes.py; \
+	name=collectives; check "collective calls" $(BIN)/python tools/check_collectives.py; \
+	name=spelling;    check "codespell" $(BIN)/codespell $(SPELLED); \
+	if [ -n "$$failed" ]; then echo "make lint: failed:$$failed" >&2; exit 1; fi; \
+	echo "make lint: all checks passed"
+
+format: $(VENV)/.stamp-setup
+	$(BIN)/ruff format $(RUFF_PATHS)
+	$(BIN)/ruff check --fix $(RUFF_PATHS)
+
+docs: $(VENV)/.stamp-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+clean:
+	rm -rf build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,90 @@
+"""fullshard: fully sharded data-parallel training, planned before it runs.
+
+    import fullshard as fs
+
+    fs.shard(model)                      # in place; then train as before
+    fs.clip_grad_norm_(model, 1.0)
+    state = fs.full_state_dict(model)
+
+Importing this package imports neither torch nor anything else that is slow; the names below are
+looked up on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fullshard.api import (
+        Sharding as Sharding,
+    )
+    from fullshard.api import (
+        clip_grad_norm_ as clip_grad_norm_,
+    )
+    from fullshard.api import (
+        full_state_dict as full_state_dict,
+    )
+    from fullshard.api import (
+        global_norm as global_norm,
+    )
+    from fullshard.api import (
+        memory_stats as memory_stats,
+    )
+    from fullshard.api import (
+        no_sync as no_sync,
+    )
+    from fullshard.api import (
+        num_parameters as num_parameters,
+    )
+    from fullshard.api import (
+        plan as plan,
+    )
+    from fullshard.api import (
+        reset as reset,
+    )
+    from fullshard.api import (
+        shard as shard,
+    )
+    from fullshard.api import (
+        sharding as sharding,
+    )
+    from fullshard.api import (
+        unsharded as unsharded,
+    )
+    from fullshard.config.schema import ShardConfig as ShardConfig
+    from fullshard.planner.plan import Plan as Plan
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "fullshard.api": (
+        "Sharding",
+        "clip_grad_norm_",
+        "full_state_dict",
+        "global_norm",
+        "memory_stats",
+        "no_sync",
+        "num_parameters",
+        "plan",
+        "reset",
+        "shard",
+        "sharding",
+        "unsharded",
+    ),
+    "fullshard.config.schema": ("ShardConfig",),
+    "fullshard.planner.plan": ("Plan",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,206 @@
+"""The contract's functions: they join the layers and hold no logic of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.environment import read_launch_environment
+from fullshard.config.schema import ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Transport
+from fullshard.engine import clip, state, stats
+from fullshard.engine import shard as engine_shard
+from fullshard.engine.model_spec import meta_model
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.errors import ConfigError, ShardedTensorError
+from fullshard.observe.trace import EventRing
+from fullshard.planner.mesh import Topology
+from fullshard.planner.plan import Plan
+
+MESH_AXES = ("replicate", "shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Where a shard lies in its parameter.
+
+    Attributes:
+        name: The parameter's first name.
+        shape: Its global shape.
+        start: This rank's first element, in row-major order.
+        stop: One past this rank's last element.
+        unit: The unit that gathers it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    unit: str
+
+
+def shard(
+    model: nn.Module,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    *,
+    mesh: Any = None,
+    sample: Any = None,
+    weights: Any = None,
+    **overrides: Any,
+) -> nn.Module:
+    """Shard a model in place over the ranks of the default process group.
+
+    Args:
+        model: Whole parameters, equal on all ranks.
+        config: A ShardConfig, a mapping of its fields, or None for the defaults.
+        mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names.
+        sample: Example arguments of forward (a mapping, a sequence or one value), traced under
+            fake tensors for the order of units. None: the first step shows it.
+        weights: A folder of weights for a model on meta; not yet supported.
+        **overrides: Fields of ShardConfig.
+
+    Returns:
+        The same model. Its parameters are shards, its forward and backward gather and reduce.
+
+    Raises:
+        ConfigError: Something asked for is impossible; nothing was changed.
+    """
+    if weights is not None:
+        raise ConfigError("weights: expected None; it is not yet supported. Leave it out.")
+    settings = ShardConfig.of(config, **overrides)
+    settings = _with_mesh(settings, mesh)
+    check_supported(settings)
+    engine_shard.shard_model(model, settings, _topology(settings), EventRing(), sample=sample)
+    return model
+
+
+def plan(
+    model_or_config: Any,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    *,
+    world_size: int,
+    local_world_size: int | None = None,
+    **overrides: Any,
+) -> Plan:
+    """Say what `shard` would do on `world_size` ranks, without ranks, weights or a GPU.
+
+    Args:
+        model_or_config: A module (on meta or not), a transformers configuration, or a mapping with
+            `model_type`.
+        config: As for `shard`.
+        world_size: Ranks in all.
+        local_world_size: Ranks on one host; None: all.
+        **overrides: Fields of ShardConfig.
+    """
+    settings = ShardConfig.of(config, **overrides)
+    model = model_or_config
+    if not isinstance(model, nn.Module):
+        model = meta_model(model)
+    return engine_shard.plan_model(model, settings, Topology(world_size, local_world_size))
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm."""
+    return clip.clip_grad_norm_(model, max_norm, norm_type)
+
+
+def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of whole parameters, gradients or states together. A collective."""
+    return clip.global_norm(params, norm_type)
+
+
+def no_sync(model: nn.Module) -> Any:
+    """Context: every backward inside keeps its gradients on this rank, unreduced."""
+    return engine_shard.no_sync(model)
+
+
+def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract
+    """Context: every parameter is whole inside. A collective at both ends."""
+    return state.unsharded(model, writeback=writeback)
+
+
+def reset(model: nn.Module) -> None:
+    """Close what an exception left open (the next forward does so by itself)."""
+    engine_shard.reset(model)
+
+
+def full_state_dict(
+    model: nn.Module, *, dtype: torch.dtype | None = None, rank0_only: bool = True
+) -> dict[str, torch.Tensor]:
+    """The unsharded `state_dict()` on the CPU, streamed unit by unit. A collective."""
+    return state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
+
+
+def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Bytes that the engine holds on this rank: {kind: {"now", "peak"}, "total": ...}."""
+    return stats.memory_stats(model)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of the whole model, tied ones once."""
+    return stats.num_parameters(model)
+
+
+def sharding(param: torch.Tensor) -> Sharding:
+    """Name, global shape, range and unit of a shard.
+
+    Raises:
+        ShardedTensorError: The tensor is not a parameter of a sharded model.
+    """
+    if not isinstance(param, ShardedParameter):
+        raise ShardedTensorError(
+            f"fs.sharding: expected a parameter of a sharded model; got {type(param).__name__}."
+        )
+    piece = param.record.piece
+    return Sharding(piece.name, tuple(piece.shape), piece.start, piece.stop, param.record.unit)
+
+
+def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
+    """Take the sizes of the axes from `mesh`."""
+    if mesh is None:
+        return settings
+    if settings.replicate is not None or settings.shard is not None:
+        raise ConfigError("mesh: expected no replicate or shard beside it; got both. Drop one.")
+    if isinstance(mesh, Sequence) and not isinstance(mesh, str):
+        sizes = list(mesh)
+        if len(sizes) == 1:
+            sizes = [1, *sizes]
+        if len(sizes) != 2:
+            raise ConfigError(f"mesh: expected (replicate, shard) or (shard,); got {tuple(mesh)}.")
+        return ShardConfig.of(settings, replicate=sizes[0], shard=sizes[1])
+    names = getattr(mesh, "mesh_dim_names", None)
+    if names is None or not set(names) <= set(MESH_AXES):
+        raise ConfigError(
+            f"mesh: expected a DeviceMesh with axes among {', '.join(MESH_AXES)}; got "
+            f"{names or type(mesh).__name__}. Other axes (tensor parallel) are not yet supported."
+        )
+    axes: Any = mesh
+    found = {name: axes.size(i) for i, name in enumerate(names)}
+    if tuple(names) == ("shard", "replicate"):
+        raise ConfigError(
+            "mesh: expected axes in the order (replicate, shard), neighbouring ranks sharing a "
+            "shard group; got (shard, replicate)."
+        )
+    return ShardConfig.of(
+        settings, replicate=found.get("replicate", 1), shard=found.get("shard", 1)
+    )
+
+
+def _topology(settings: ShardConfig) -> Topology:
+    """The ranks that there are, by process group or environment; those asked for under fake."""
+    import torch.distributed as dist
+
+    if settings.transport is Transport.FAKE:
+        return Topology((settings.replicate or 1) * (settings.shard or 1))
+    environment = read_launch_environment()
+    if dist.is_available() and dist.is_initialized():
+        world = dist.get_world_size()
+    else:
+        world = environment.world_size if environment else 1
+    local = environment.local_world_size if environment else None
+    return Topology(world, local if local and world % local == 0 else None)

@@ -1,0 +1,182 @@
+"""Builds each engine around the same model and returns its training step.
+
+Every builder takes a `Setup` and returns a `Step`: a call that runs forward, backward and optimizer
+on one batch and returns this rank's loss. Nothing else differs between engines.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.bench.cases import Case
+from fullshard.bench.models import GPT, Block, build_model
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an engine is built from.
+
+    Attributes:
+        prefetch: FSDP2's explicit prefetch distance, in blocks; 0 leaves it to FSDP2.
+    """
+
+    case: Case
+    seed: int
+    learning_rate: float
+    prefetch: int = 0
+
+    def model(self) -> GPT:
+        """Builds the model, with the same weights in every engine and rank."""
+        return build_model(self.case, self.seed)
+
+    def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Makes the optimizer that every engine uses."""
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, fused=True)
+
+
+def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def build_ours(setup: Setup, transport: str = "auto") -> Step:
+    """fullshard, one unit a block."""
+    import fullshard as fs
+
+    model = fs.shard(
+        setup.model(), strategy="full_shard", wrap=[Block.__name__], transport=transport
+    )
+    return _train_step(model, setup.adamw(model.parameters()))
+
+
+def build_ours_c10d(setup: Setup) -> Step:
+    """fullshard over gloo's own collectives: what the layout alone brings."""
+    return build_ours(setup, transport="c10d")
+
+
+def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
+    """torch's fully_shard on every block and the root, with explicit prefetch lists if asked."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = setup.model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks: list[Any] = list(model.blocks)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+    if setup.prefetch:
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + setup.prefetch])
+            before = blocks[max(0, i - setup.prefetch) : i]
+            block.set_modules_to_backward_prefetch(before[::-1])
+    return _train_step(model, setup.adamw(model.parameters()))
+
+
+def build_fsdp2_zero2(setup: Setup) -> Step:
+    """fully_shard that keeps the blocks gathered between forward and backward."""
+    return build_fsdp2(setup, reshard_after_forward=False)
+
+
+def build_fsdp1(setup: Setup) -> Step:
+    """torch's FullyShardedDataParallel; without a device_id it looks for an accelerator."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it announces its own end at every wrapped block
+        model = FullyShardedDataParallel(
+            setup.model(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+    return _train_step(model, setup.adamw(model.parameters()))
+
+
+def build_ddp(setup: Setup) -> Step:
+    """torch's DistributedDataParallel: everything on every rank."""
+    model = nn.parallel.DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
+    return _train_step(model, setup.adamw(model.parameters()))
+
+
+def build_deepspeed(setup: Setup) -> Step:
+    """DeepSpeed ZeRO stage 3 on its CPU accelerator, with torch's optimizer."""
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    model = setup.model()
+    config = {
+        "train_micro_batch_size_per_gpu": setup.case.batch,
+        "steps_per_print": sys.maxsize,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=setup.adamw(model.parameters()),
+        model_parameters=list(model.parameters()),
+        config=config,
+        dist_init_required=False,
+    )
+
+    def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = engine(tokens, labels)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def build_floor(setup: Setup) -> Step:
+    """No engine at all: the whole model's forward and backward, 1/W of its optimizer, no messages.
+
+    No sharded engine can be faster on these processes: it must do the same arithmetic and move
+    gradients besides.
+    """
+    model = setup.model()
+    parameters = list(model.parameters())
+    numel = math.ceil(sum(p.numel() for p in parameters) / dist.get_world_size())
+    part = nn.Parameter(torch.zeros(numel))
+    part.grad = torch.zeros(numel)
+    optimizer = setup.adamw([part])
+
+    def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, labels)
+        loss.backward()
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        return loss.detach()
+
+    return step
+
+
+BUILDERS: dict[str, Callable[[Setup], Step]] = {
+    "fullshard": build_ours,
+    "fullshard-c10d": build_ours_c10d,
+    "fsdp2": build_fsdp2,
+    "fsdp2-zero2": build_fsdp2_zero2,
+    "fsdp1": build_fsdp1,
+    "ddp": build_ddp,
+    "deepspeed": build_deepspeed,
+    "floor": build_floor,
+}

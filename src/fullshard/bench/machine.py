@@ -1,0 +1,99 @@
+"""The machine a figure was measured on, and what others were doing on it meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+IDLE_SHARE = 0.05  # of all cores, used by others: below it a machine counts as idle
+IDLE_FOR_S = 3
+VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+
+
+def describe_machine() -> dict[str, object]:
+    """Describes the hardware class; no names that identify a host."""
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        flags = {
+            flag
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith(("flags", "Features"))
+            for flag in line.split()
+        }
+    return {
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "vector_flags": [flag for flag in VECTOR_FLAGS if flag in flags],
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "accelerators": "not used",
+    }
+
+
+def describe_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Returns the versions of Python and the given packages, and the system's name."""
+    found = {"python": platform.python_version(), "system": platform.system()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that is on the path only
+            found[name] = "source tree"
+    return found
+
+
+def available_bytes() -> int:
+    """Returns the memory that can be used without swapping."""
+    return psutil.virtual_memory().available
+
+
+@dataclass(frozen=True)
+class CpuClock:
+    """Processor seconds of the whole machine at one moment."""
+
+    wall_s: float
+    busy_s: float
+
+    @staticmethod
+    def now() -> CpuClock:
+        """Reads the clock; time that the hypervisor gave to others counts as busy."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # guest times are contained in user and nice.
+        counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return CpuClock(time.perf_counter(), counted - idle)
+
+
+def others_share(start: CpuClock, end: CpuClock, own_cpu_s: float) -> float:
+    """Returns the share of all cores that processes other than ours used between two readings."""
+    capacity_s = (end.wall_s - start.wall_s) * (psutil.cpu_count() or 1)
+    return max(0.0, (end.busy_s - start.busy_s - own_cpu_s) / capacity_s)
+
+
+def wait_until_idle(limit_s: float, say: Callable[[str], None]) -> bool:
+    """Waits until neighbours have left the processor alone for some seconds.
+
+    Returns:
+        False if they did not within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    quiet_s = 0
+    said = False
+    while quiet_s < IDLE_FOR_S:
+        if time.monotonic() > deadline:
+            say(f"the machine was not idle within {limit_s:.0f} s: rows are marked loaded")
+            return False
+        start = CpuClock.now()
+        time.sleep(1.0)
+        share = others_share(start, CpuClock.now(), 0.0)
+        quiet_s = quiet_s + 1 if share < IDLE_SHARE else 0
+        if not said and quiet_s == 0:
+            say(f"waiting for idle neighbours (they use {share:.0%} of the cores)")
+            said = True
+    return True

@@ -1,0 +1,140 @@
+"""`fullshard`: the table of commands, and the one place where a command becomes an exit code.
+
+A command is a module `fullshard.cli.<name>` with an `app: typer.Typer`; its function returns an
+Outcome (see outcome.py). Modules of commands import typer and standard library at their top, and
+everything else inside the function: `fullshard --help` loads all of them and must stay fast.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
+from fullshard.errors import ConfigError
+
+COMMANDS = ("train", "generate", "plan", "bench")
+# In the contract and not built yet.
+LATER = ("sft", "distill", "verify", "launch", "ckpt", "config", "doctor", "report")
+# Typer's own options for a program of its own, which a command is not.
+_COMPLETION = ("install_completion", "show_completion")
+
+
+class _LazyGroup(TyperGroup):
+    """A group whose commands are modules, imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  typer's interface
+        """The commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Import a command, or say which one was meant.
+
+        Raises:
+            ConfigError: there is no such command, or not yet.
+        """
+        if cmd_name.startswith("-"):
+            return None  # an unknown option: typer's own error names it
+        if cmd_name in LATER:
+            raise ConfigError(
+                f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}, "
+                "which is part of the design and not yet built."
+            )
+        if cmd_name not in COMMANDS:
+            close = difflib.get_close_matches(cmd_name, COMMANDS + LATER, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else "See `fullshard --help`."
+            raise ConfigError(
+                f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}. {hint}"
+            )
+        module = importlib.import_module(f"fullshard.cli.{cmd_name}")
+        command = typer.main.get_command(module.app)
+        command.name = cmd_name
+        command.params = [p for p in command.params if p.name not in _COMPLETION]
+        return command
+
+
+app = typer.Typer(
+    name="fullshard",
+    cls=_LazyGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"fullshard {version('fullshard')}")
+        except PackageNotFoundError:
+            print("fullshard (not installed: run from its source folder)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
+) -> None:
+    """Fully sharded training whose plan is the program."""
+
+
+def main() -> None:
+    """Run the command line of this process and end it with the command's exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command.
+
+    Args:
+        words: the command line without the program's name.
+
+    Returns:
+        The exit code (see fullshard.launch.exit_codes).
+    """
+    as_json = "--json" in words
+    _install_logging()
+    with quiet_stdout(as_json) as stdout:
+        outcome = invoke(words)
+        if as_json and outcome.result is not None:
+            write_json(outcome.result, stdout)
+    return outcome.exit_code
+
+
+def invoke(words: Sequence[str]) -> Outcome:
+    """Run one command in this process; errors are shown and become its outcome.
+
+    Args:
+        words: the command line without the program's name.
+    """
+    command = typer.main.get_command(app)
+    try:
+        value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the outermost frame
+        return error_outcome(error)
+    if isinstance(value, Outcome):
+        return value
+    return Outcome(exit_code=value if isinstance(value, int) else 0)
+
+
+def _install_logging() -> None:
+    """Show what the library logs: a program's decision, never the library's."""
+    logger = logging.getLogger("fullshard")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

@@ -1,0 +1,111 @@
+"""`fullshard bench`: measurements beside the peers that are installed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
+
+if TYPE_CHECKING:
+    from fullshard.bench.cases import Case, Peer
+
+app = typer.Typer(no_args_is_help=True, help="Measure side by side with the peers.")
+
+NOT_YET = ("comm", "io", "strategies", "prefetch", "calibrate")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@app.command()
+def step(  # noqa: PLR0913  (one parameter an option)
+    case: Annotated[
+        list[str] | None, typer.Option(help="29M, 109M, 29M-4 or tiny; may be given again.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="An engine to run; may be given again. Default: all.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of every engine.")] = 11,
+    memory: Annotated[bool, typer.Option(help="Also run each engine alone for its memory.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait up to ten minutes for idle neighbours.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 1800.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for step.json and step.md.", file_okay=False)
+    ] = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+    dry_run: Annotated[bool, typer.Option(help="Say what would run, and run nothing.")] = False,
+) -> Outcome:
+    """Time a training step of ours, FSDP2, FSDP1 and DDP, in turn in one process group."""
+    from fullshard.bench import cases
+
+    peers, absent = cases.installed_peers(tuple(engine or cases.PEERS))
+    chosen = [cases.find_case(name) for name in case or cases.DEFAULT_CASES]
+    if dry_run:
+        return _show_dry_run(chosen, peers, absent)
+    from fullshard.bench import machine, report
+    from fullshard.bench import step as bench_step
+    from fullshard.errors import VerifyError
+
+    options = bench_step.Options(
+        num_rounds=rounds, measure_memory=memory, wait=wait, timeout_s=timeout
+    )
+    results = tuple(bench_step.run_case(shape, peers, options, _say) for shape in chosen)
+    found = report.Report(
+        cases=results,
+        absent=tuple(absent),
+        machine=machine.describe_machine(),
+        versions=machine.describe_versions(tuple(sorted({"torch", *(p.package for p in peers)}))),
+        command=_command_line(),
+    )
+    result = report.to_dict(found)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "step.json").write_text(json.dumps(result, indent=1) + "\n")
+        (out / "step.md").write_text(report.to_markdown(found))
+    print(report.to_markdown(found))
+    errors = [error for shape in results for error in bench_step.loss_errors(shape)]
+    for error in errors:
+        _say(f"VerifyError: {error}")
+    return Outcome(result, exit_code=VerifyError.exit_code if errors else 0)
+
+
+def _command_line() -> str:
+    words = sys.argv[1:]
+    return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", "step"]), *words])
+
+
+def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> Outcome:
+    for shape in chosen:
+        print(shape.describe())
+    for peer in peers:
+        print(f"  {peer.name}: {peer.about}")
+    for name in absent:
+        print(f"  {name}: not installed")
+    return Outcome(
+        {
+            "cases": [shape.name for shape in chosen],
+            "engines": [peer.name for peer in peers],
+            "absent": absent,
+        }
+    )
+
+
+def _register_not_yet(name: str) -> None:
+    @app.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def refuse() -> None:
+        """Not yet."""
+        from fullshard.errors import ConfigError
+
+        raise ConfigError(f"bench {name}: not yet. `fullshard bench step` is there.")
+
+
+for _name in NOT_YET:
+    _register_not_yet(_name)

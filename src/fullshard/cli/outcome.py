@@ -1,0 +1,145 @@
+"""What a command hands back, and how errors and --json look.
+
+    def plan(...) -> Outcome:
+        print(table)                                # with --json this lands on standard error
+        return Outcome({"fits": "fits", ...})       # with --json the only thing on standard output
+
+With --json, standard output is pointed at standard error for as long as the command runs, for
+libraries and child processes too; the one JSON object is written to the real one at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from fullshard.errors import FullshardError
+from fullshard.launch.exit_codes import ExitCode, exit_code_of, public_name
+
+if TYPE_CHECKING:
+    from fullshard.launch.spawn import LocalLaunch
+    from fullshard.launch.supervise import LaunchResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command function returns.
+
+    Args:
+        result: the object that --json prints; None prints nothing.
+        exit_code: see fullshard.launch.exit_codes.
+    """
+
+    result: dict[str, Any] | None = None
+    exit_code: int = 0
+
+
+def error_outcome(error: BaseException) -> Outcome:
+    """Show an error on standard error and turn it into the outcome of the command.
+
+    What speaks to the user (a FullshardError, a command line that cannot be parsed) is one block
+    without a traceback; anything else is shown with it.
+    """
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("Interrupted.")
+        return _error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)
+    if isinstance(error, FullshardError):
+        message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        _say(f"{public_name(error)}: {message}")
+        return _error(public_name(error), message, error.exit_code)
+    if hasattr(error, "format_message"):  # typer's own; its base class differs between versions
+        return _usage_outcome(error)
+    _say("".join(traceback.format_exception(error)).rstrip("\n"))
+    text = "".join(traceback.format_exception(error))
+    return _error(type(error).__name__, str(error), exit_code_of(error), traceback=text)
+
+
+def launch_outcome(launch: LocalLaunch, result: LaunchResult, **facts: Any) -> Outcome:
+    """Show what ranks failed of, if they did, and make the command's outcome of it.
+
+    Args:
+        launch: what was run.
+        result: how it ended.
+        **facts: what --json prints where nothing failed.
+    """
+    from fullshard.launch.spawn import print_failure
+
+    print_failure(launch, result)
+    if result.failure is None and result.exit_code == 0:
+        return Outcome(facts)
+    if result.failure is None:
+        _say("Interrupted." if result.exit_code == ExitCode.INTERRUPTED else "Stopped.")
+        return _error("Interrupted", "stopped by a signal", result.exit_code)
+    failure = dataclasses.asdict(result.failure)
+    kind, message, code = (failure.pop(name) for name in ("type", "message", "exit_code"))
+    return _error(kind, message, code, **failure, log=str(launch.log(failure["rank"])))
+
+
+@contextlib.contextmanager
+def quiet_stdout(active: bool) -> Iterator[TextIO]:
+    """Point standard output at standard error inside the block; yields the real one."""
+    if not active:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(real), "w", encoding="utf-8") as stdout:
+            yield stdout
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
+
+
+def write_json(result: dict[str, Any], stdout: TextIO) -> None:
+    """Write the one JSON object of a command."""
+    json.dump(result, stdout, indent=2, default=_plain, allow_nan=False)
+    stdout.write("\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"--json: expected JSON values, got {type(value).__name__}")
+
+
+def _usage_outcome(error: Any) -> Outcome:
+    """A command line that typer could not parse, in our grammar."""
+    message = error.format_message().rstrip(".")
+    option = getattr(error, "option_name", "")
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # typer has shown the help
+        return _error("ConfigError", "command: expected one, got none.", ExitCode.CONFIG)
+    if type(error).__name__ == "NoSuchOption" and context is not None:
+        known = [name for param in context.command.params for name in param.opts] + ["--help"]
+        known = sorted({name for name in known if name.startswith("--")})
+        close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        message = f"{option}: expected one of {', '.join(known)}; got an unknown option.{hint}"
+    else:
+        path = context.command_path if context is not None else "fullshard"
+        message = f"{message}. See `{path} --help`."
+    _say(f"ConfigError: {message}")
+    return _error("ConfigError", message, ExitCode.CONFIG)
+
+
+def _error(kind: str, message: str, exit_code: int, **more: Any) -> Outcome:
+    error = {"type": kind, "message": message, "exit_code": int(exit_code), **more}
+    return Outcome({"error": error}, int(exit_code))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,148 @@
+"""What commands have in common: `CONFIG key=value --name value`, --json, --dry-run.
+
+    app = typer.Typer()
+
+    @app.command(context_settings=OPEN_WORDS)
+    def train(words: Words = None, config: ConfigFlag = None, as_json: JsonFlag = False,
+              dry_run: DryRunFlag = False) -> Outcome:
+        resolved = load(words, config, flags=TRAIN_FLAGS)
+
+OPEN_WORDS lets Hugging Face flags (`--max_steps 5`) through to `words` in the order of typing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fullshard.config.load import Resolved
+
+OPEN_WORDS: dict[Any, Any] = {"ignore_unknown_options": True}
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...",
+        help="A configuration file, then values that replace its own: training.max_steps=5, "
+        "max_steps=5 or --max_steps 5.",
+        show_default=False,
+    ),
+]
+ConfigFlag = Annotated[
+    Path | None,
+    typer.Option("--config", "--config_file", help="The configuration file, said as a flag."),
+]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="One JSON object on standard output, all else elsewhere.")
+]
+DryRunFlag = Annotated[
+    bool, typer.Option("--dry-run", help="Check everything, say what would run, run nothing.")
+]
+
+
+def load(
+    words: Sequence[str] | None,
+    config: Path | None = None,
+    *,
+    flags: Sequence[str] = (),
+    accept_model: bool = False,
+) -> Resolved:
+    """Read the configuration that a command line means.
+
+    Args:
+        words: what stands behind the command.
+        config: what --config said.
+        flags: the command's own flags, which a mistyped word may have meant.
+        accept_model: whether CONFIG may also be a Hugging Face folder or its config.json.
+
+    Raises:
+        ConfigError: a word, the file or a value in it cannot be used.
+    """
+    from fullshard.config.load import load_config
+    from fullshard.config.overrides import overrides_from_args
+
+    path, rest = split_config(words or (), config)
+    check_flags(rest, flags)
+    overrides = overrides_from_args(rest)
+    model = _model_override(path) if accept_model and path is not None else None
+    if model is not None:
+        return load_config(None, [model, *overrides])
+    return load_config(path, overrides)
+
+
+def placed(resolved: Resolved, error: ConfigError) -> ConfigError:
+    """An error of a later check, under the key and the place that it has in the configuration.
+
+    The planner knows ShardConfig's fields by their bare names, which stand below `sharding`.
+    """
+    from fullshard.config.schema import ShardConfig
+
+    key = str(error).partition(": ")[0]
+    if key in ShardConfig.known_names():
+        error = type(error)(f"sharding.{error}")
+    return resolved.located(error)
+
+
+def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None, list[str]]:
+    """CONFIG and what follows it. A first word that is no flag and no key=value is CONFIG.
+
+    Raises:
+        ConfigError: CONFIG is given twice.
+    """
+    first = words[0] if words else ""
+    is_config = bool(first) and not first.startswith("--")
+    is_config = is_config and ("=" not in first or Path(first).is_file())
+    if not is_config:
+        return config, list(words)
+    if config is not None:
+        raise ConfigError(
+            f"--config: expected one configuration file, got '{config}' and '{first}'. Drop one."
+        )
+    return Path(first), list(words[1:])
+
+
+def check_flags(words: Sequence[str], flags: Sequence[str]) -> None:
+    """Refuse `--dryrun`: no key, and nearly one of the command's own flags.
+
+    Raises:
+        ConfigError: with the flag that was meant.
+    """
+    from fullshard.config.keys import resolve
+
+    for word in words:
+        if not word.startswith("--"):
+            continue
+        name = word.partition("=")[0]
+        close = difflib.get_close_matches(name, flags, n=1, cutoff=0.75)
+        if not close:
+            continue
+        try:
+            resolve(name.removeprefix("--"))
+        except ConfigError:
+            raise ConfigError(
+                f"{name}: expected a flag or a key of the configuration, got neither. "
+                f"Did you mean '{close[0]}'?"
+            ) from None
+
+
+def _model_override(path: Path) -> str | None:
+    """A Hugging Face folder or its config.json as an override of the main job's model."""
+    if path.is_dir() and (path / "config.json").is_file():
+        return f"model.name_or_path={path}"
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # load_config says what is wrong with it, and where
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        return None
+    return f"model.config={json.dumps(content)}"

@@ -1,0 +1,307 @@
+"""The one reader of os.environ: how this process was launched, and what surrounds it.
+
+    ours       FULLSHARD_RANK ...  a rank that fullshard started itself
+    torchrun   RANK, WORLD_SIZE .. also mpirun wrappers and anything else that sets torch's names
+    slurm      SLURM_PROCID ...    a task of a job step of several tasks (srun)
+
+The first complete set wins, in this order: a rank of ours never mistakes the variables of the job
+around it for its own. A set that contradicts itself is a ConfigError that names the variable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Never
+
+from fullshard.config.problems import ConfigProblems, Problem
+
+
+class Launcher(StrEnum):
+    """Who started this process as one of several ranks."""
+
+    FULLSHARD = "fullshard"
+    TORCHRUN = "torchrun"
+    SLURM = "slurm"
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchEnvironment:
+    """This process's place among the ranks.
+
+    Args:
+        launcher: whose variables said so.
+        rank: 0 ... world_size - 1 over all machines.
+        world_size: ranks of all machines.
+        local_rank: rank among those of this machine; picks the device.
+        local_world_size: ranks on this machine.
+        master_addr: host of the rendezvous; None where a store file is used.
+        master_port: its port; None where a store file is used, or where nobody chose one.
+        store_path: file of the FileStore rendezvous (our own launcher).
+        run_dir: the run's folder (our own launcher).
+        run_id: names the launch, equal on every rank and different for every launch; None unknown.
+    """
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str | None = None
+    master_port: int | None = None
+    store_path: Path | None = None
+    run_dir: Path | None = None
+    run_id: str | None = None
+
+    def to_variables(self) -> dict[str, str]:
+        """The environment that makes a child this rank (our own launcher's names and torch's).
+
+        Torch's names are set too, so that libraries that read LOCAL_RANK find it.
+        """
+        sizes = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+        }
+        places = {
+            "STORE_PATH": self.store_path,
+            "RUN_DIR": self.run_dir,
+            "RUN_ID": self.run_id,
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": self.master_port,
+        }
+        ours = {**sizes, **{name: p for name, p in places.items() if p is not None}}
+        variables = {OURS + name: str(value) for name, value in ours.items()}
+        return variables | {name: str(value) for name, value in sizes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class HostEnvironment:
+    """What else of the environment changes what we do.
+
+    Args:
+        omp_num_threads: threads that the user gave each process; None: not said.
+        visible_devices: the accelerators that the user left visible; None: all of them.
+        color: True or False where FORCE_COLOR or NO_COLOR say so; None: a terminal decides.
+        columns: width of the terminal where COLUMNS says so.
+        cache_dir: where caches of this user belong.
+    """
+
+    omp_num_threads: int | None
+    visible_devices: tuple[str, ...] | None
+    color: bool | None
+    columns: int | None
+    cache_dir: Path
+
+
+OURS = "FULLSHARD_"
+
+_LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
+
+
+def read_launch_environment(
+    variables: Mapping[str, str] | None = None,
+) -> LaunchEnvironment | None:
+    """How this process was launched, or None where it is no rank of anything.
+
+    Args:
+        variables: read instead of os.environ, for tests and for children's environments.
+
+    Raises:
+        ConfigError: a set of variables that is incomplete or contradicts itself.
+    """
+    reader = _Variables(os.environ if variables is None else variables)
+    if reader.has_any(OURS + "RANK", OURS + "WORLD_SIZE"):
+        return _read_ours(reader)
+    if reader.has_any("RANK", "WORLD_SIZE"):
+        return _read_torchrun(reader)
+    if reader.has_any("SLURM_STEP_ID") and reader.has_any("SLURM_PROCID"):
+        return _read_slurm(reader)
+    return None
+
+
+def read_host_environment(variables: Mapping[str, str] | None = None) -> HostEnvironment:
+    """What else of the environment matters; `variables` instead of os.environ, for tests."""
+    reader = _Variables(os.environ if variables is None else variables)
+    visible = reader.text("CUDA_VISIBLE_DEVICES")
+    color = False if reader.text("NO_COLOR") else True if reader.text("FORCE_COLOR") else None
+    home = reader.text("XDG_CACHE_HOME")
+    return HostEnvironment(
+        omp_num_threads=reader.integer("OMP_NUM_THREADS", at_least=1),
+        visible_devices=None if visible is None else _visible(visible),
+        color=color,
+        columns=reader.integer("COLUMNS", at_least=0) or None,
+        cache_dir=(Path(home) if home else Path.home() / ".cache") / "fullshard",
+    )
+
+
+def current_variables() -> dict[str, str]:
+    """A copy of the whole environment, for the environment of a child process."""
+    return dict(os.environ)
+
+
+class _Variables:
+    """Typed reading of single variables; an empty variable counts as unset, except as text."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+
+    def has_any(self, *names: str) -> bool:
+        return any(self._variables.get(name) for name in names)
+
+    def text(self, name: str) -> str | None:
+        return self._variables.get(name)
+
+    def path(self, name: str) -> Path | None:
+        value = self._variables.get(name)
+        return Path(value) if value else None
+
+    def integer(self, name: str, *, at_least: int) -> int | None:
+        value = self._variables.get(name)
+        if not value:
+            return None
+        if not value.strip().isdecimal() or int(value) < at_least:
+            _refuse(name, f"an integer >= {at_least}", repr(value))
+        return int(value)
+
+    def needed(self, name: str, *, at_least: int, because: str) -> int:
+        value = self.integer(name, at_least=at_least)
+        if value is None:
+            _refuse(name, f"an integer >= {at_least}, because {because} is set", "nothing")
+        return value
+
+
+def _read_ours(reader: _Variables) -> LaunchEnvironment:
+    rank, world_size = _rank_of(reader, OURS + "RANK", OURS + "WORLD_SIZE")
+    local = _rank_of(reader, OURS + "LOCAL_RANK", OURS + "LOCAL_WORLD_SIZE")
+    return _check_local(
+        LaunchEnvironment(
+            launcher=Launcher.FULLSHARD,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local[0],
+            local_world_size=local[1],
+            master_addr=reader.text(OURS + "MASTER_ADDR"),
+            master_port=reader.integer(OURS + "MASTER_PORT", at_least=1),
+            store_path=reader.path(OURS + "STORE_PATH"),
+            run_dir=reader.path(OURS + "RUN_DIR"),
+            run_id=reader.text(OURS + "RUN_ID"),
+        ),
+        OURS,
+    )
+
+
+def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
+    rank, world_size = _rank_of(reader, "RANK", "WORLD_SIZE")
+    address = reader.text("MASTER_ADDR") or None
+    port = reader.integer("MASTER_PORT", at_least=1)
+    if reader.has_any("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        local = _rank_of(reader, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif (address or "") in _LOOPBACK:
+        local = rank, world_size  # a rendezvous on this machine: there is no other
+    else:
+        _refuse(
+            "LOCAL_RANK",
+            f"an integer >= 0, because MASTER_ADDR is {address!r}, which may be another machine",
+            "nothing",
+            "Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with torchrun",
+        )
+    return _check_local(
+        LaunchEnvironment(
+            launcher=Launcher.TORCHRUN,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local[0],
+            local_world_size=local[1],
+            master_addr=address,
+            master_port=port,
+            run_dir=reader.path(OURS + "RUN_DIR"),
+            run_id=reader.text("TORCHELASTIC_RUN_ID"),
+        ),
+        "",
+    )
+
+
+def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
+    """A task of a job step. A step of one task (a shell under srun) launches nothing."""
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    size = next((name for name in sizes if reader.has_any(name)), sizes[0])
+    rank, world_size = _rank_of(reader, "SLURM_PROCID", size)
+    if world_size == 1:
+        return None
+    node = reader.integer("SLURM_NODEID", at_least=0) or 0
+    per_node = _expand_counts(
+        reader.text("SLURM_STEP_TASKS_PER_NODE") or reader.text("SLURM_TASKS_PER_NODE") or ""
+    )
+    nodes = reader.text("SLURM_STEP_NODELIST") or reader.text("SLURM_JOB_NODELIST") or ""
+    job, step = reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID")
+    return _check_local(
+        LaunchEnvironment(
+            launcher=Launcher.SLURM,
+            rank=rank,
+            world_size=world_size,
+            local_rank=reader.needed("SLURM_LOCALID", at_least=0, because="SLURM_PROCID"),
+            local_world_size=per_node[node] if node < len(per_node) else world_size,
+            master_addr=reader.text("MASTER_ADDR") or _first_host(nodes),
+            master_port=reader.integer("MASTER_PORT", at_least=1),
+            run_dir=reader.path(OURS + "RUN_DIR"),
+            run_id=f"{job}.{step}" if job else None,
+        ),
+        "SLURM_",
+    )
+
+
+def _rank_of(reader: _Variables, rank_name: str, size_name: str) -> tuple[int, int]:
+    """A rank and its world size, which must be given together and agree."""
+    rank = reader.needed(rank_name, at_least=0, because=size_name)
+    size = reader.needed(size_name, at_least=1, because=rank_name)
+    if rank >= size:
+        _refuse(rank_name, f"an integer < {size}, because {size_name} is {size}", str(rank))
+    return rank, size
+
+
+def _check_local(launch: LaunchEnvironment, prefix: str) -> LaunchEnvironment:
+    """A machine cannot hold more ranks than there are, nor a later rank than the rank itself."""
+    if launch.local_world_size > launch.world_size:
+        _refuse(
+            prefix + "LOCAL_WORLD_SIZE",
+            f"an integer <= {launch.world_size}, which is {prefix}WORLD_SIZE",
+            str(launch.local_world_size),
+        )
+    if launch.local_rank > launch.rank:
+        name = "SLURM_LOCALID" if launch.launcher is Launcher.SLURM else prefix + "LOCAL_RANK"
+        _refuse(name, f"an integer <= {launch.rank}, which is the rank", str(launch.local_rank))
+    return launch
+
+
+def _expand_counts(text: str) -> list[int]:
+    """`4(x2),3` as 4, 4, 3: tasks of every node, as SLURM writes them."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            _refuse("SLURM_TASKS_PER_NODE", "counts like 4(x2),3", repr(text))
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _first_host(nodes: str) -> str | None:
+    """`gpu[07-09,12],x1` as gpu07: the first host of SLURM's list."""
+    match = re.match(r"([^,\[\]]+)(?:\[(\w+))?", nodes)
+    return match[1] + (match[2] or "") if match else None
+
+
+def _visible(text: str) -> tuple[str, ...]:
+    """`0,1` as two devices; `-1` and an empty list hide all."""
+    devices = [part.strip() for part in text.split(",") if part.strip()]
+    hidden = devices.index("-1") if "-1" in devices else len(devices)
+    return tuple(devices[:hidden])
+
+
+def _refuse(name: str, expected: str, got: str, advice: str = "") -> Never:
+    raise ConfigProblems([Problem(name, expected, got, advice, place="environment")])

@@ -1,0 +1,183 @@
+"""The kinds of fields that a configuration has: numbers, flags, words, lists of names.
+
+Each is a piece of `Annotated` metadata that reads what people and YAML write (`5e-5` and "1e8" are
+numbers, `no` is a word) and refuses the rest as a `Rejected`, which says what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from fullshard.config.problems import ConfigProblems
+from fullshard.config.values import parse, words_of
+
+
+class Rejected(ValueError):
+    """A value that a field cannot take; the caller knows the key."""
+
+    def __init__(self, expected: str, advice: str = "") -> None:
+        """Keep the words for the Problem."""
+        super().__init__(expected)
+        self.expected = expected
+        self.advice = advice
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Metadata that runs `read` before pydantic's own check of the type."""
+
+    read: Callable[[Any], object]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.read, handler(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number with bounds; written as a number, or as text that is one (`"1e8"`, `1_000`).
+
+    Args:
+        at_least: smallest allowed value, or None.
+        above: values must exceed this, or None.
+        below: values must stay under this, or None.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Integers where the field is an int, floats where it is a float."""
+        whole = source is int
+
+        def read(value: object) -> float:
+            return self._read(value, whole=whole)
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The bounds, for editors."""
+        bounds = {
+            "minimum": self.at_least,
+            "exclusiveMinimum": self.above,
+            "exclusiveMaximum": self.below,
+        }
+        return handler(schema) | {name: b for name, b in bounds.items() if b is not None}
+
+    def expected(self, *, whole: bool) -> str:
+        """`an integer >= 1`, `a number > 0 and < 1`."""
+        bounds = [
+            f"{sign} {bound:g}"
+            for sign, bound in ((">=", self.at_least), (">", self.above), ("<", self.below))
+            if bound is not None
+        ]
+        return " ".join(["an integer" if whole else "a number", " and ".join(bounds)]).strip()
+
+    def _read(self, value: object, *, whole: bool) -> float:
+        number = to_number(value)
+        if number is None or (whole and number != int(number)):
+            raise Rejected(self.expected(whole=whole))
+        if (
+            (self.at_least is not None and number < self.at_least)
+            or (self.above is not None and number <= self.above)
+            or (self.below is not None and number >= self.below)
+        ):
+            raise Rejected(self.expected(whole=whole))
+        return int(number) if whole else float(number)
+
+
+def to_number(value: object) -> int | float | None:
+    """The finite number that a value is or spells; None where it is none. Flags are no numbers."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        for read in (int, float):
+            try:
+                value = read(value)
+                break
+            except ValueError:
+                continue
+    if not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+        return None
+    return value
+
+
+_TOO_LARGE = 2**63  # no count, size or rate; infinity and NaN are not below it either
+
+
+def to_flag(value: object) -> bool:
+    """true and false, as YAML or a command line writes them."""
+    word = words_of(value)[0] if isinstance(value, bool | str | int) else ""
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise Rejected("true or false")
+
+
+def to_text(value: object) -> object:
+    """Text stays; a number in place of text was most likely meant as text, so say how."""
+    if isinstance(value, bool | int | float):
+        raise Rejected("text", "Write it in quotes if it is meant as text")
+    if not isinstance(value, str):
+        raise Rejected("text")
+    if not value.strip():
+        raise Rejected("text that is not empty")
+    return value
+
+
+def to_names(value: object) -> tuple[str, ...]:
+    """A list of names; one name alone, or several with commas, is a list too."""
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(",") if name.strip())
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        names = list(cast("Iterable[object]", value))
+        if all(isinstance(name, str) for name in names):
+            return tuple(cast("list[str]", names))
+    raise Rejected("a name or a list of names")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """An enum in any accepted spelling; the enum is the field's type."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type[StrEnum], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        def read(value: object) -> StrEnum:
+            try:
+                return parse(source, value, "")
+            except ConfigProblems as error:
+                (problem,) = error.problems
+                raise Rejected(problem.expected, problem.advice) from None
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """An editor offers our own words; other spellings are accepted and not offered."""
+        return handler(schema)
+
+
+_EnumT = TypeVar("_EnumT", bound=StrEnum)
+
+Word = Annotated[_EnumT, _Word()]
+Flag = Annotated[bool, _Reader(to_flag)]
+Text = Annotated[str, _Reader(to_text)]
+Names = Annotated[tuple[str, ...], _Reader(to_names)]
+Count = Annotated[int, Number(at_least=1)]
+Depth = Annotated[int, Number(at_least=0)]

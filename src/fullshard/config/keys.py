@@ -1,0 +1,147 @@
+"""Dotted keys: their names in other tools, and what a bare name on the command line means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from fullshard.config.hf_names import NOT_YET
+from fullshard.config.model import Section
+from fullshard.config.moves import MOVES
+from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.schema import RunConfig, TrainingConfig
+from fullshard.config.values import did_you_mean
+
+# Mappings that hold other people's keys, with other people's types.
+FREE = ("model.config", "teacher.config", "student.config", "sft", "distill")
+
+# What a plain text in place of a section means.
+PLAIN_KEYS = {
+    "model": "name_or_path",
+    "teacher": "name_or_path",
+    "student": "name_or_path",
+    "data": "path",
+}
+
+# A group that leads the keys of Hydra's command lines, and means nothing here.
+_DROPPED_GROUP = "distillation."
+
+# Two keys that say one thing: given on the command line, one replaces the other of the file.
+RIVALS = (
+    *((move.source, move.target) for move in MOVES if move.stays),
+    ("model.name_or_path", "model.config"),
+    ("teacher.name_or_path", "teacher.config"),
+    ("student.name_or_path", "student.config"),
+    ("training.num_train_epochs", "training.max_steps"),
+    ("training.warmup_ratio", "training.warmup_steps"),
+)
+
+
+def canonical(key: str) -> str:
+    """Our name of a dotted key: `training.evaluation_strategy` is `training.eval_strategy`."""
+    section: type[Section] | None = RunConfig
+    names: list[str] = []
+    for part in key.split("."):
+        name = section.ALIASES.get(part, part) if section else part
+        names.append(name)
+        section = _section_of(section, name) if section else None
+    dotted = ".".join(names)
+    return next((m.target for m in MOVES if m.source == dotted and not m.stays), dotted)
+
+
+def derived_from(key: str) -> Iterator[str]:
+    """The keys whose value may decide this one's."""
+    return (move.source for move in MOVES if move.target == key and move.stays)
+
+
+def rivals_of(key: str) -> list[str]:
+    """The keys that say the same thing in another way."""
+    pairs = [*RIVALS, *((b, a) for a, b in RIVALS)]
+    return [b for a, b in pairs if key == a or key.startswith(a + ".")]
+
+
+def is_free(key: str) -> bool:
+    """Whether a key lies in a mapping of other people's keys."""
+    return any(key.startswith(free + ".") for free in FREE)
+
+
+def resolve(name: str, present: Iterable[str] = ()) -> str:
+    """The dotted key that a name on the command line means.
+
+    Args:
+        name: dotted, or bare where only one key has that name.
+        present: the dotted keys of the file, whose free mappings (`model.config`) may be meant.
+
+    Raises:
+        ConfigError: a bare name that no key has, or more than one.
+    """
+    key = name.strip().replace("-", "_").removeprefix(_DROPPED_GROUP)
+    if "." in key or key in RunConfig.known_names():
+        return key
+    for candidates in (_fields(key, present), _other_names(key)):
+        if len(candidates) > 1:
+            listed = " and ".join(candidates)
+            got = f"'{name}', which is the end of {listed}"
+            raise _refused(name, "a key that is unambiguous", got, "Write the whole key")
+        if candidates:
+            return candidates[0]
+    near = did_you_mean(key, _every_name())
+    raise _refused(name, "", "unknown key", near or "Write it as section.key=value")
+
+
+def training_or_bare(name: str) -> str:
+    """The key of a Hugging Face flag `--name`: a key of `training` where it has that name."""
+    key = name.replace("-", "_")
+    if "." in key:
+        return key
+    known = (*TrainingConfig.known_names(), *_moved_training_names())
+    if key in known:
+        return f"training.{key}"
+    elsewhere = key in RunConfig.known_names() or _fields(key, ()) or _other_names(key)
+    return key if elsewhere else f"training.{key}"
+
+
+def _refused(key: str, expected: str, got: str, advice: str) -> ConfigProblems:
+    return ConfigProblems([Problem(key, expected, got, advice, place="command line")])
+
+
+def _fields(name: str, present: Iterable[str]) -> list[str]:
+    """Keys of sections, and keys of the file's free mappings, that end in this name."""
+    own = [f"{section}.{name}" for section, cls in _sections() if name in cls.field_names()]
+    free = [key for key in present if is_free(key) and key.rpartition(".")[2] == name]
+    return own + free
+
+
+def _other_names(name: str) -> list[str]:
+    """Names that another tool has for a key, and Hugging Face's names that are not built yet."""
+    aliases = [f"{section}.{name}" for section, cls in _sections() if name in cls.ALIASES]
+    moved = [f"training.{name}"] if name in _moved_training_names() else []
+    found = list(dict.fromkeys(canonical(key) for key in aliases + moved))
+    return found or ([f"training.{name}"] if name in NOT_YET else [])
+
+
+def _moved_training_names() -> list[str]:
+    return [m.source.removeprefix("training.") for m in MOVES if m.source.startswith("training.")]
+
+
+def _every_name() -> list[str]:
+    names = [name for _, cls in _sections() for name in cls.known_names()]
+    return [*RunConfig.known_names(), *names]
+
+
+def _sections() -> list[tuple[str, type[Section]]]:
+    """The sections that bare names are looked for in, in the order of the class."""
+    found = ((name, _section_of(RunConfig, name)) for name in RunConfig.field_names())
+    return [(n, cls) for n, cls in found if cls is not None and n not in ("teacher", "student")]
+
+
+def _section_of(section: type[Section], name: str) -> type[Section] | None:
+    """The class of a field that is a section, or None."""
+    field = section.model_fields.get(name)
+    if field is None:
+        return None
+    annotation: Any = field.annotation
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None

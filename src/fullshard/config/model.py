@@ -1,0 +1,156 @@
+"""The base of every configuration section: frozen, every key known, problems in our own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from fullshard.config.fields import Rejected
+from fullshard.config.problems import ConfigProblems, Problem, join_key, show
+from fullshard.config.values import did_you_mean
+
+
+class Section(BaseModel):
+    """A mapping of a configuration.
+
+    Building one from wrong input raises one ConfigError that lists every problem, never pydantic's
+    error. `ALIASES` holds other tools' names of a key; a key and its alias may both stand there as
+    long as they agree.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",  # infinity in a model's configuration is no null
+    )
+
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, /, **values: Any) -> None:
+        """Read and check the values; raise ConfigError with all that is wrong."""
+        prepared, problems = self.prepare(values)
+        try:
+            super().__init__(**prepared)
+        except ValidationError as error:
+            problems += _problems(type(self), error)
+        if problems:
+            raise ConfigProblems(problems)
+
+    @classmethod
+    def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+        """Other tools' names become ours, and what changes nothing is dropped.
+
+        Returns:
+            The values under our names, and what was found wrong on the way.
+        """
+        prepared: dict[str, Any] = {}
+        problems: list[Problem] = []
+        for key, value in values.items():
+            name = cls.ALIASES.get(key, key)
+            if cls.without_effect(key, value):
+                continue
+            if name != key and name in values and values[name] != value:
+                problems.append(_disagreement(key, value, name, values[name]))
+            prepared.setdefault(name, value)
+        return prepared, problems
+
+    @classmethod
+    def of(cls, base: Self | Mapping[str, Any] | None = None, **overrides: Any) -> Self:
+        """The base with some fields replaced; what the base left out keeps its default.
+
+        Args:
+            base: a section, a mapping of its keys, or None for all defaults.
+            overrides: fields by name, in any accepted spelling.
+        """
+        if base is None:
+            return cls(**overrides)
+        if isinstance(base, Mapping):
+            return cls(**{**base, **overrides})
+        if not isinstance(base, cls):
+            got = f"{type(base).__name__} {show(base)}"
+            raise ConfigProblems([Problem("", f"a {cls.__name__}, a mapping or None", got)])
+        given = {name: getattr(base, name) for name in base.model_fields_set}
+        return cls(**{**given, **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON values; reading them again gives an equal section."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """The names of the fields, in the order of the class."""
+        return list(cls.model_fields)
+
+    @classmethod
+    def known_names(cls) -> list[str]:
+        """Every name that is understood, for did-you-mean."""
+        return [*cls.field_names(), *cls.ALIASES]
+
+    @classmethod
+    def without_effect(cls, key: str, value: Any) -> bool:
+        """True for a key that the section lacks and whose value changes nothing."""
+        del key, value
+        return False
+
+    @classmethod
+    def unknown(cls, key: str, value: Any) -> Problem:
+        """The problem of a key that the section lacks, with the nearest that it has."""
+        del value
+        advice = did_you_mean(key, cls.known_names())
+        if not advice and len(cls.field_names()) <= _SHORT_LIST:
+            advice = f"Known keys: {', '.join(cls.field_names())}"
+        return Problem(key, "", "unknown key", advice)
+
+
+def _disagreement(alias: str, value: object, name: str, other: object) -> Problem:
+    return Problem(
+        alias,
+        f"the same value as {name}, which is its other name and says {show(other)}",
+        show(value),
+        "Give one of the two",
+    )
+
+
+def _problems(section: type[Section], error: ValidationError) -> list[Problem]:
+    """pydantic's errors, in our words, in the order of the input."""
+    return [
+        problem
+        for details in error.errors(include_url=False)
+        for problem in _translate(section, details)
+    ]
+
+
+def _translate(section: type[Section], details: ErrorDetails) -> list[Problem]:
+    key = join_key(*(str(part) for part in details["loc"]))
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigProblems):
+        return [problem.below(key) for problem in cause.problems]
+    got = show(details["input"])
+    if isinstance(cause, Rejected):
+        return [Problem(key, cause.expected, got, cause.advice)]
+    if details["type"] == "extra_forbidden":
+        return [section.unknown(key, details["input"])]
+    if details["type"] == "missing":
+        advice = section.model_fields[key].description or "This key has no default"
+        return [Problem(key, "", "missing", advice)]
+    expected = _EXPECTED.get(details["type"])
+    if expected is not None:
+        return [Problem(key, expected, got)]
+    return [Problem(key, details["msg"][:1].lower() + details["msg"][1:], got)]
+
+
+_SHORT_LIST = 12  # more keys than these are no help in a message
+
+_EXPECTED: Mapping[str, str] = {
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "mapping_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+    "invalid_key": "a word as key",
+    "tuple_type": "a list",
+    "string_type": "text",
+}

@@ -1,0 +1,203 @@
+"""RunConfig, a whole configuration file, and its sections by the names that fullshard uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self, cast
+
+from pydantic import BeforeValidator, model_validator
+
+from fullshard.config.fields import Count, Depth, Names, Number, Rejected, Text, Word
+from fullshard.config.model import Section
+from fullshard.config.moves import apply_moves
+from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.sharding import Offload, ShardConfig
+from fullshard.config.training import TrainingConfig
+from fullshard.config.values import Backend, Strategy
+
+__all__ = [
+    "DataConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "Offload",
+    "RunConfig",
+    "ShardConfig",
+    "TrainingConfig",
+]
+
+
+class ModelConfig(Section):
+    """A model: a Hugging Face folder, or a configuration that is initialised at random."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "model_name_or_path": "name_or_path",
+        "path": "name_or_path",
+    }
+
+    name_or_path: Text | None = None
+    """Folder with config.json, and with weights and a tokenizer where there are any."""
+
+    config: dict[str, Any] | None = None
+    """What config.json would hold: model_type, and what differs from that type's defaults."""
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        if (self.name_or_path is None) == (self.config is None):
+            got = "neither" if self.config is None else "both"
+            raise ConfigProblems([Problem("", "one of name_or_path and config", got)])
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            got = show(self.config["model_type"]) if "model_type" in self.config else "nothing"
+            expected = "the name of an architecture, such as llama"
+            raise ConfigProblems([Problem("config.model_type", expected, got)])
+        return self
+
+
+class DataConfig(Section):
+    """The text that is trained on."""
+
+    path: Text | None = None
+    """A file or folder: text, JSONL, parquet. None: text that ships with every Python."""
+
+    text_column: Text = "text"
+    """Column or key that holds the text, in JSONL and parquet files."""
+
+    tokenizer: Text | None = None
+    """Folder of a tokenizer. None: the model's own, or one that is trained on the data."""
+
+    vocab_size: Count | None = None
+    """Entries of the tokenizer that is trained on the data, at most. None: the model's."""
+
+    validation_fraction: Annotated[float, Number(at_least=0, below=1)] = 0.05
+    """Share of the text that is held out, for the evaluation loss."""
+
+
+class LaunchConfig(Section):
+    """The processes, under the names of Accelerate."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"ddp_timeout": "timeout"}
+
+    num_processes: Count | None = None
+    """Ranks on all machines together. None: one an accelerator that is visible, else 2."""
+
+    num_machines: Count = 1
+    """Machines."""
+
+    machine_rank: Depth = 0
+    """This machine's number, from 0."""
+
+    main_process_ip: Text | None = None
+    """Host of rank 0, where there are several machines."""
+
+    main_process_port: Annotated[int, Number(at_least=1, below=65536)] | None = None
+    """Port of the rendezvous there."""
+
+    timeout: Annotated[float, Number(above=0)] = 600.0
+    """Seconds after which a rank that waits is stuck (alias ddp_timeout)."""
+
+    @model_validator(mode="after")
+    def _machines_agree(self) -> Self:
+        problems: list[Problem] = []
+        machines = f"num_machines is {self.num_machines}"
+        if self.machine_rank >= self.num_machines:
+            expected = f"an integer < {self.num_machines}, because {machines}"
+            problems.append(Problem("machine_rank", expected, show(self.machine_rank)))
+        if self.num_processes is not None and self.num_processes % self.num_machines:
+            expected = f"a multiple of {self.num_machines}, because {machines}"
+            advice = "It counts the processes of all machines"
+            problems.append(Problem("num_processes", expected, show(self.num_processes), advice))
+        if problems:
+            raise ConfigProblems(problems)
+        return self
+
+
+def _read_model(value: object) -> object:
+    """A plain text is a folder."""
+    if isinstance(value, str):
+        return {"name_or_path": value}
+    return _mapping(value, ModelConfig, "a folder, or a mapping with name_or_path or config")
+
+
+def _read_data(value: object) -> object:
+    """A plain text is a path; null is the embedded text."""
+    if isinstance(value, str):
+        return {"path": value}
+    return {} if value is None else _mapping(value, DataConfig, "a path, or a mapping with path")
+
+
+def _read_section(value: object) -> object:
+    """A section that stands there empty (`training:` and nothing below) is all defaults."""
+    return {} if value is None else value
+
+
+def _mapping(value: object, section: type[Section], expected: str) -> object:
+    if isinstance(value, section):
+        return value
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, object]", value)
+    raise Rejected(expected)
+
+
+Model = Annotated[ModelConfig, BeforeValidator(_read_model)]
+SECTION = BeforeValidator(_read_section)
+
+
+class RunConfig(Section):
+    """A whole configuration: what a file and a command line say together."""
+
+    backend: Word[Backend] = Backend.TORCH
+    """torch | jax: the engine that runs the plan."""
+
+    model: Model
+    """A Hugging Face folder, or {config: {model_type: ...}} for one of random weights."""
+
+    data: Annotated[DataConfig, BeforeValidator(_read_data)] = DataConfig()
+    """A path, or {path: ...}. Left out: text that ships with every Python."""
+
+    sharding: Annotated[ShardConfig, SECTION] = ShardConfig()
+    """How the model is sharded. `strategy` alone may stand at the top level."""
+
+    training: Annotated[TrainingConfig, SECTION] = TrainingConfig()
+    """Hugging Face's TrainingArguments."""
+
+    launch: Annotated[LaunchConfig, SECTION] = LaunchConfig()
+    """The processes."""
+
+    freeze: Names = ()
+    """Parameter names (globs) that are not trained."""
+
+    teacher: Model | None = None
+    """Distillation: the model that is learned from."""
+
+    student: Model | None = None
+    """Distillation: the model that learns."""
+
+    sft: dict[str, Any] | None = None
+    """Supervised fine-tuning."""
+
+    distill: dict[str, Any] | None = None
+    """Distillation: temperature, alpha, loss."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """sharding.strategy, which alone may stand at the top level of a file."""
+        return self.sharding.strategy
+
+    @classmethod
+    def known_names(cls) -> list[str]:
+        """The keys, and the one that has another home."""
+        return [*super().known_names(), "strategy"]
+
+    @classmethod
+    def unknown(cls, key: str, value: Any) -> Problem:
+        """A key of a section that stands at the top level belongs a level further down."""
+        for name, section in (("sharding", ShardConfig), ("training", TrainingConfig)):
+            if key in section.field_names() or key in section.ALIASES:
+                return Problem(key, "", "unknown key", f"Write {name}.{key}")
+        return super().unknown(key, value)
+
+    @classmethod
+    def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+        """Keys that have their meaning elsewhere get there first."""
+        moved, contradictions = apply_moves(values)
+        prepared, problems = super().prepare(moved)
+        return prepared, contradictions + problems

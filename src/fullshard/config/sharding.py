@@ -1,0 +1,244 @@
+"""ShardConfig: how a model is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, cast
+
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
+
+from fullshard.config.fields import (
+    Count,
+    Depth,
+    Flag,
+    Names,
+    Number,
+    Rejected,
+    Word,
+    to_names,
+    to_number,
+)
+from fullshard.config.model import Section
+from fullshard.config.problems import ConfigProblems
+from fullshard.config.values import (
+    PREFETCH_DEPTHS,
+    DType,
+    GradReduction,
+    GradSync,
+    Home,
+    Recompute,
+    RecomputeKind,
+    Reduction,
+    Strategy,
+    Transport,
+    WrapKind,
+    did_you_mean,
+    parse,
+    parse_recompute,
+    spellings,
+    words_of,
+)
+
+Wrap = WrapKind | tuple[str, ...] | Callable[..., Any]
+
+
+class Offload(Section):
+    """Where each kind of state lives between uses; None is the device that computes."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "params": "parameters",
+        "grads": "gradients",
+        "optim": "optimizer",
+    }
+
+    parameters: Word[Home] | None = None
+    """Master parameters. On the host: copied to the device before every gather."""
+
+    gradients: Word[Home] | None = None
+    """Reduced gradients. On the host: copied there as every reduction lands."""
+
+    optimizer: Word[Home] | None = None
+    """Optimizer state. On the host: the step runs there too."""
+
+
+def _read_wrap(value: object) -> object:
+    """`auto`, `transformer`, `size`, `none`, class names, classes, or a callable.
+
+    A word alone is a class name where it is written like one (`LlamaDecoderLayer`); `transfomer`
+    is a misspelt kind. A class whose name is a kind (`Transformer`) needs a list: `[Transformer]`.
+    """
+    if isinstance(value, WrapKind):
+        return value
+    if isinstance(value, type):
+        return (value.__name__,)
+    if isinstance(value, str | bool):
+        for word in words_of(value):
+            if word in spellings(WrapKind):
+                return spellings(WrapKind)[word]
+        names = to_names(str(value))
+        if names and all(_is_class_name(name) for name in names):
+            return names
+    elif callable(value):
+        return value
+    elif isinstance(value, list | tuple | set | frozenset):
+        members = cast("Iterable[object]", value)
+        names = tuple(m.__name__ if isinstance(m, type) else str(m).strip() for m in members)
+        if names and all(name.isidentifier() for name in names):
+            return names
+    raise Rejected(
+        "one of auto, transformer, size, none, or class names, or a callable",
+        did_you_mean(value, spellings(WrapKind)) if isinstance(value, str) else "",
+    )
+
+
+def _is_class_name(word: str) -> bool:
+    return word.isidentifier() and word[0].isupper() and not word.isupper()
+
+
+def _write_wrap(value: Wrap) -> object:
+    if isinstance(value, WrapKind):
+        return value.value
+    if isinstance(value, tuple):
+        return list(cast("tuple[str, ...]", value))
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"<callable {getattr(value, '__module__', '?')}.{name}>"
+
+
+def _read_depth(value: object) -> object:
+    """A depth, a flag of FSDP1's `forward_prefetch`, or a word of its `BackwardPrefetch`.
+
+    BACKWARD_PRE gathers the next unit before this one's gradients are computed, so two units are
+    gathered at once: depth 1. BACKWARD_POST gathers it after them, when this unit's slot is free
+    again: that is what happens at depth 0, where the reduction of this unit runs beside the gather
+    of the next. NO_PREFETCH and null are depth 0 as well.
+    """
+    if value is None:
+        return 0
+    if to_number(value) is not None:
+        return value
+    for word in words_of(value):
+        if word in PREFETCH_DEPTHS:
+            return PREFETCH_DEPTHS[word]
+    raise Rejected(
+        "an integer >= 0, or one of backward_pre, backward_post, no_prefetch",
+        did_you_mean(value, PREFETCH_DEPTHS) if isinstance(value, str) else "",
+    )
+
+
+def _read_offload(value: object) -> object:
+    """`cpu` or true moves all three kinds of state; a table says it for each."""
+    if value is None or value is False or isinstance(value, Offload):
+        return value or None
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, object]", value)
+    if isinstance(value, str) and words_of(value)[0] in ("none", "no", "false"):
+        return None
+    try:
+        home = Home.CPU if value is True else parse(Home, value, "")
+    except ConfigProblems as error:
+        raise Rejected(
+            "one of cpu, nvme, or a mapping of parameters, gradients, optimizer to these",
+            error.problems[0].advice,
+        ) from None
+    return Offload(parameters=home, gradients=home, optimizer=home)
+
+
+def _read_recompute(value: object) -> Recompute:
+    try:
+        return parse_recompute(value, "")
+    except ConfigProblems as error:
+        raise Rejected(error.problems[0].expected, error.problems[0].advice) from None
+
+
+PrefetchDepth = Annotated[Depth, BeforeValidator(_read_depth)]
+
+_WRAP_SCHEMA = {
+    "anyOf": [
+        {"enum": [kind.value for kind in WrapKind]},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    ]
+}
+
+
+class ShardConfig(Section):
+    """How a model is sharded: who keeps what, in which dtype, and who moves it."""
+
+    strategy: Word[Strategy] = Strategy.FULL_SHARD
+    """full_shard (ZeRO-3) | shard_grad_op (ZeRO-2) | no_shard (DDP) | hybrid_shard |
+    hybrid_shard_zero2 | auto (the planner chooses, where a batch is known)."""
+
+    replicate: Count | None = None
+    """Ranks that hold copies of the same shard. None: hybrid strategies replicate over hosts,
+    all others hold one copy."""
+
+    shard: Count | None = None
+    """Ranks that share one copy. None: hybrid strategies shard inside a host, all others over
+    all ranks. replicate x shard is the world size."""
+
+    wrap: Annotated[
+        Wrap,
+        PlainValidator(_read_wrap),
+        PlainSerializer(_write_wrap),
+        WithJsonSchema(_WRAP_SCHEMA),
+    ] = WrapKind.AUTO
+    """Which modules are units (gathered and freed together): auto (the repeated blocks) |
+    transformer | size | none (one unit) | class names | a callable of Python."""
+
+    wrap_min_params: Annotated[int, Number(at_least=1)] = 100_000_000
+    """Parameters of the smallest unit; concerns wrap: size alone."""
+
+    ignore: Names = ()
+    """Module or parameter names (globs) that stay whole on every rank and are not reduced."""
+
+    fp32_modules: Names = ()
+    """Module names (globs) that compute in float32 whatever param_dtype says."""
+
+    master_dtype: Word[DType] | None = None
+    """Dtype at rest and of the optimizer's step. None: float64 stays float64, all else float32."""
+
+    param_dtype: Word[DType] | None = None
+    """Dtype in which units are gathered and compute. None: the master's."""
+
+    reduce_dtype: Word[DType] | None = None
+    """Dtype of gradients on the wire. None: float32 (float64 for float64 masters)."""
+
+    buffer_dtype: Word[DType] | None = None
+    """Dtype of floating point buffers. None: untouched."""
+
+    output_dtype: Word[DType] | None = None
+    """Dtype of the model's outputs. None: untouched."""
+
+    grad_reduction: Word[GradReduction] = GradReduction.MEAN
+    """mean | sum of the ranks' gradients."""
+
+    reduction: Word[Reduction] = Reduction.NATIVE
+    """native | ordered: in rank order, the same bits as the other transports, and slower."""
+
+    forward_prefetch: PrefetchDepth = 1
+    """Units gathered ahead in forward; each more holds one more unit in memory."""
+
+    backward_prefetch: PrefetchDepth = 1
+    """Units gathered ahead in backward; also takes FSDP1's words (BACKWARD_PRE: 1)."""
+
+    offload: Annotated[Offload | None, BeforeValidator(_read_offload)] = None
+    """None | cpu | nvme | a table {parameters, gradients, optimizer} of these."""
+
+    activation_checkpointing: Annotated[
+        Recompute,
+        PlainValidator(_read_recompute),
+        PlainSerializer(str),
+        WithJsonSchema({"type": "string", "pattern": "^(none|block|selective|offload|every_.+)$"}),
+    ] = Recompute(RecomputeKind.NONE)
+    """none | block | selective | every_2, every_3 ... | offload: activations that are dropped in
+    forward and computed again in backward."""
+
+    grad_sync: Word[GradSync] = GradSync.EVERY_MICRO_BATCH
+    """every_micro_batch (least memory) | last_micro_batch (least traffic; unsharded gradients are
+    held in between) | last_micro_batch_outer (only the replicate axis waits)."""
+
+    transport: Word[Transport] = Transport.AUTO
+    """auto | c10d | direct | shared | fake: who moves the bytes."""
+
+    poison: Flag = False
+    """Fill every slot with NaN when it is released, so that a missed gather cannot pass for data.
+    For tests and `verify`; costs one write of every gathered parameter."""

@@ -1,0 +1,178 @@
+"""TrainingConfig: Hugging Face's TrainingArguments names, those that the main loop honours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+
+from fullshard.config.fields import Count, Flag, Number, Rejected, Text, Word, to_flag, to_number
+from fullshard.config.hf_names import INSTEAD, NOT_YET
+from fullshard.config.model import Section
+from fullshard.config.problems import Problem, show
+from fullshard.config.values import IntervalStrategy, LrSchedule, Optimizer, words_of
+
+
+def _read_steps(value: object) -> object:
+    """A number of steps, or a share of all steps below 1, as Hugging Face has it."""
+    number = to_number(value)
+    if number is None or number <= 0 or (number >= 1 and number != int(number)):
+        raise Rejected("an integer >= 1, or a share of all steps between 0 and 1")
+    return int(number) if number >= 1 else number
+
+
+def _read_warmup(value: object) -> object:
+    """As `_read_steps`, and 0 is no warm-up."""
+    return 0 if to_number(value) == 0 else _read_steps(value)
+
+
+def _read_resume(value: object) -> object:
+    """A folder; false and `never` mean that nothing is resumed."""
+    if value is None or value is False or words_of(value)[0] in ("false", "no", "never"):
+        return None
+    return "auto" if value is True else value
+
+
+Steps = Annotated[int | float, BeforeValidator(_read_steps)]
+Warmup = Annotated[int | float, BeforeValidator(_read_warmup)]
+Share = Annotated[float, Number(at_least=0, below=1)]
+
+
+class TrainingConfig(Section):
+    """The main loop: Hugging Face's names, meanings and defaults (transformers 4.40 to 5.x).
+
+    A TrainingArguments name that has no effect here yet is an error that says so, unless its value
+    asks for what happens anyway; an unknown one is an error with the nearest name.
+    """
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "max_length": "max_seq_length",  # TRL's name since 0.16
+        "evaluation_strategy": "eval_strategy",  # until transformers 4.46
+    }
+
+    output_dir: Text | None = None
+    """Folder of the run. None: runs/<command>."""
+
+    max_steps: Annotated[int, Number(at_least=-1)] = -1
+    """Updates of the run; above 0 it replaces num_train_epochs."""
+
+    num_train_epochs: Annotated[float, Number(above=0)] = 3.0
+    """Passes over the training text, where max_steps does not say."""
+
+    per_device_train_batch_size: Count = 8
+    """Sequences of one rank in one micro-batch."""
+
+    per_device_eval_batch_size: Count = 8
+    """Sequences of one rank in one evaluation batch."""
+
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches of one update. Its batch: this x ranks x per_device_train_batch_size."""
+
+    max_seq_length: Annotated[int, Number(at_least=2)] = 1024
+    """Tokens of one sequence (alias max_length, whose default in TRL this is)."""
+
+    learning_rate: Annotated[float, Number(at_least=0)] = 5e-5
+    """Peak learning rate."""
+
+    weight_decay: Annotated[float, Number(at_least=0)] = 0.0
+    """Decoupled decay of parameters with two or more dims; biases and norms are left alone."""
+
+    adam_beta1: Share = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: Share = 0.999
+    """Decay of the second moment."""
+
+    adam_epsilon: Annotated[float, Number(above=0)] = 1e-8
+    """Added to the root of the second moment."""
+
+    max_grad_norm: Annotated[float, Number(at_least=0)] = 1.0
+    """Global gradient norm above which gradients are scaled down. 0: never."""
+
+    lr_scheduler_type: Word[LrSchedule] = LrSchedule.LINEAR
+    """linear | cosine | constant | constant_with_warmup."""
+
+    warmup_steps: Warmup = 0
+    """Steps from zero to the peak; below 1 a share of all steps. Above 0 it replaces
+    warmup_ratio."""
+
+    warmup_ratio: Share = 0.0
+    """The warm-up as a share of all steps."""
+
+    logging_steps: Steps = 500
+    """Steps between two printed lines; below 1 a share of all steps. metrics.jsonl has every
+    step."""
+
+    eval_strategy: Word[IntervalStrategy] | None = None
+    """no | steps | epoch (alias evaluation_strategy). None: steps where eval_steps is given,
+    else no."""
+
+    eval_steps: Steps | None = None
+    """Steps between two evaluations; below 1 a share of all steps. None: logging_steps."""
+
+    save_strategy: Word[IntervalStrategy] | None = None
+    """no | steps | epoch. None: as Hugging Face, once there are checkpoints."""
+
+    save_steps: Steps | None = None
+    """Steps between two checkpoints. None: 500, once there are checkpoints."""
+
+    save_total_limit: Count | None = None
+    """Complete checkpoints that are kept. None: all."""
+
+    resume_from_checkpoint: Annotated[Text | None, BeforeValidator(_read_resume)] = None
+    """Checkpoint to start from."""
+
+    seed: Annotated[int, Number(at_least=0)] = 42
+    """Of the initial weights and of the order of the data."""
+
+    bf16: Flag | None = None
+    """true: sharding.param_dtype is bfloat16. None: sharding decides."""
+
+    gradient_checkpointing: Flag | None = None
+    """true: sharding.activation_checkpointing is block. None: sharding decides."""
+
+    optim: Word[Optimizer] = Optimizer.ADAMW_TORCH_FUSED
+    """adamw_torch_fused | adamw_torch | sgd."""
+
+    @property
+    def evaluates(self) -> IntervalStrategy:
+        """When evaluation happens, with what was left out filled in."""
+        if self.eval_strategy is not None:
+            return self.eval_strategy
+        return IntervalStrategy.NO if self.eval_steps is None else IntervalStrategy.STEPS
+
+    @classmethod
+    def without_effect(cls, key: str, value: Any) -> bool:
+        """True for a name that we lack whose value asks for what happens anyway."""
+        return key in NOT_YET and any(_same(value, neutral) for neutral in NOT_YET[key])
+
+    @classmethod
+    def unknown(cls, key: str, value: Any) -> Problem:
+        """`not yet` for Hugging Face's names, did-you-mean for all others."""
+        if key in NOT_YET:
+            says = f"{show(value)} is not yet supported"
+            return Problem(key, "", says, INSTEAD.get(key, "Leave it out"))
+        return super().unknown(key, value)
+
+    @classmethod
+    def known_names(cls) -> list[str]:
+        """Names for did-you-mean: a misspelt name may well be one that is not built yet."""
+        return [*super().known_names(), *NOT_YET]
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality of a value with one of the table, in any spelling; 0 and false differ."""
+    if isinstance(neutral, bool):
+        try:
+            return to_flag(value) is neutral
+        except Rejected:
+            return False
+    if neutral is None:
+        return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    number = to_number(neutral)
+    if number is not None:
+        return to_number(value) == number
+    if isinstance(neutral, str) and neutral and isinstance(value, str | bool):
+        return neutral.lower() in words_of(value)
+    return value == neutral

@@ -1,0 +1,67 @@
+"""Every private or renamed torch name that the engine uses, with versions and fallbacks.
+
+Checked with torch 2.11 and 2.13; written for 2.8 and newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed the single-tensor collectives and warns about the old names.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+# The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
+foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+# Turns __torch_function__ of tensor subclasses off for a block (public as
+# torch._C.DisableTorchFunctionSubclass since 2.0; there is no name outside torch._C).
+no_guard = torch._C.DisableTorchFunctionSubclass
+
+
+def graph_task_id() -> int:
+    """Identity of the backward that runs on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the running backward will reach an autograd node.
+
+    Raises:
+        RuntimeError: The node is a leaf that `torch.autograd.grad` was asked for.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call `function` when the running backward is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a process group was not destroyed yet (torch has no public question for it)."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def register_guard_types(*types: type) -> None:
+    """Let optimizers and clipping use their foreach and fused paths, as DTensor does."""
+    import torch.optim.optimizer as optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        for kind in types:
+            if kind not in supported:
+                supported.append(kind)  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""Clipping and norms over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.engine import engine_of
+from fullshard.engine.guard import norm_order
+from fullshard.engine.parameter import _Guarded
+from fullshard.errors import ShardedTensorError
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`.
+
+    The 2-norm is known since the backward ended, so that this costs no communication and reads
+    no gradient; other norms are a collective. The factor is min(1, max_norm / (norm + 1e-6)), as
+    in `torch.nn.utils.clip_grad_norm_`.
+
+    Parameters that are left out of sharding (`ignore`) take part with the gradients that they have
+    on this rank: to sum those over the ranks is their owner's business.
+
+    Args:
+        model: Sharded.
+        max_norm: Largest norm allowed.
+        norm_type: p of the p-norm; `inf` for the largest absolute value.
+
+    Returns:
+        The norm before clipping: a plain replicated scalar.
+    """
+    engine = engine_of(model)
+    groups = [group for unit in engine.units for group in unit.trained]
+    with no_guard():
+        shown = [m.param.grad for g in groups for m in g.members if m.param.grad is not None]
+    others = _left_out(model) if engine.config.ignore else []
+    if not shown and not others:
+        return torch.zeros((), device=engine.device)
+    order = norm_order(norm_type)
+    norm = engine.norms.known_total(shown) if order == 2.0 else None
+    if norm is None:
+        plain = [grad.as_subclass(torch.Tensor) for grad in shown]
+        norm = engine.norms.total(plain, order)
+    if others:
+        norms = [torch.linalg.vector_norm(grad, order).to(norm) for grad in others]
+        norm = torch.linalg.vector_norm(torch.stack([norm, *norms]), order)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if not factor >= 1.0:  # also where it is NaN, which then shows in every weight, as in torch
+        ours = {id(m.grad) for g in groups for m in g.members}
+        for group in groups:
+            assert group.grad_shard is not None
+            group.grad_shard.mul_(factor.to(group.grad_shard.dtype))
+        for grad in shown:
+            if id(grad) not in ours:  # replaced by the user since the backward
+                grad.mul_(factor.to(grad.dtype))
+        for grad in others:
+            grad.mul_(factor.to(grad.dtype))
+        engine.norms.scale(factor)
+    return norm.to((shown + others)[0].dtype)
+
+
+def _left_out(model: nn.Module) -> list[torch.Tensor]:
+    """Gradients of the parameters that are left out of sharding."""
+    plain = (param for param in model.parameters() if not isinstance(param, _Guarded))
+    return [param.grad for param in plain if param.grad is not None]
+
+
+def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of whole parameters, gradients or states together. A collective.
+
+    Args:
+        params: Shards of one sharded model.
+        norm_type: p of the p-norm; `inf` for the largest absolute value.
+
+    Returns:
+        A plain replicated float64 scalar.
+    """
+    shards = list(params)
+    guards = [shard for shard in shards if isinstance(shard, _Guarded)]
+    if not guards:
+        if shards:
+            raise ShardedTensorError(
+                "fs.global_norm: expected shards of a sharded model; got plain tensors. Their "
+                "norm is torch.linalg.vector_norm."
+            )
+        return torch.zeros((), dtype=torch.float64)
+    return guards[0].record.norms.total([g.to_local() for g in guards], norm_order(norm_type))

@@ -1,0 +1,95 @@
+"""What the engine asks of a transport.
+
+    fetch(full)     every rank's part of a flat buffer to every rank, in place
+    reduce(full)    this rank's part of the sum over ranks
+    all_reduce(x)   small vectors: bits, squared norms
+
+[Note: sums have an order]
+Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct` and
+`fake` give the same bits as each other at any world size, and `c10d` too with
+`reduction: ordered`. The native reduction of c10d is equal at two ranks and within rounding above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fullshard.engine.collectives.scratch import Scratch
+from fullshard.planner.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """This rank's place in the mesh and its process groups (None where the axis has size 1).
+
+    Attributes:
+        shard_ranks: Global ranks that share one copy, this one among them.
+        replicate_ranks: Global ranks that hold the same part.
+        gather_group: Carries all-gathers over the shard axis.
+        reduce_group: Carries reductions over the shard axis, so that the order of the two kinds
+            need not agree between ranks, and NCCL runs them side by side.
+        replicate_group: Carries the outer reduction.
+        world_group: All ranks of the mesh, for small vectors.
+        first_tag: Messages between ranks are numbered from here: each model has tags of its own.
+    """
+
+    mesh: Mesh
+    rank: int
+    shard_ranks: tuple[int, ...]
+    replicate_ranks: tuple[int, ...]
+    gather_group: Any = None
+    reduce_group: Any = None
+    replicate_group: Any = None
+    world_group: Any = None
+    first_tag: int = 0
+
+    @property
+    def shard_index(self) -> int:
+        return self.mesh.coordinates(self.rank)[1]
+
+    @property
+    def replicate_index(self) -> int:
+        return self.mesh.coordinates(self.rank)[0]
+
+
+class Fetch(Protocol):
+    """An all-gather under way."""
+
+    def wait(self) -> None:
+        """Return when the buffer is whole and may be read, and this rank's part rewritten."""
+        ...
+
+
+class Reduction(Protocol):
+    """A reduction under way."""
+
+    def land(self, out: torch.Tensor) -> None:
+        """Write the sum over all ranks of this rank's part into `out`; the input is then free.
+
+        Args:
+            out: (part_numel,), accumulate dtype.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Moves the parts of flat buffers."""
+
+    name: str
+    rank: int
+    scratch: Scratch
+
+    def fetch(self, full: torch.Tensor) -> Fetch:
+        """Fill the other ranks' parts of `full` (numel,); this rank's part is in place."""
+        ...
+
+    def reduce(self, full: torch.Tensor, accumulate_dtype: torch.dtype) -> Reduction:
+        """Sum `full` (numel,), reduce dtype, over all ranks. `full` must not change until land."""
+        ...
+
+    def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        """Sum (or take the maximum of) a small vector over all ranks of the mesh, in place."""
+        ...

@@ -1,0 +1,177 @@
+"""Direct exchange: each rank sends every peer just the part that it needs.
+
+gloo's own all-gather and reduce-scatter clone whole buffers and send twice what is needed
+(docs/log.md); point-to-point messages on the same process group write straight into place.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.engine.collectives.base import Axes, Fetch, Reduction
+from fullshard.engine.collectives.scratch import Scratch
+
+FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # from the model's first tag
+CHUNK = 64  # elements; parts are multiples of it
+
+
+class DirectTransport:
+    """Point-to-point messages on gloo. Without peers nothing travels, on any device."""
+
+    name = "direct"
+
+    def __init__(self, axes: Axes) -> None:
+        self._axes = axes
+        self.rank = axes.rank
+        self.scratch = Scratch()
+
+    def fetch(self, full: torch.Tensor) -> Fetch:
+        ranks, index = self._axes.shard_ranks, self._axes.shard_index
+        parts = _as_bytes(full).chunk(len(ranks))
+        return _Works(_spread(parts, ranks, index, _channel(self._axes, FETCH_TAG)))
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        accumulate_dtype: torch.dtype,  # noqa: ARG002 `land` writes into that dtype
+    ) -> Reduction:
+        return _DirectReduction(self._axes, full, self.scratch)
+
+    def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        if self._axes.mesh.world_size > 1:
+            op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+            dist.all_reduce(values, op=op, group=self._axes.world_group)
+
+
+class _Works:
+    """Messages under way."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+
+class _DirectReduction:
+    """Parts from all peers of the shard axis, summed in rank order; then the replicate axis."""
+
+    __slots__ = ("_axes", "_parts", "_scratch", "_works")
+
+    def __init__(self, axes: Axes, full: torch.Tensor, scratch: Scratch) -> None:
+        self._axes, self._scratch = axes, scratch
+        parts = full.chunk(len(axes.shard_ranks))
+        self._parts = _received(parts, axes.shard_index, scratch)
+        channel = _channel(axes, REDUCE_TAG)
+        works = _collect(parts, self._parts, (axes.shard_ranks, axes.shard_index), channel)
+        self._works = _Works(works)
+
+    def land(self, out: torch.Tensor) -> None:
+        self._works.wait()
+        sum_in_order(self._parts, out)
+        _give_back(self._parts, self._axes.shard_index, self._scratch)
+        self._parts = []
+        if len(self._axes.replicate_ranks) > 1:
+            _sum_replicas(self._axes, out, self._scratch)
+
+
+def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum equal parts into `out` in its dtype, the first rank's first.
+
+    Args:
+        parts: (numel,) each, reduce dtype.
+        out: (numel,), accumulate dtype; not among the parts.
+    """
+    if len(parts) > 1 and parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+
+
+def _sum_replicas(axes: Axes, values: torch.Tensor, scratch: Scratch) -> None:
+    """Sum over the replicate axis in rank order, in place: each replica sums one chunk."""
+    ranks, index = axes.replicate_ranks, axes.replicate_index
+    chunks = _even_chunks(values, len(ranks))
+    parts = _received(chunks, index, scratch)
+    works = _collect(chunks, parts, (ranks, index), _channel(axes, OUTER_TAG))
+    _Works(works).wait()
+    own = scratch.take(values, chunks[index].numel())
+    sum_in_order(parts, own)
+    chunks[index].copy_(own)
+    _give_back([*parts, own], index, scratch)
+    byte_chunks = [_as_bytes(chunk) for chunk in chunks]
+    _Works(_spread(byte_chunks, ranks, index, _channel(axes, SPREAD_TAG))).wait()
+
+
+def _even_chunks(values: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """As even as multiples of 64 elements allow; the last ones may be empty."""
+    blocks = values.numel() // CHUNK
+    bounds = [CHUNK * (blocks * i // count) for i in range(count + 1)]
+    return [values[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _channel(axes: Axes, tag: int) -> tuple[Any, int]:
+    """The group and the tag of one kind of message of one model."""
+    return axes.world_group, axes.first_tag + tag
+
+
+def _spread(parts: Any, ranks: tuple[int, ...], index: int, channel: tuple[Any, int]) -> list[Any]:
+    """Send the own part to every peer and receive theirs in place."""
+    group, tag = channel
+    works = []
+    for i, rank in enumerate(ranks):
+        if i == index:
+            continue
+        if parts[index].numel():
+            works.append(dist.isend(parts[index], rank, group=group, tag=tag))
+        if parts[i].numel():
+            works.append(dist.irecv(parts[i], rank, group=group, tag=tag))
+    return works
+
+
+def _received(parts: Any, index: int, scratch: Scratch) -> list[torch.Tensor]:
+    """Room for the own part of every rank, in rank order; the own rank's is in place."""
+    own = parts[index]
+    return [own if i == index else scratch.take(own, own.numel()) for i in range(len(parts))]
+
+
+def _give_back(received: list[torch.Tensor], index: int, scratch: Scratch) -> None:
+    for i, part in enumerate(received):
+        if i != index:
+            scratch.give(part)
+
+
+def _collect(
+    parts: Any,
+    received: list[torch.Tensor],
+    place: tuple[tuple[int, ...], int],
+    channel: tuple[Any, int],
+) -> list[Any]:
+    """Send every peer its part and receive the own part from each."""
+    (ranks, index), (group, tag) = place, channel
+    works = []
+    for i, rank in enumerate(ranks):
+        if i == index:
+            continue
+        if parts[i].numel():
+            works.append(dist.isend(_as_bytes(parts[i]), rank, group=group, tag=tag))
+        if parts[index].numel():
+            works.append(dist.irecv(_as_bytes(received[i]), rank, group=group, tag=tag))
+    return works
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: gloo then need not know the dtype."""
+    return tensor.view(torch.uint8)

@@ -1,0 +1,61 @@
+"""One process plays one rank of any world: nothing travels.
+
+Peers are taken to hold zeros as their parts of the weights and this rank's own gradients, so that
+a reduction is the world-fold sum in rank order, bit for bit what equal ranks would get. For tests
+of bookkeeping and host time at sizes that no test machine has; what it trains is meaningless.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard.engine.collectives.base import Axes, Fetch, Reduction
+from fullshard.engine.collectives.direct import sum_in_order
+from fullshard.engine.collectives.scratch import Scratch
+
+
+class FakeTransport:
+    """A transport without peers."""
+
+    name = "fake"
+
+    def __init__(self, axes: Axes) -> None:
+        self._axes = axes
+        self.rank = axes.rank
+        self.scratch = Scratch()
+
+    def fetch(self, full: torch.Tensor) -> Fetch:
+        for index, part in enumerate(full.chunk(self._axes.mesh.shard)):
+            if index != self._axes.shard_index:
+                part.zero_()
+        return _Landed(self._axes, full)
+
+    def reduce(
+        self,
+        full: torch.Tensor,
+        accumulate_dtype: torch.dtype,  # noqa: ARG002 `land` writes into that dtype
+    ) -> Reduction:
+        return _Landed(self._axes, full)
+
+    def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        if not maximum:
+            values.mul_(self._axes.mesh.world_size)
+
+
+class _Landed:
+    """A collective of equal ranks."""
+
+    __slots__ = ("_axes", "_full")
+
+    def __init__(self, axes: Axes, full: torch.Tensor) -> None:
+        self._axes, self._full = axes, full
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def land(self, out: torch.Tensor) -> None:
+        mesh = self._axes.mesh
+        own = self._full.chunk(mesh.shard)[self._axes.shard_index]
+        sum_in_order([own] * mesh.shard, out)
+        if mesh.replicate > 1:
+            sum_in_order([out.clone()] * mesh.replicate, out)

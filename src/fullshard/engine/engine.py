@@ -1,0 +1,333 @@
+"""The engine of one sharded model on this rank: plan, units, slots, hooks, and their lifetime."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import GradReduction
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.collectives import Transport
+from fullshard.engine.gradients import Gradients
+from fullshard.engine.norms import GradientNorms
+from fullshard.engine.parameter import ShardRecord
+from fullshard.engine.ring import Rings, torch_dtype
+from fullshard.engine.runtime import Runtime
+from fullshard.engine.unit import Group, Member, Swap, Unit, cut_group
+from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.planner.events import Event, EventKind, Recorder
+from fullshard.planner.plan import Plan
+
+ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
+
+
+class Engine:
+    """Everything that `fs.shard` gives a model.
+
+    Args:
+        model: The user's module, whole parameters.
+        plan: What to do.
+        config: What was asked for.
+        transport: Moves bytes.
+        recorder: Told of every event.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        config: ShardConfig,
+        transport: Transport,
+        recorder: Recorder,
+    ) -> None:
+        self.plan = plan
+        self.config = config
+        self.transport = transport
+        self.recorder = recorder
+        self.unsharded = False
+        self.rank = transport.rank
+        self.part = plan.mesh.coordinates(self.rank)[1]
+        params = dict(model.named_parameters(remove_duplicate=False))
+        self.device = next(iter(params.values())).device if params else torch.device("cpu")
+        self.norms = GradientNorms(transport, plan.mesh, self.device)
+        self.units = [self._cut(unit, params) for unit in plan.units]
+        self._attach_records()
+        self._find_swaps(model)
+        divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1
+        self.gradients = Gradients(
+            transport, self.norms, divisor, plan.mesh.replicate, self._on_spill
+        )
+        self.runtime = Runtime(
+            self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
+        )
+        self.runtime.before_step = self._before_step
+        self.rings = self._bind()
+        self._agreed = False
+        self._hook(model)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedTensorError(
+            "deepcopy of a sharded model: expected whole parameters; the copy would share this "
+            "model's slots and hooks. Copy the model before fs.shard and shard both, or average "
+            "its shards: {name: p.detach().clone() for name, p in model.named_parameters()}."
+        )
+
+    def __reduce__(self) -> Any:
+        raise ShardedTensorError(
+            "pickling of a sharded model: expected whole parameters. Save "
+            "fs.full_state_dict(model) instead."
+        )
+
+    # ---- building
+
+    def _cut(self, plan: Any, params: dict[str, nn.Parameter]) -> Unit:
+        groups = [
+            cut_group(group, [params[names[0]] for names in group.names], self.part)
+            for group in plan.groups
+        ]
+        return Unit(plan, groups)
+
+    def _attach_records(self) -> None:
+        trained = [m for u in self.units for g in u.trained for m in g.members]
+        index = {id(member): i for i, member in enumerate(trained)}
+        for unit in self.units:
+            for group in unit.groups:
+                for member in group.members:
+                    record = ShardRecord(
+                        piece=member.piece,
+                        unit=unit.plan.title,
+                        index=index.get(id(member), -1),
+                        is_cut=group.plan.layout.num_parts > 1,
+                        norms=self.norms,
+                        gather=_weak_gather(self, group, member),
+                        post_accumulate=_taken_hooks(member.param),
+                    )
+                    member.param.record = record
+                    if member.grad is not None:
+                        member.grad.record = record
+
+    def _find_swaps(self, model: nn.Module) -> None:
+        """Every place where a parameter stands, tied ones in all of theirs."""
+        for unit in self.units:
+            for group in unit.groups:
+                for names, member in zip(group.plan.names, group.members, strict=True):
+                    for name in names:
+                        path, _, attribute = name.rpartition(".")
+                        unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
+
+    def _bind(self) -> Rings:
+        rings = Rings(self.plan.rings, self.device, poison=self.config.poison)
+        for unit in self.units:
+            unit.bind(rings, self.part, self.runtime.on_gradient)
+        return rings
+
+    def _hook(self, model: nn.Module) -> None:
+        by_name = {unit.plan.name: unit.plan.index for unit in self.units}
+        owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
+        for name, module in model.named_modules():
+            index = by_name.get(name)
+            if index is not None:
+                module.register_forward_pre_hook(
+                    partial(self._pre_forward, index), prepend=True, with_kwargs=True
+                )
+                module.register_forward_hook(partial(self._post_forward, index), always_call=True)
+            elif id(module) in owners:
+                module.register_forward_hook(partial(self._watch, owners[id(module)]))
+
+    # ---- hooks: torch calls them with more than they need
+
+    def _pre_forward(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.unsharded:
+            _refuse_training_unsharded()
+            return None
+        self.runtime.enter(index)
+        if index == 0 and self.config.param_dtype is not None:
+            dtype = torch_dtype(self.config.param_dtype)
+            return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+        return None
+
+    def _post_forward(self, index: int, *module_args_output: Any) -> None:
+        if not self.unsharded:
+            self.runtime.leave(index, module_args_output[-1])
+
+    def _watch(self, index: int, *module_args_output: Any) -> None:
+        if not self.unsharded and torch.is_grad_enabled():
+            self.runtime.watch(index, module_args_output[-1])
+
+    def _on_spill(self, unit: Unit) -> None:
+        spill = Event(EventKind.SPILL, unit.plan.index)
+        self.recorder.record(spill, self.runtime.step)
+
+    # ---- between steps
+
+    def check_params(self) -> None:
+        """Shards must be where the plan put them.
+
+        Raises:
+            EngineError: One was moved or converted behind our back.
+        """
+        for unit in self.units:
+            for group in unit.groups:
+                self._check_params(group)
+
+    def _before_step(self) -> None:
+        self.check_params()
+        if self.runtime.observed.done and not self._agreed:
+            with torch.inference_mode(mode=False):  # slots may be made now, and outlive the block
+                self._agree_on_order()
+
+    def _check_params(self, group: Group) -> None:
+        """Shards must be where the plan put them; `requires_grad` may have been turned off."""
+        base, size = group.master.data_ptr(), group.master.element_size()
+        with no_guard():
+            for member in group.members:
+                param = member.param
+                wanted = param.requires_grad
+                if member.compute.requires_grad is not wanted:
+                    if wanted and not group.plan.trainable:
+                        raise EngineError(
+                            f"{member.piece.name}: expected requires_grad=False as when it was "
+                            "sharded; its unit has no gradient memory for it. Set requires_grad "
+                            "before fs.shard."
+                        )
+                    member.compute.requires_grad_(wanted)
+                at = base + member.piece.offset * size
+                if param.numel() and (
+                    param.data_ptr() != at or param.dtype is not group.master.dtype
+                ):
+                    raise EngineError(
+                        f"{member.piece.name}: expected its shard where fs.shard put it; it was "
+                        "moved or converted (.to, .double, .data = ...). Convert the model before "
+                        "fs.shard, and write into shards in place (p.data.copy_)."
+                    )
+
+    def _agree_on_order(self) -> None:
+        """After the first step: do all ranks see one order, and is it the plan's? (law 6)."""
+        observed, order = self.runtime.observed, self.plan.order
+        seen = f"{observed.forward}{observed.backward}".encode()
+        code, waits = float(zlib.crc32(seen)), float(self.runtime.awaits_backward())
+        bounds = torch.tensor([code, -code, waits], dtype=torch.float64, device=self.device)
+        self.transport.all_reduce(bounds, maximum=True)
+        if bounds[2]:  # a graph reads today's slots: ask again at the next forward
+            return
+        self._agreed = True
+        if bounds[0] != -bounds[1]:  # ranks run different parts: all issue all that is planned
+            strange = set(observed.forward) - set(order.forward)
+            assert not strange, strange
+            self.runtime.scheduler.order = replace(order, learned=True)
+        elif observed.differs_from(order):
+            self._adopt(self.plan.reordered(observed.forward, observed.backward))
+        else:
+            self.runtime.scheduler.order = replace(order, learned=True)
+
+    def _adopt(self, plan: Plan) -> None:
+        """Run another plan of the same units and shards from the next forward on."""
+        self.plan = plan
+        for unit, unit_plan in zip(self.units, plan.units, strict=True):
+            unit.plan = unit_plan
+            for group, group_plan in zip(unit.groups, unit_plan.groups, strict=True):
+                group.plan = group_plan
+        self.rings = self._bind()
+        self.runtime.scheduler = plan.scheduler()
+
+    # ---- whole tensors
+
+    def gather_group(self, group: Group) -> torch.Tensor:
+        """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
+        layout = group.plan.layout
+        full = group.master.new_empty(layout.numel)
+        full.chunk(layout.num_parts)[self.part].copy_(group.master)
+        self.transport.fetch(full).wait()
+        return full
+
+    def gather_member(self, group: Group, member: Member, local: torch.Tensor) -> torch.Tensor:
+        """A whole tensor of a parameter's shape, newly allocated. A collective.
+
+        Args:
+            group: The parameter's.
+            member: The parameter.
+            local: (n_local,), this rank's elements of it, its gradient or a state of its.
+        """
+        layout, piece = group.plan.layout, member.piece
+        full = local.new_zeros(layout.numel)
+        own = full.chunk(layout.num_parts)[self.part]
+        own[piece.offset : piece.offset + piece.numel].copy_(local)
+        self.transport.fetch(full).wait()
+        return full[member.offset : member.offset + member.numel].view(piece.shape).clone()
+
+
+def _weak_gather(
+    engine: Engine, group: Group, member: Member
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`engine.gather_member` without holding the engine.
+
+    The way from a parameter to its gradient's record leads through C++, where the garbage
+    collector sees no cycle.
+    """
+    weak_engine, weak_group = weakref.ref(engine), weakref.ref(group)
+    weak_member = weakref.ref(member)
+
+    def gather(local: torch.Tensor) -> torch.Tensor:
+        alive, of, which = weak_engine(), weak_group(), weak_member()
+        if alive is None or of is None or which is None:
+            raise EngineError("full_tensor: expected the sharded model to exist; it was deleted.")
+        return alive.gather_member(of, which, local)
+
+    return gather
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded model.
+
+    Raises:
+        EngineError: The model was not sharded.
+    """
+    engine = getattr(model, ATTRIBUTE, None)
+    if not isinstance(engine, Engine):
+        raise EngineError(
+            f"expected a model that fs.shard was called on; got {type(model).__name__}."
+        )
+    return engine
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating point tensors among a forward's arguments."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(cast_inputs(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_inputs(item, dtype) for key, item in value.items()}
+    return value
+
+
+def _taken_hooks(param: Any) -> OrderedDict[int, Any]:
+    """Hooks that the user put on the parameter before it was sharded; ours to call from now on.
+
+    The very dict, so that the handles that the user holds still remove them. Autograd will not call
+    them: it accumulates into the compute parameter.
+    """
+    hooks = param._post_accumulate_grad_hooks
+    return OrderedDict() if hooks is None else hooks
+
+
+def _refuse_training_unsharded() -> None:
+    if torch.is_grad_enabled():
+        raise EngineError(
+            "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole parameters "
+            "have no place at rest. Train outside of the block."
+        )
+
+
+def units_of(model: nn.Module) -> Sequence[Unit]:
+    """The units of a sharded model on this rank."""
+    return engine_of(model).units

@@ -1,0 +1,246 @@
+"""Gradients from autograd to `p.grad`: collect, reduce, accumulate, settle.
+
+    compute param's .grad --> gradient slot --> reduction --> gradient shard --> p.grad
+       (dropped at once)        (numel,)                        (part_numel,)     (views)
+
+[Note: which gradients will come]
+At the first hook of a backward autograd is asked which accumulation nodes it will reach, so that a
+unit is reduced as soon as the gradients that do come are there, also with `backward(inputs=)`, side
+losses and unused parameters. What does not come is zero in the reduction. Whether a parameter was
+touched on any rank is one bit of the small all-reduce at the end: untouched everywhere, its `.grad`
+stays None, as it does in one process (AdamW would decay it otherwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fullshard.engine._torch_compat import no_guard, will_execute
+from fullshard.engine.collectives import Transport
+from fullshard.engine.norms import GradientNorms, local_powers
+from fullshard.engine.ring import torch_dtype
+from fullshard.engine.unit import Group, Member, Unit
+from fullshard.errors import EngineError, UnsupportedModelError
+
+
+class Gradients:
+    """Gradient bookkeeping of one model on one rank.
+
+    Args:
+        transport: Reduces.
+        norms: Cache of global norms, filled at the end of each backward.
+        divisor: What the sum over ranks is divided by.
+        replicate: Ranks that hold the same part.
+        on_spill: Told when gradients came so far out of order that a unit got an own buffer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        norms: GradientNorms,
+        divisor: int,
+        replicate: int,
+        on_spill: Callable[[Unit], None],
+    ) -> None:
+        self.transport = transport
+        self.norms = norms
+        self.deferring = False
+        self.expects_any = False
+        self._divisor = divisor
+        self._replicate = replicate
+        self._on_spill = on_spill
+        self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
+        self.peak_deferred_bytes = 0
+        self.spilled_bytes = 0
+
+    @contextmanager
+    def no_sync(self) -> Any:
+        """Inside, every backward keeps its gradients on this rank, unreduced."""
+        before, self.deferring = self.deferring, True
+        try:
+            yield
+        finally:
+            self.deferring = before
+
+    # ---- during backward
+
+    def begin_backward(self, units: Iterable[Unit]) -> list[int]:
+        """Ask autograd which gradients will come; returns the units that get none."""
+        self.norms.mark_changed()
+        nothing, total = [], 0
+        for unit in units:
+            unit.left = 0
+            for group in unit.trained:
+                for member in group.members:
+                    member.expected = _is_expected(member)
+                    unit.left += member.expected
+                    member.touched = member.touched or member.expected
+            total += unit.left
+            if unit.left == 0:
+                nothing.append(unit.plan.index)
+        self.expects_any = total > 0
+        return nothing
+
+    def collect(self, unit: Unit, group: Group, member: Member) -> bool:
+        """Move a final gradient into the unit's buffer; True when it was the unit's last."""
+        gradient = member.compute.grad
+        member.compute.grad = None
+        if gradient is None or gradient.layout is not torch.strided:
+            raise UnsupportedModelError(
+                f"{member.piece.name}: expected a dense gradient; got "
+                f"{None if gradient is None else gradient.layout}. Use sparse=False."
+            )
+        stop = member.offset + member.numel
+        target = self._buffer(unit, group)[member.offset : stop].view(member.piece.shape)
+        if group.deferred is None:
+            target.copy_(gradient)
+        else:
+            target.add_(gradient)
+        unit.left -= 1
+        return unit.left == 0
+
+    def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
+        """Where the group's gradients are collected in this backward."""
+        if group.grad_full is None:
+            if self.deferring and group.deferred is None:
+                self._start_deferring(group)
+            kept = group.deferred
+            group.grad_full = kept if kept is not None else self._take_slot(unit, group)
+        return group.grad_full
+
+    def _start_deferring(self, group: Group) -> None:
+        dtype = torch_dtype(group.plan.dtypes.accumulate)
+        group.deferred = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.full.device)
+        self.peak_deferred_bytes += group.deferred.nbytes
+
+    def _take_slot(self, unit: Unit, group: Group) -> torch.Tensor:
+        ref = group.plan.grad_slot
+        assert ref is not None
+        assert group.grad_slot is not None
+        key = (ref.ring, ref.index, ref.base)
+        other = self._slots.get(key)
+        if other is not None and other is not group:
+            self._on_spill(unit)
+            buffer = torch.empty_like(group.grad_slot)
+            self.spilled_bytes = max(self.spilled_bytes, buffer.nbytes)
+        else:
+            self._slots[key] = group
+            buffer = group.grad_slot
+        for start, stop in group.padding:
+            buffer[start:stop].zero_()
+        return buffer
+
+    # ---- events
+
+    def reduce(self, unit: Unit) -> None:
+        """All that will come has come: zero what did not, and start to sum over ranks."""
+        for group in unit.trained:
+            buffer = self._buffer(unit, group)
+            if group.deferred is None:
+                for member in group.members:
+                    if not member.expected:
+                        buffer[member.offset : member.offset + member.numel].zero_()
+            wire = torch_dtype(group.plan.dtypes.reduce)
+            group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
+            accumulate = torch_dtype(group.plan.dtypes.accumulate)
+            group.reduction = self.transport.reduce(group.grad_full, accumulate)
+
+    def accumulate(self, unit: Unit) -> None:
+        """Land the reduction in the gradient shard; the gradient slot is free."""
+        for group in unit.trained:
+            assert group.reduction is not None
+            assert group.grad_shard is not None
+            if self._carries_gradients(group):
+                landed = self.transport.scratch.take(group.grad_shard, group.grad_shard.numel())
+                group.reduction.land(landed)
+                group.grad_shard.add_(landed.div_(self._divisor))
+                self.transport.scratch.give(landed)
+            else:
+                group.reduction.land(group.grad_shard)
+                group.grad_shard.div_(self._divisor)
+            group.reduction = group.grad_full = group.deferred = None
+            self._free_slot(group)
+
+    def _free_slot(self, group: Group) -> None:
+        ref = group.plan.grad_slot
+        assert ref is not None
+        key = (ref.ring, ref.index, ref.base)
+        if self._slots.get(key) is group:
+            del self._slots[key]
+
+    def _carries_gradients(self, group: Group) -> bool:
+        """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in."""
+        with no_guard():
+            shown = [member.param.grad for member in group.members]
+            if all(grad is None for grad in shown):
+                return False
+            for member, grad in zip(group.members, shown, strict=True):
+                assert member.grad is not None
+                if grad is None:
+                    member.grad.zero_()
+                elif grad is not member.grad:
+                    member.grad.copy_(grad)
+        return True
+
+    def defer(self, unit: Unit) -> None:
+        """Keep the unit's gradients where they are."""
+        for group in unit.trained:
+            group.grad_full = None
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
+        members = [m for unit in units for group in unit.trained for m in group.members]
+        if not members:
+            return
+        device = members[0].param.device
+        plain = [member.grad.to_local() for member in members if member.grad is not None]
+        vector = torch.cat(
+            [
+                torch.tensor([float(m.touched) for m in members], dtype=torch.float64).to(device),
+                local_powers(plain, 2.0, device) / self._replicate,
+            ]
+        )
+        self.transport.all_reduce(vector)
+        touched, squares = vector.chunk(2)
+        shown: dict[int, Any] = {}
+        with no_guard():
+            for member, bit in zip(members, touched.tolist(), strict=True):
+                member.touched = False
+                if bit > 0 or member.param.grad is not None:
+                    member.param.grad = member.grad
+                    shown[id(member.grad)] = member.grad
+        self.norms.keep(squares.clone(), shown)
+        for member in members:
+            for hook in tuple(member.param.record.post_accumulate.values()):
+                if id(member.grad) in shown:
+                    hook(member.param)
+
+    def reset(self, units: Iterable[Unit]) -> None:
+        """Forget a backward that did not end."""
+        for unit in units:
+            unit.left = 0
+            for group in unit.trained:
+                if group.reduction is not None:
+                    group.reduction.land(torch.empty_like(group.master, dtype=torch.float64))
+                group.reduction = group.grad_full = group.deferred = None
+                for member in group.members:
+                    member.touched = member.expected = False
+                    member.compute.grad = None
+        self._slots.clear()
+        self.norms.mark_changed()
+
+
+def _is_expected(member: Member) -> bool:
+    if not member.compute.requires_grad:
+        return False
+    try:
+        return will_execute(member.node)
+    except RuntimeError as error:
+        raise EngineError(
+            f"torch.autograd.grad: expected inputs that are not parameters; got the compute "
+            f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
+        ) from error

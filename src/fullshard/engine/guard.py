@@ -1,0 +1,175 @@
+"""Which torch functions a shard may meet.
+
+[Note: the guard]
+A shard holds some elements of a tensor. Functions that treat elements one by one give on a shard
+what they give on the whole; any other would silently be wrong, so it raises. The lists below say
+yes; what is on none of them is refused, because a new function of torch is not elementwise by
+default. Where nothing is cut (no_shard, one rank), a shard is the whole tensor and only random
+fills are refused, which would differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from fullshard.errors import ShardedTensorError
+
+
+class Rule(Enum):
+    """What the guard does with a function."""
+
+    ELEMENTWISE = auto()  # result is a shard of the same kind
+    PLAIN = auto()  # metadata, or a plain result that no element of the shard went into
+    NORM = auto()  # global for gradients, refused for parameters
+    MASK = auto()  # x[mask] = number treats elements one by one, any other index does not
+    REPLACE = auto()  # p.data = x
+    ASSIGN = auto()  # p.grad = x
+    UNSCALE = auto()  # GradScaler's check: one rank's infinity is every rank's
+    REFUSED = auto()  # needs the whole tensor
+    RANDOM = auto()  # would differ from rank to rank
+    AUTOGRAD = auto()  # a parameter at rest takes no part in autograd
+    MAKE = auto()  # p.new_empty(shape): a shard where the shape is p's, else plain
+
+
+_UNARY = """abs absolute neg negative positive sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p
+sin cos tan sinh cosh tanh asinh acosh atanh sigmoid relu silu softplus sign sgn reciprocal floor
+ceil round trunc frac fix erf erfc isnan isinf isfinite isneginf isposinf logical_not bitwise_not
+nan_to_num clamp clamp_min clamp_max clip hardtanh threshold"""
+_BINARY = """add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod
+pow addcmul addcdiv lerp maximum minimum fmax fmin where masked_fill eq ne lt le gt ge
+logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign atan2 hypot xlogy
+heaviside nextafter ldexp"""
+_COPIES = """clone detach contiguous to float double half bfloat16 type type_as cpu cuda
+zeros_like ones_like empty_like full_like zero fill constant copy data requires_grad __copy__"""
+_OPERATORS = """add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rdiv div rpow iadd isub
+imul itruediv idiv ipow neg pos abs eq ne lt le gt ge and or xor invert iand ior ixor rand ror"""
+_PLAIN = """shape dtype device layout ndim names requires_grad grad grad_fn is_leaf is_cuda is_cpu
+is_meta is_sparse is_sparse_csr is_mkldnn is_quantized is_nested is_mps is_xpu is_vulkan is_maia
+is_ipu is_mtia itemsize nbytes output_nr _version _backward_hooks _post_accumulate_grad_hooks
+volatile retains_grad grad_dtype size numel nelement dim ndimension element_size stride
+storage_offset is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference
+is_same_size get_device is_pinned is_shared is_coalesced has_names dense_dim sparse_dim result_type
+can_cast as_subclass new_tensor retain_grad _is_view is_distributed
+_has_compatible_shallow_copy_type"""
+_RANDOM = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ normal
+bernoulli rand_like randn_like randint_like multinomial poisson dropout dropout_ alpha_dropout
+feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu rrelu_ gumbel_softmax"""
+_NORMS = "norm linalg_vector_norm _foreach_norm"
+_ALIASES = frozenset(["data", "detach", "view", "view_as", "reshape", "contiguous"])
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+
+
+def _table() -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    for name in f"{_UNARY} {_BINARY} {_COPIES}".split():
+        for spelling in (name, name + "_", f"_foreach_{name}", f"_foreach_{name}_"):
+            rules[spelling] = Rule.ELEMENTWISE
+    rules.update((f"__{name}__", Rule.ELEMENTWISE) for name in _OPERATORS.split())
+    rules.update((name, Rule.ELEMENTWISE) for name in _FUSED.split())
+    rules.update((name, Rule.NORM) for name in _NORMS.split())
+    rules.update((name, Rule.PLAIN) for name in _PLAIN.split())
+    rules.update((name, Rule.RANDOM) for name in _RANDOM.split())
+    rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
+    rules["__setitem__"] = Rule.MASK
+    rules.update((name, Rule.MAKE) for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
+    rules["data="] = Rule.REPLACE
+    rules["grad="], rules["requires_grad="] = Rule.ASSIGN, Rule.PLAIN
+    rules["view"] = rules["view_as"] = rules["reshape"] = Rule.ELEMENTWISE  # size is checked
+    return rules
+
+
+_BY_NAME = _table()
+_BY_FUNCTION: dict[Any, tuple[Rule, str]] = {}  # filled on first use: a cache, not a setting
+
+
+def rule_of(function: Any) -> tuple[Rule, str]:
+    """The rule and the readable name of a function that reached `__torch_function__`."""
+    found = _BY_FUNCTION.get(function)
+    if found is None:
+        name = getattr(function, "__name__", str(function))
+        if name in ("__get__", "__set__", "__delete__"):  # a property of torch.Tensor
+            setter = "=" if name == "__set__" else ""
+            name = getattr(function.__self__, "__name__", name) + setter
+        rule = _BY_NAME.get(name, Rule.REFUSED)
+        if function is torch.autograd.grad:  # has the name of a property
+            rule, name = Rule.AUTOGRAD, "torch.autograd.grad"
+        elif getattr(function, "__module__", "") == "torch.nn.init" and rule is Rule.REFUSED:
+            rule = Rule.RANDOM
+        found = _BY_FUNCTION[function] = (rule, name)
+    return found
+
+
+def is_alias(name: str) -> bool:
+    """Whether a function's result has the same elements in the same memory."""
+    return name in _ALIASES
+
+
+def writes(name: str) -> bool:
+    """Whether a function changes the elements of its first argument; `x *= 2` arrives as mul_."""
+    if name.startswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_") and name not in ("detach_", "requires_grad_")
+
+
+def first_tensor(value: Any) -> Any:
+    """The first tensor of a tensor or a list of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+        return value[0]
+    return None
+
+
+def norm_order(order: Any) -> float:
+    """The order of a norm that can be joined from the norms of parts.
+
+    Raises:
+        ShardedTensorError: It cannot.
+    """
+    try:
+        value = 2.0 if order is None or order == "fro" else float(order)
+    except (TypeError, ValueError):
+        value = 0.0
+    if not value > 0.0:
+        raise ShardedTensorError(
+            f"norm of gradients: expected an order above 0, or inf; got {order!r}. Use "
+            "p.grad.full_tensor() for any other function of the whole."
+        )
+    return value
+
+
+def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorError:
+    """The error for a function that a shard may not meet."""
+    record = getattr(like, "record", None)
+    what = record.describe() if record is not None else "a tensor"
+    if rule is Rule.AUTOGRAD:
+        return ShardedTensorError(
+            f"{name}: expected tensors that take part in autograd; got {what} at rest. Compute "
+            "losses of parameters inside the model's forward, call backward() and read p.grad."
+        )
+    if rule is Rule.RANDOM:
+        return ShardedTensorError(
+            f"{name}: expected the same random numbers on every rank; got the shard of {what}, "
+            "for which each rank would draw its own. Fill parameters before fs.shard."
+        )
+    if name in ("pickling", "storage", "untyped_storage", "data_ptr"):
+        cure = "Save fs.full_state_dict(model); p.to_local() has this rank's elements alone"
+    elif name.split()[0] in ("norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"):
+        cure = "Use fs.global_norm(params), which is the norm of the whole"
+    else:
+        cure = "Use p.full_tensor() for the whole, or p.to_local() for this rank's elements alone"
+    return ShardedTensorError(
+        f"{name}: expected a whole tensor; got this rank's shard of {what}. {cure}."
+    )
+
+
+def misfit(name: str, like: Any, got: str) -> ShardedTensorError:
+    """The error for operands of other shapes than the shard's."""
+    return ShardedTensorError(
+        f"{name} on the shard of {like.record.describe()}: expected operands of the shard's "
+        f"own shape {tuple(like.shape)} or numbers; got others: {got}. "
+        "Slice them as fs.sharding(p) says, or use p.full_tensor()."
+    )

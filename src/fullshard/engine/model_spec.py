@@ -1,0 +1,129 @@
+"""The one adapter from modules and Hugging Face configurations to `ModelSpec`."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.values import DType
+from fullshard.errors import ConfigError, UnsupportedModelError
+from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, matches
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
+    """Describe a module, on meta or not.
+
+    Raises:
+        UnsupportedModelError: A parameter cannot be sharded; says which, why, and the way out.
+    """
+    globs = tuple(ignore)
+    read_directly = {
+        id(inner)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for inner in module.modules()
+    }
+    modules = tuple(
+        ModuleSpec(
+            name=name,
+            kind=type(module).__name__,
+            is_container=isinstance(module, CONTAINERS),
+            can_be_unit=not isinstance(module, NEVER_CALLED) and id(module) not in read_directly,
+            reads_weight_in_backward=not isinstance(module, nn.Embedding),
+        )
+        for name, module in model.named_modules()
+    )
+    names: dict[int, list[str]] = defaultdict(list)
+    params: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not matches(name, globs):
+            names[id(param)].append(name)
+            params[id(param)] = param
+    specs = tuple(_param_spec(tuple(names[key]), params[key]) for key in names)
+    _refuse_shared_storage(params.values(), names)
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    return ModelSpec(type(model).__name__, modules, specs, buffer_bytes)
+
+
+def _param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
+    reason = None
+    dtype = str(param.dtype).removeprefix("torch.")
+    if type(param) is not nn.Parameter:
+        reason = f"a plain nn.Parameter; got {type(param).__name__}"
+    elif dtype not in {member.value for member in DType}:
+        reason = f"a floating point parameter of 16 to 64 bits; got {dtype}"
+    elif param.layout is not torch.strided:
+        reason = f"a dense parameter; got layout {param.layout}"
+    elif param.grad is not None:
+        reason = "no gradient yet; got one. Call zero_grad() before fs.shard"
+    elif getattr(param, "_backward_hooks", None):
+        reason = (
+            "no hook on the parameter's gradient; got one made by register_hook, which would see "
+            "one rank's unreduced gradient. Use register_post_accumulate_grad_hook"
+        )
+    if reason:
+        raise UnsupportedModelError(
+            f"{names[0]}: expected {reason}. To leave it out of sharding: ignore=['{names[0]}']."
+        )
+    return ParamSpec(names, tuple(param.shape), DType(dtype), param.requires_grad)
+
+
+def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:
+    seen: dict[tuple[int, int], str] = {}
+    for param in params:
+        if param.is_meta or not param.numel():
+            continue
+        key = (param.untyped_storage().data_ptr(), int(param.storage_offset()))
+        first = seen.setdefault(key, names[id(param)][0])
+        if first != names[id(param)][0]:
+            raise UnsupportedModelError(
+                f"{names[id(param)][0]}: expected a Parameter with its own memory; it shares that "
+                f"of {first} as another object. Tie them by assigning the Parameter itself."
+            )
+
+
+def chosen_modules(model: nn.Module, choose: Callable[[nn.Module], bool]) -> tuple[str, ...]:
+    """Names of the modules for which the user's callable is true, the root left out."""
+    return tuple(name for name, module in model.named_modules() if name and choose(module))
+
+
+def meta_model(config: Any) -> nn.Module:
+    """A Hugging Face causal language model on meta: names and shapes, no memory.
+
+    Args:
+        config: A transformers configuration, or a mapping with `model_type`.
+
+    Raises:
+        ConfigError: transformers is missing, or the configuration is not one of its.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "model: expected transformers to be installed for a Hugging Face configuration; it is "
+            "not. pip install 'fullshard[hf]'."
+        ) from error
+    if isinstance(config, Mapping):
+        fields = dict(config)
+        kind = fields.pop("model_type", None)
+        known = list(transformers.CONFIG_MAPPING.keys())
+        if kind not in known:
+            near = difflib.get_close_matches(str(kind), known, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"model.model_type: expected a known type; got {kind!r}.{hint}")
+        config = transformers.AutoConfig.for_model(kind, **fields)
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise ConfigError(
+            "model: expected a torch module, a transformers configuration or a mapping with "
+            f"model_type; got {type(config).__name__}."
+        )
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,173 @@
+"""Refusing optimizers that would be wrong on shards.
+
+[Note: the probe]
+An optimizer is right on shards if it treats elements one by one. Nothing in its class says so, but
+it can be asked: three steps on a small tensor and on its two halves give the same values exactly
+when elements do not mix. Each class is asked once for its settings, at its first step.
+
+[Note: states that were made whole]
+Some optimizers make their states when they are built (Adagrad), and a state dict may come from an
+unsharded run. States of a parameter's global shape are cut at the next step, as the parameter was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.engine.engine import Engine
+from fullshard.engine.parameter import ShardedParameter, ShardedTensor
+from fullshard.errors import EngineError, NotElementwiseError
+
+PROBE_SHAPE = (6, 4)
+PROBE_STEPS = 3
+PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
+
+
+class _Watch:
+    """The one process-wide hook that the engine permits itself.
+
+    Set with the first sharded model, removed with the last.
+    """
+
+    def __init__(self) -> None:
+        self._alive = 0
+        self._handle: Any = None
+        self._passed: set[Any] = set()
+        self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def add(self, engine: Engine) -> None:
+        self._alive += 1
+        weakref.finalize(engine, self._release).atexit = False
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def _release(self) -> None:
+        self._alive -= 1
+        if self._alive == 0 and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            _refuse_unsharded(optimizer, group["params"])
+            cut = [p for p in group["params"] if isinstance(p, ShardedParameter) and is_cut(p)]
+            if cut:
+                self._probe_once(optimizer, group)
+        if optimizer not in self._cut:
+            self._cut.add(optimizer)
+            cut_states(optimizer)
+            optimizer.register_load_state_dict_post_hook(cut_states)
+
+    def _probe_once(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
+        key = (type(optimizer), repr(sorted(numbers.items(), key=lambda item: item[0])))
+        if key not in self._passed:
+            rate = {"lr": PROBE_RATE} if settings.get("lr") is not None else {}
+            probe(type(optimizer), {**settings, **rate})
+            self._passed.add(key)
+
+
+_WATCH = _Watch()
+
+
+def watch_optimizers(engine: Engine) -> None:
+    """Probe every optimizer that steps on shards while this engine lives."""
+    _WATCH.add(engine)
+
+
+def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+    """Inside fs.unsharded a parameter is plain and whole, but keeps the record of its shard."""
+    for param in params:
+        record = getattr(param, "record", None)
+        if type(param) is torch.nn.Parameter and record is not None:
+            raise EngineError(
+                f"{type(optimizer).__name__}.step inside fs.unsharded: expected shards; got "
+                f"{record.piece.name!r} whole, beside gradients and states of its shard. "
+                "Step outside of the block."
+            )
+
+
+def cut_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut states of whole parameters. See [Note: states that were made whole]."""
+    for param, states in optimizer.state.items():
+        if isinstance(param, ShardedParameter) and is_cut(param):
+            piece = param.record.piece
+            for key, value in states.items():
+                if _is_whole(key, value, tuple(piece.shape)):
+                    local = value.reshape(-1)[piece.start : piece.stop].clone()
+                    states[key] = param.as_state(local)
+
+
+def _is_whole(key: str, value: Any, shape: tuple[int, ...]) -> bool:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
+    return plain and tuple(value.shape) == shape and not (shape == () and key == "step")
+
+
+def is_cut(param: ShardedParameter) -> bool:
+    """Whether some rank holds only a part of the parameter."""
+    return param.record.is_cut
+
+
+def probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    """Step on a tensor and on its halves.
+
+    Raises:
+        NotElementwiseError: The results differ, or the class cannot be tried.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64)
+    gradients = [
+        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64)
+        for _ in range(PROBE_STEPS)
+    ]
+    half = PROBE_SHAPE[0] // 2
+    try:
+        whole = _run(kind, settings, [start], [[g] for g in gradients])
+        halves = _run(
+            kind, settings, list(start.split(half)), [list(g.split(half)) for g in gradients]
+        )
+    except Exception as error:
+        raise NotElementwiseError(
+            f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to see "
+            f"whether it is right on shards; it raised {type(error).__name__}: {error}. Use an "
+            "elementwise optimizer of torch.optim, or strategy no_shard."
+        ) from error
+    if not torch.allclose(whole[0], torch.cat(halves), rtol=1e-9, atol=1e-12):
+        raise NotElementwiseError(
+            f"{kind.__name__}: expected an elementwise optimizer; three steps on a tensor and on "
+            "its halves differ, so shards would change the result. Use an elementwise one (AdamW, "
+            "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard, where nothing is cut. "
+            "Whole-matrix optimizers by owner (fs.owned) are not yet supported."
+        )
+
+
+def _run(
+    kind: type[torch.optim.Optimizer],
+    settings: dict[str, Any],
+    start: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    params = [torch.nn.Parameter(piece.clone()) for piece in start]
+    known = inspect.signature(kind.__init__).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    taken = {k: _plain(v) for k, v in settings.items() if takes_any or k in known}
+    optimizer = kind([{"params": params, **_plain_all(settings)}], **taken)
+    for step in gradients:
+        for param, gradient in zip(params, step, strict=True):
+            param.grad = gradient.clone()
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+def _plain_all(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in settings.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,44 @@
+"""How a shard is shown: the shape under which the user's parameter appears at rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.errors import UnsupportedModelError
+from fullshard.planner.slices import Slice
+
+
+def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:
+    """(n_local, 1, ..., 1): the number of dimensions is kept; whole parameters keep their shape."""
+    if whole:
+        return tuple(piece.shape)
+    return (piece.numel, *(1 for _ in piece.shape[1:]))
+
+
+def present(
+    param: nn.Parameter, data: torch.Tensor, piece: Slice, *, whole: bool
+) -> ShardedParameter:
+    """Turn the user's parameter into its shard, in place: the object stays the same.
+
+    Args:
+        param: The whole parameter.
+        data: (n_local,), master dtype: this rank's elements in the flat shard.
+        piece: Which elements these are.
+        whole: Whether every rank holds the whole parameter.
+
+    Raises:
+        UnsupportedModelError: The object's class cannot be changed (a tensor subclass).
+    """
+    if type(param) is not nn.Parameter:
+        raise UnsupportedModelError(
+            f"{piece.name}: expected a plain nn.Parameter; got {type(param).__name__}. "
+            "Leave it out of sharding (ignore) or convert it first."
+        )
+    param.grad = None
+    param.__class__ = ShardedParameter
+    with no_guard():
+        param.data = data.view(shard_shape(piece, whole=whole))
+    return param  # type: ignore[return-value]

@@ -1,0 +1,43 @@
+"""The persistent buffers that the plan lists, allocated once in `shard()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fullshard.config.values import DType
+from fullshard.planner.slots import Ring
+from fullshard.planner.units import SlotRef
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's dtype of that name."""
+    return getattr(torch, dtype.value)
+
+
+class Rings:
+    """Slots by ring name and index: flat buffers whose addresses never change."""
+
+    def __init__(self, rings: Sequence[Ring], device: torch.device, *, poison: bool) -> None:
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        for ring in rings:
+            dtype = torch_dtype(ring.dtype)
+            slots = [torch.zeros(ring.numel, dtype=dtype, device=device) for _ in range(ring.count)]
+            if poison:
+                for slot in slots:
+                    slot.fill_(float("nan"))
+            self._buffers[ring.name] = slots
+
+    def view(self, ref: SlotRef, numel: int) -> torch.Tensor:
+        """(numel,): a group's part of its slot."""
+        return self._buffers[ref.ring][ref.index][ref.base : ref.base + numel]
+
+    def num_bytes(self, *, gradients: bool) -> int:
+        """Bytes of the rings of gradients, or of all others."""
+        return sum(
+            slot.nbytes
+            for name, slots in self._buffers.items()
+            if name.endswith(".grad") is gradients
+            for slot in slots
+        )

@@ -1,0 +1,348 @@
+"""From hooks to events: what the model does, told to the scheduler, done to the slots.
+
+    hook on a unit's module         told to the scheduler       done here
+    forward pre-hook                enter_forward               gathers, swap in
+    forward hook (always called)    leave_forward               swap out, release, watch outputs
+    gradient of a watched output    enter_backward              gathers, swap in
+    gradient of a compute param     complete (when all came)    reductions, in plan order
+    autograd is done                end_backward                the rest, `p.grad`, release
+
+[Note: watched outputs]
+A unit's backward begins when a gradient of something that it made is there. Outputs of the unit
+and of every module in it that owns parameters are watched, since router losses and hidden-state
+losses enter a unit from the side. A tensor that a unit merely hands on was made before its forward
+began (its autograd node has a lower number) and is not watched by it: its gradient is final at
+another time, when this unit's slot belongs to others (law 5).
+
+[Note: recompute]
+Forward code that runs inside a backward recomputes: it gathers on demand, keeps what it gathered,
+and neither looks ahead nor watches outputs. Its hooks may lie outside it or inside it, hence
+modules also see the compute parameters from pre-backward to the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from fullshard.engine._torch_compat import (
+    graph_task_id,
+    next_sequence_number,
+    queue_callback,
+)
+from fullshard.engine.collectives import Transport
+from fullshard.engine.gradients import Gradients
+from fullshard.engine.unit import Group, Member, Unit
+from fullshard.errors import EngineError, SlotError
+from fullshard.planner.events import Event, EventKind, Recorder
+from fullshard.planner.schedule import Order, Scheduler
+
+
+class Use:
+    """One forward of one unit: what it made is watched for gradients.
+
+    Attributes:
+        unit: The unit's index.
+        around: The use that it happened in; its backward begins first.
+        generation: Which forward of the whole model it belongs to.
+        first_node: Autograd numbers from here on were made inside.
+        task: The backward in which it has begun.
+    """
+
+    __slots__ = ("__weakref__", "around", "first_node", "generation", "task", "unit")
+
+    def __init__(self, unit: int, around: Use | None, generation: int) -> None:
+        self.unit = unit
+        self.around = around
+        self.generation = generation
+        self.first_node = next_sequence_number()
+        self.task = -1
+
+
+class Observed:
+    """The order in which a real step entered its units; compared over ranks once.
+
+    Args:
+        generation: The forward that is observed, together with its own backward alone: another
+            forward's, or an evaluation in between, is no order of a step.
+    """
+
+    def __init__(self, generation: int = -1) -> None:
+        self.generation = generation
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.done = False
+
+    def differs_from(self, order: Order) -> bool:
+        """Whether the plan should be redone with this order."""
+        return tuple(self.forward) != order.forward or tuple(self.backward) != order.backward
+
+
+class Runtime:
+    """Runs one model's plan on this rank.
+
+    Args:
+        units: In plan order, bound to their slots.
+        scheduler: The plan's slot table.
+        gradients: Collects, reduces and shows gradients.
+        recorder: Told of every event.
+        poison: Fill released slots with NaN.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        scheduler: Scheduler,
+        gradients: Gradients,
+        recorder: Recorder,
+        *,
+        poison: bool,
+    ) -> None:
+        self.units = list(units)
+        self.scheduler = scheduler
+        self.gradients = gradients
+        self.recorder = recorder
+        self.poison = poison
+        self.step = 0
+        self.transport: Transport = gradients.transport
+        self.communication_s = 0.0
+        self.observed = Observed()
+        self.before_step: Callable[[], None] = lambda: None
+        self._stack: list[Use] = []  # forwards under way
+        self._current: list[Use | None] = [None] * len(self.units)
+        self._task = -1  # the backward under way
+        self._generation = 0  # forwards of the whole model so far
+        self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
+        self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
+        self._actions: dict[EventKind, Callable[[Event], None]] = {
+            EventKind.GATHER: self._gather,
+            EventKind.FORWARD: self._ready,
+            EventKind.BACKWARD: self._ready,
+            EventKind.RELEASE: self._release,
+            EventKind.REDUCE: self._reduce,
+            EventKind.ACCUMULATE: self._accumulate,
+            EventKind.DEFER: self._defer,
+            EventKind.SETTLE: self._settle,
+        }
+
+    # ---- forward
+
+    def enter(self, index: int) -> None:
+        """Pre-forward of a unit's module."""
+        unit = self.units[index]
+        unit.check_params()
+        if graph_task_id() != -1:
+            self._run(self.scheduler.enter_recompute(index))
+            unit.wait()
+            unit.swap_in()
+            return
+        if index == 0:
+            self._begin_step()
+        use = Use(index, self._stack[-1] if self._stack else None, self._generation)
+        self._run(self.scheduler.enter_forward(index))
+        self._stack.append(use)
+        self._current[index] = use
+        unit.swap_in()
+        if not self.observed.done:
+            self._uses.add(use)
+            if use.generation == self.observed.generation:
+                self.observed.forward.append(index)
+
+    def leave(self, index: int, output: Any) -> None:
+        """Post-forward of a unit's module; also called when its forward raised."""
+        unit = self.units[index]
+        if unit.swapped == 0:
+            return
+        unit.swap_out()
+        if graph_task_id() != -1:
+            self.scheduler.leave_recompute(index)
+            return
+        use = self._current[index]
+        if use is None or use not in self._stack:
+            return
+        del self._stack[self._stack.index(use) :]
+        training = torch.is_grad_enabled() and self.watch(index, output)
+        self._run(self.scheduler.leave_forward(index, training=training))
+        unit.check_writes()
+
+    def watch(self, index: int, output: Any) -> bool:
+        """Begin the unit's backward when a gradient of `output` is there.
+
+        Returns:
+            Whether anything in it takes part in autograd.
+        """
+        use = self._current[index]
+        if use is None or graph_task_id() != -1:
+            return False
+        found = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                found = True
+                node = tensor.grad_fn
+                if node is not None and node._sequence_nr() >= use.first_node:
+                    tensor.register_hook(lambda _, use=use: self._enter_backward(use))
+        return found
+
+    def _begin_step(self) -> None:
+        if self._is_unclean():
+            self.reset()
+        self.before_step()
+        self.scheduler.begin_forward()
+        self._generation += 1
+        if not self.observed.done and torch.is_grad_enabled():
+            self.observed = Observed(self._generation)
+
+    def awaits_backward(self) -> bool:
+        """Whether a forward's graph is alive whose backward has not begun."""
+        return any(use.task == -1 for use in self._uses)
+
+    def _is_unclean(self) -> bool:
+        """Whether an exception left something open: torch calls no hook for KeyboardInterrupt."""
+        open_ = self._stack or any(unit.swapped for unit in self.units)
+        return self._task != -1 or bool(open_)
+
+    # ---- backward
+
+    def _enter_backward(self, use: Use) -> None:
+        task = graph_task_id()
+        if self._task != task:
+            self._begin_backward(task)
+        if use.task == task:
+            return
+        use.task = task
+        if use.around is not None:
+            self._enter_backward(use.around)
+        unit = self.units[use.unit]
+        self._run(self.scheduler.enter_backward(use.unit))
+        if not self.observed.done and use.generation == self.observed.generation:
+            self.observed.backward.append(use.unit)
+        if not unit.in_backward:
+            unit.in_backward = True
+            unit.swap_in()
+
+    def _begin_backward(self, task: int) -> None:
+        if self._task != -1:
+            self.reset()  # the last backward raised and never ended
+        if torch.is_grad_enabled():
+            raise EngineError(
+                "backward: expected create_graph=False; a second derivative would read slots that "
+                "hold other units by then. Compute it outside of the sharded model, or under "
+                "strategy no_shard without fullshard."
+            )
+        self._task = task
+        if not self.observed.done:
+            self.observed.backward.clear()  # an earlier one reached no parameter
+        nothing = self.gradients.begin_backward(self.units)
+        self.scheduler.begin_backward(nothing, defer=self.gradients.deferring)
+        queue_callback(self._end_backward)
+
+    def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
+        """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
+        if self._task == -1:
+            self._begin_backward(graph_task_id())
+        index = unit.plan.index
+        if unit.plan.reads_weight_in_backward and not self.scheduler.holds(index):
+            raise SlotError(
+                f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
+                "another unit, so it was computed from wrong weights. A tensor made inside the "
+                "unit left it unseen; return it from the unit's forward, or make the unit larger."
+            )
+        if self.gradients.collect(unit, group, member):
+            self._run(self.scheduler.complete(index, defer=self.gradients.deferring))
+
+    def _end_backward(self) -> None:
+        reduce, defer = self.gradients.expects_any, self.gradients.deferring
+        self._run(self.scheduler.end_backward(defer=defer, reduce=reduce))
+        for unit in self.units:
+            if unit.in_backward:
+                unit.in_backward = False
+                unit.swap_out()
+        self._task = -1
+        if reduce:
+            self.observed.done = bool(self.observed.backward)
+            self.step += not defer
+
+    # ---- recovery
+
+    def reset(self) -> None:
+        """Close everything that an exception left open; the next step starts clean."""
+        for unit in self.units:
+            unit.wait()
+            if unit.swapped:
+                unit.swapped = 0
+                unit.show_shards()
+            unit.in_backward = False
+        self.gradients.reset(self.units)
+        self.scheduler.reset()
+        self._stack.clear()
+        self._current = [None] * len(self.units)
+        self._task = -1
+        if not self.observed.done:
+            self.observed = Observed()
+
+    # ---- events
+
+    def _run(self, events: Sequence[Event]) -> None:
+        with torch.no_grad():
+            for event in events:
+                self._actions[event.kind](event)
+                self.recorder.record(event, self.step)
+
+    def _gather(self, event: Event) -> None:
+        start = perf_counter()
+        unit = self.units[event.unit]
+        for group in unit.groups:
+            if group.plan.slot is not None:
+                key = (group.plan.slot.ring, group.plan.slot.index)
+                previous = self._filling.get(key)
+                if previous is not None:
+                    previous.wait()  # gathered ahead and never entered
+                self._filling[key] = unit
+        unit.gather(self.transport)
+        self.communication_s += perf_counter() - start
+
+    def _ready(self, event: Event) -> None:
+        start = perf_counter()
+        self.units[event.unit].wait()
+        self.communication_s += perf_counter() - start
+
+    def _release(self, event: Event) -> None:
+        unit = self.units[event.unit]
+        unit.wait()
+        if self.poison:
+            unit.poison()
+
+    def _reduce(self, event: Event) -> None:
+        start = perf_counter()
+        self.gradients.reduce(self.units[event.unit])
+        self.communication_s += perf_counter() - start
+
+    def _accumulate(self, event: Event) -> None:
+        start = perf_counter()
+        self.gradients.accumulate(self.units[event.unit])
+        self.communication_s += perf_counter() - start
+
+    def _defer(self, event: Event) -> None:
+        self.gradients.defer(self.units[event.unit])
+
+    def _settle(self, _: Event) -> None:
+        start = perf_counter()
+        self.gradients.settle(self.units)
+        self.communication_s += perf_counter() - start
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of an output: nested tuples, lists, mappings (ModelOutput) and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name))]
+    return []

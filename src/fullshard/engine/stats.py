@@ -1,0 +1,52 @@
+"""What a sharded model holds and spends on this rank, measured."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fullshard.engine.engine import engine_of
+from fullshard.engine.parameter import ShardedParameter
+
+
+def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Bytes that the engine holds on this rank, by kind: {"now", "peak"}; "total" sums them.
+
+    Kinds: parameter_shards, gradient_shards, slots, gradient_slots, communication_buffers,
+    deferred_gradients, buffers.
+    """
+    engine = engine_of(model)
+    groups = [group for unit in engine.units for group in unit.groups]
+    grads = [g.grad_shard.nbytes for g in groups if g.grad_shard is not None]
+    deferred = sum(g.deferred.nbytes for g in groups if g.deferred is not None)
+    fixed = {
+        "parameter_shards": sum(group.master.nbytes for group in groups),
+        "gradient_shards": sum(grads),
+        "slots": engine.rings.num_bytes(gradients=False),
+        "gradient_slots": engine.rings.num_bytes(gradients=True),
+        "communication_buffers": engine.transport.scratch.num_bytes,
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+    }
+    rows = {kind: {"now": size, "peak": size} for kind, size in fixed.items()}
+    peak = max(deferred, engine.gradients.peak_deferred_bytes)
+    rows["deferred_gradients"] = {"now": deferred, "peak": peak}
+    rows["total"] = {when: sum(row[when] for row in rows.values()) for when in ("now", "peak")}
+    return rows
+
+
+def communication_seconds(model: nn.Module) -> float:
+    """Seconds that this rank spent issuing collectives and waiting for them, since fs.shard."""
+    return engine_of(model).runtime.communication_s
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of the whole model, tied ones once; of any module, sharded or not."""
+    total = 0
+    for param in model.parameters():
+        if isinstance(param, ShardedParameter):
+            size = 1
+            for length in param.record.piece.shape:
+                size *= length
+            total += size
+        else:
+            total += param.numel()
+    return total

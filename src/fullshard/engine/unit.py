@@ -1,0 +1,275 @@
+"""A unit on one rank: its shards, its view of its slots, its two kinds of parameters."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.collectives import Fetch, Reduction, Transport
+from fullshard.engine.parameter import ShardedGradient, ShardedParameter
+from fullshard.engine.presentation import present
+from fullshard.engine.ring import Rings, torch_dtype
+from fullshard.errors import EngineError
+from fullshard.planner.slices import Slice
+from fullshard.planner.units import GroupPlan, UnitPlan
+
+OnGradient = Callable[["Unit", "Group", "Member"], None]
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a group.
+
+    Attributes:
+        param: The user's own object, the shard.
+        piece: Which elements it holds.
+        compute: The full parameter that forward sees; its `.data` is a view of the slot.
+        grad: What `param.grad` shows: a view of the gradient shard (None where frozen).
+        node: The autograd node that accumulates into `compute`.
+        expected: Whether the running backward will reach it on this rank.
+        touched: Whether it got a gradient since the last reduction on this rank.
+        version: What `compute._version` was when the module got to see it.
+    """
+
+    param: ShardedParameter
+    piece: Slice
+    compute: nn.Parameter
+    offset: int
+    grad: ShardedGradient | None = None
+    node: Any = None
+    expected: bool = False
+    touched: bool = False
+    version: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.piece.shape)
+
+
+@dataclass(eq=False)
+class Group:
+    """One flat buffer on this rank.
+
+    Attributes:
+        master: (part_numel,), master dtype: the only copy at rest.
+        part: (part_numel,): this rank's part of the slot, compute dtype.
+        full: (numel,): the slot, or the master itself where nothing is gathered.
+        grad_shard: (part_numel,), accumulate dtype; None where frozen.
+        grad_full: (numel,), reduce dtype: where gradients are collected now.
+        deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
+    """
+
+    plan: GroupPlan
+    master: torch.Tensor
+    full: torch.Tensor
+    part: torch.Tensor
+    members: list[Member]
+    grad_shard: torch.Tensor | None = None
+    grad_slot: torch.Tensor | None = None
+    grad_full: torch.Tensor | None = None
+    deferred: torch.Tensor | None = None
+    fetch: Fetch | None = None
+    reduction: Reduction | None = None
+    padding: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the slot is another buffer than the master."""
+        return self.plan.slot is not None
+
+
+@dataclass(eq=False)
+class Swap:
+    """Where a parameter stands in a module: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+    member: Member
+
+
+class Unit:
+    """A unit on one rank."""
+
+    def __init__(self, plan: UnitPlan, groups: list[Group]) -> None:
+        self.plan = plan
+        self.groups = groups
+        self.trained = [group for group in groups if group.grad_shard is not None]
+        self.swaps: list[Swap] = []
+        self.swapped = 0  # forwards and backwards that see the compute parameters
+        self.in_backward = False
+        self.left = 0  # gradients still expected in this backward
+        self.on_gradient: OnGradient = _unbound
+
+    def gather(self, transport: Transport) -> None:
+        """Place this rank's part in the slot and start to fetch the others'."""
+        for group in self.groups:
+            if group.gathers:
+                group.part.copy_(group.master)  # casts to the compute dtype in the same write
+                group.fetch = transport.fetch(group.full)
+
+    def wait(self) -> None:
+        """Return when the slot holds the whole unit."""
+        for group in self.groups:
+            if group.fetch is not None:
+                group.fetch.wait()
+                group.fetch = None
+
+    def poison(self) -> None:
+        """Fill the slot with NaN, so that reading it now is seen (law 2)."""
+        for group in self.groups:
+            if group.gathers:
+                group.full.fill_(float("nan"))
+
+    def check_params(self) -> None:
+        """The modules must hold what they held when they were sharded.
+
+        Raises:
+            EngineError: One holds another object, which the forward would not see.
+        """
+        if self.swapped == 0:
+            for swap in self.swaps:
+                if swap.module._parameters.get(swap.name) is not swap.member.param:
+                    raise EngineError(
+                        f"{swap.member.piece.name}: expected the parameter that fs.shard cut; its "
+                        "module holds another object (an assignment, functional_call), which the "
+                        "forward would not see. Write into the shard in place, or change "
+                        "parameters before fs.shard."
+                    )
+
+    def swap_in(self) -> None:
+        """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
+        self.swapped += 1
+        if self.swapped == 1:
+            for swap in self.swaps:
+                swap.module._parameters[swap.name] = swap.member.compute
+                swap.member.version = swap.member.compute._version
+
+    def check_writes(self) -> None:
+        """A forward may not write into parameters: the slot's next fill would undo it.
+
+        Raises:
+            EngineError: It did.
+        """
+        for group in self.groups:
+            for member in group.members:
+                if group.gathers and member.compute._version != member.version:
+                    raise EngineError(
+                        f"{member.piece.name}: expected a forward that leaves its parameters "
+                        "alone; it wrote into this one in place (max_norm, clamp_, weight "
+                        "averaging ...), which the next gather would undo. Write into the shards "
+                        "between steps."
+                    )
+
+    def swap_out(self) -> None:
+        """Let the modules show the user's parameters again."""
+        self.swapped -= 1
+        if self.swapped == 0:
+            self.show_shards()
+
+    def show_shards(self) -> None:
+        """Put the user's parameters back, whatever is open."""
+        for swap in self.swaps:
+            swap.module._parameters[swap.name] = swap.member.param
+
+    def bind(self, rings: Rings, shard_index: int, on_gradient: OnGradient) -> None:
+        """Point the compute parameters at their slot, and listen for their gradients.
+
+        The compute parameter is made once and gets its `.data`: a parameter made *of* a slot view
+        would share the slot's version counter, and autograd would object to the first refill.
+        """
+        self.on_gradient = on_gradient
+        for at, group in enumerate(self.groups):
+            numel = group.plan.layout.numel
+            if group.plan.slot is not None:
+                group.full = rings.view(group.plan.slot, numel)
+                group.part = group.full.chunk(group.plan.layout.num_parts)[shard_index]
+            if group.plan.grad_slot is not None:
+                group.grad_slot = rings.view(group.plan.grad_slot, numel)
+            for index, member in enumerate(group.members):
+                stop = member.offset + member.numel
+                view = group.full[member.offset : stop].view(member.piece.shape)
+                compute = nn.Parameter(view.new_empty(0), requires_grad=group.plan.trainable)
+                compute.data = view
+                member.compute = compute
+                if group.plan.trainable:
+                    member.node = get_gradient_edge(compute).node
+                    hook = _gradient_hook(self, at, index)
+                    compute.register_post_accumulate_grad_hook(hook)
+
+
+def _unbound(*_: Any) -> None:
+    raise AssertionError("a unit that is not bound to slots gets no gradients")
+
+
+def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tensor], None]:
+    """What a compute parameter calls when its gradient is final.
+
+    It must not hold the unit: the way from a parameter to its hook leads through C++, where the
+    garbage collector sees no cycle, and no model would ever be freed.
+    """
+    weak = weakref.ref(unit)
+
+    def hook(_: torch.Tensor) -> None:
+        alive = weak()
+        if alive is None:
+            raise EngineError("backward: expected the sharded model to exist; it was deleted.")
+        at = alive.groups[group]
+        alive.on_gradient(alive, at, at.members[member])
+
+    return hook
+
+
+def cut_group(plan: GroupPlan, params: Sequence[nn.Parameter], part: int) -> Group:
+    """Cut a group's parameters: keep this rank's part, free the rest.
+
+    Args:
+        plan: The group's layout.
+        params: The user's parameters in the layout's order, whole.
+        part: This rank's index on the shard axis.
+    """
+    layout = plan.layout
+    device = params[0].device
+    dtypes = plan.dtypes
+    master = torch.zeros(layout.part_numel, dtype=torch_dtype(dtypes.master), device=device)
+    grad_shard = None
+    if plan.trainable:
+        accumulate = torch_dtype(dtypes.accumulate)
+        grad_shard = torch.zeros(layout.part_numel, dtype=accumulate, device=device)
+    members = []
+    whole = layout.num_parts == 1
+    for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
+        local = slice(piece.offset, piece.offset + piece.numel)
+        with torch.no_grad():
+            master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
+        sharded = present(param, master[local], piece, whole=whole)
+        grad = None
+        if grad_shard is not None:
+            with no_guard():
+                grad = grad_shard[local].view(sharded.shape).as_subclass(ShardedGradient)
+        compute = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+        members.append(Member(sharded, piece, compute, placement.offset, grad))
+    empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=device)
+    full = master if plan.slot is None else empty
+    group = Group(plan, master, full, empty, members, grad_shard)
+    group.padding = _padding(plan)
+    return group
+
+
+def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
+    """Ranges of the flat buffer that belong to no parameter."""
+    gaps, end = [], 0
+    for placement in plan.layout.placements:
+        if placement.offset > end:
+            gaps.append((end, placement.offset))
+        end = placement.stop
+    if plan.layout.numel > end:
+        gaps.append((end, plan.layout.numel))
+    return gaps

@@ -1,0 +1,111 @@
+"""Every exception that fullshard raises on purpose.
+
+    FullshardError                    1   anything of ours
+    |-- ConfigError (ValueError)      2   a key, a value, a mesh, a file that cannot be used
+    |   |-- WrapError                 2   the choice of units is impossible for this model
+    |   `-- UnsupportedModelError     2   the model cannot be sharded, with the reason
+    |-- WillNotFitError               3   the plan needs more memory than there is
+    |-- OutOfMemoryError              4   memory ran out during the run
+    |-- HangError                     5   a rank is stuck or dead
+    |-- DataError                     6   data is missing, empty or malformed
+    |-- CheckpointError               7   a checkpoint cannot be written or read
+    |-- VerifyError                   8   a sharded run does not equal the unsharded one
+    |-- DivergedError                 9   the loss is no longer finite
+    |-- PreemptedError               75   stopped by the scheduler, resumable
+    |-- ShardedTensorError            1   an operation that needs the whole tensor met a shard
+    |   `-- NotElementwiseError       1   an optimizer whose update of an element depends on others
+    `-- EngineError (RuntimeError)    1   the engine was used in a way that it refuses
+        `-- SlotError                 1   two units need one slot at once, or a slot is stale
+
+The number is the exit code of every command (130 is reserved for an interrupt).
+Messages follow one grammar: what was expected, what came, what to do.
+"""
+
+from __future__ import annotations
+
+
+class FullshardError(Exception):
+    """Base of all errors that fullshard raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(FullshardError, ValueError):
+    """A configuration key or value that cannot be used; names key, value and the nearest choice."""
+
+    exit_code = 2
+
+
+class WrapError(ConfigError):
+    """The asked choice of units does not exist in this model."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The model holds something that cannot be sharded; names it and the way out."""
+
+
+class WillNotFitError(FullshardError):
+    """The plan needs more memory than the device or host has."""
+
+    exit_code = 3
+
+
+class OutOfMemoryError(FullshardError):
+    """Memory ran out during the run."""
+
+    exit_code = 4
+
+
+class HangError(FullshardError):
+    """A rank is stuck or dead."""
+
+    exit_code = 5
+
+
+class DataError(FullshardError):
+    """Training data is missing, empty or malformed."""
+
+    exit_code = 6
+
+
+class CheckpointError(FullshardError):
+    """A checkpoint cannot be written or read."""
+
+    exit_code = 7
+
+
+class VerifyError(FullshardError):
+    """A sharded run does not compute what the unsharded one computes."""
+
+    exit_code = 8
+
+
+class DivergedError(FullshardError):
+    """The loss or the gradient norm is no longer finite."""
+
+    exit_code = 9
+
+
+class PreemptedError(FullshardError):
+    """The run was stopped from outside and can be resumed."""
+
+    exit_code = 75
+
+
+class ShardedTensorError(FullshardError):
+    """An operation that needs the whole tensor met a rank's shard of it.
+
+    No TypeError: torch turns one that an operator raises into "unsupported operand type(s)".
+    """
+
+
+class NotElementwiseError(ShardedTensorError):
+    """An optimizer whose update of one element depends on others met shards."""
+
+
+class EngineError(FullshardError, RuntimeError):
+    """The engine was used in a way that would compute something wrong."""
+
+
+class SlotError(EngineError):
+    """A slot is wanted by two units at once, or holds another unit's data."""

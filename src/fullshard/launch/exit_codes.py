@@ -1,0 +1,85 @@
+"""Exit codes of every command and rank, and which error means which code.
+
+A code is part of the contract: scripts and schedulers decide on it whether to try again.
+"""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+
+from fullshard import errors
+from fullshard.errors import FullshardError
+
+
+class ExitCode(IntEnum):
+    """What a process of ours ends with."""
+
+    OK = 0
+    UNEXPECTED = 1
+    CONFIG = 2
+    WILL_NOT_FIT = 3
+    OUT_OF_MEMORY = 4
+    HANG = 5  # a rank is stuck or dead
+    DATA = 6
+    CHECKPOINT = 7
+    VERIFY = 8
+    DIVERGED = 9
+    PREEMPTED = 75  # sysexits' EX_TEMPFAIL: try again, it resumes
+    INTERRUPTED = 130  # the shell's 128 + SIGINT
+
+
+# What a collective says when a peer never came (gloo, c10d's stores, the NCCL watchdog).
+TIME_OUT_WORDS = ("timed out waiting", "wait timeout", "timed out after", "watchdog caught")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that an error means.
+
+    Needs no torch: torch's own errors are known by name, so that the command line stays light.
+    """
+    match error:
+        case FullshardError():
+            return error.exit_code
+        case KeyboardInterrupt():
+            return ExitCode.INTERRUPTED
+        case SystemExit():
+            return _code_of_exit(error)
+        case MemoryError():
+            return ExitCode.OUT_OF_MEMORY
+        case _ if type(error).__name__ == "OutOfMemoryError":
+            return ExitCode.OUT_OF_MEMORY
+        case RuntimeError() if "can't allocate memory" in str(error):
+            return ExitCode.OUT_OF_MEMORY  # torch's CPU allocator has no type of its own
+        case RuntimeError() if any(word in str(error).lower() for word in TIME_OUT_WORDS):
+            return ExitCode.HANG
+    return ExitCode.UNEXPECTED
+
+
+def _code_of_exit(error: SystemExit) -> int:
+    """Python's rule: None is success, an integer is itself, anything else is 1."""
+    if error.code is None:
+        return ExitCode.OK
+    return error.code if isinstance(error.code, int) else ExitCode.UNEXPECTED
+
+
+def public_name(error: BaseException) -> str:
+    """The class of an error as users know it: that of fullshard.errors where it is one of ours."""
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    return next(kinds, type(error)).__name__
+
+
+def exit_code_of_signal(number: int) -> int:
+    """What a launcher ends with after it was told by a signal to stop."""
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
+
+
+def describe_status(status: int) -> str:
+    """A process's return code in words; negative means that a signal ended it."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"

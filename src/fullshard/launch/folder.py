@@ -1,0 +1,51 @@
+"""The private folder through which a launcher and its ranks talk; gone when the launch ends.
+
+store               rendezvous (torch's FileStore)
+failure_<k>.json    why rank k failed, written by the rank itself
+stacks_<k>.txt      what rank k was doing when the launcher asked (SIGUSR2)
+log_<k>             link to logs/rank_<k>.log
+ending              exists once a rank has failed: the others need not explain their end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from fullshard.config.environment import LaunchEnvironment, Launcher
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchFolder:
+    """Names of the files above."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, launch: LaunchEnvironment | None) -> LaunchFolder | None:
+        """The folder of a rank that our launcher started; None for any other process."""
+        if launch is None or launch.launcher is not Launcher.FULLSHARD or not launch.store_path:
+            return None
+        return cls(launch.store_path.parent)
+
+    @property
+    def store(self) -> Path:
+        """The file by which the ranks meet."""
+        return self.path / "store"
+
+    @property
+    def ending(self) -> Path:
+        """Exists once the launcher ends ranks because another one failed."""
+        return self.path / "ending"
+
+    def failure(self, rank: int) -> Path:
+        """Why the rank failed."""
+        return self.path / f"failure_{rank}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """The rank's stacks, where the launcher asked for them."""
+        return self.path / f"stacks_{rank}.txt"
+
+    def log(self, rank: int) -> Path:
+        """The rank's log."""
+        return self.path / f"log_{rank}"

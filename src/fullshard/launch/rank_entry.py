@@ -1,0 +1,136 @@
+"""The outermost frame of a rank: errors become a report and an exit code, signals become errors.
+
+    python -m fullshard.launch.rank_entry PARENT_PID MODULE [ARGUMENT ...]
+
+is how our launcher starts a rank: it runs MODULE as `python -m MODULE` would. `run_rank(main)` is
+the same frame for a module's own `if __name__ == "__main__"`, and does nothing twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from fullshard.config.environment import LaunchEnvironment, read_launch_environment
+from fullshard.errors import PreemptedError
+from fullshard.launch.failure import RankFailure
+from fullshard.launch.folder import LaunchFolder
+
+STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
+_PR_SET_PDEATHSIG = 1
+
+
+def run_rank(main: Callable[[], None]) -> None:
+    """Run `main` as the program of this rank, and end the process if it fails.
+
+    An error is left for the launcher (or printed, where there is none of ours): a FullshardError
+    as its message, since that speaks to the user, anything else with its traceback. The process
+    then ends at once with the typed exit code: tearing down a process group whose peers wait in a
+    collective can take forever.
+
+    Raises:
+        SystemExit: `main` ended the process itself, which an outer frame of this kind sees.
+    """
+    launch = read_launch_environment()
+    rank = 0 if launch is None else launch.rank
+    folder = LaunchFolder.of(launch)
+    _install_logging(launch)
+    try:
+        with _sigterm_raises(folder):
+            main()
+    except BaseException as error:
+        failure = RankFailure.of(error, rank)
+        if failure.exit_code == 0:
+            raise  # sys.exit() or sys.exit(0)
+        _report(failure, folder)
+        _end_now(failure.exit_code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when the process `parent`, which started it, dies in any way.
+
+    The kernel does it (Linux only), so it holds for a rank that is stuck inside a C call, too.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _sigterm_raises(folder: LaunchFolder | None):
+    """Turn SIGTERM into a PreemptedError in the main thread, so that `finally` blocks run."""
+
+    def on_sigterm(_number: int, _frame: FrameType | None) -> None:
+        if folder is not None and folder.ending.exists():
+            os._exit(128 + signal.SIGTERM)  # another rank failed; there is nothing left to say
+        raise PreemptedError(
+            "run: expected to reach its end, got SIGTERM. Start it again to resume."
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _install_logging(launch: LaunchEnvironment | None) -> None:
+    """Show what the library logs: a program's decision, never the library's."""
+    logger = logging.getLogger("fullshard")
+    if logger.handlers:
+        return
+    rank = "" if launch is None or launch.rank == 0 else f"rank {launch.rank}: "
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{rank}%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
+    if folder is None:
+        sys.stderr.write(failure.text + "\n")
+        return
+    with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
+        with folder.log(failure.rank).open("a") as log:
+            log.write(failure.text + "\n")
+        failure.write(folder.failure(failure.rank))
+
+
+def _end_now(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _main() -> None:
+    parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    die_with_parent(parent)
+    launch = read_launch_environment()
+    folder = LaunchFolder.of(launch)
+    if launch is not None and folder is not None:
+        dump = folder.stacks(launch.rank).open("w")  # stays open
+        faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
+    sys.argv = [module, *arguments]
+    run_rank(lambda: _run_module(module))
+
+
+def _run_module(module: str) -> None:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()

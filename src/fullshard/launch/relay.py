@@ -1,0 +1,131 @@
+"""What rank 0 writes goes to the user's terminal and, cleaned, into its log.
+
+    rank 0  --stdout, stderr-->  pty, or a pipe where ours is none  -->  our stdout, stderr
+                                                                    `->  logs/rank_0.log
+
+With a pty the rank sees a terminal of the right size, so that its progress bar works; the log gets
+what a reader sees at the end: no colours, no overwritten lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import termios
+import threading
+import tty
+from pathlib import Path
+from typing import BinaryIO
+
+_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_CHUNK_BYTES = 65536
+_RESIZE_S = 0.5
+
+
+class LineCleaner:
+    """Turns a stream for terminals into lines for a file."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """The lines that `data` completes, as they looked when they were complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return b"".join(_final(line) + b"\n" for line in lines)
+
+    def finish(self) -> bytes:
+        """What is left of a line without an end."""
+        rest, self._rest = _final(self._rest), b""
+        return rest + b"\n" if rest else b""
+
+
+def _final(line: bytes) -> bytes:
+    plain = _ESCAPES.sub(b"", line).rstrip(b"\r")
+    return plain.rpartition(b"\r")[2]
+
+
+class Relay:
+    """One rank's output on its way. Lives as long as the launch; `close` after the rank's end."""
+
+    def __init__(self, log: Path) -> None:
+        self._log: BinaryIO = log.open("ab", buffering=0)
+        self._targets: dict[int, int] = {}  # our reading end -> where it goes
+        self._terminal: tuple[int, int] | None = None  # the pty's controlling end, our terminal
+        self._muted = threading.Event()
+        self.stdout_fd = self._open(1)
+        self.stderr_fd = self._open(2)
+        self._thread = threading.Thread(target=self._copy, name="relay of rank 0", daemon=True)
+
+    def start(self) -> None:
+        """Begin to copy; call it once the rank holds its ends."""
+        for fd in {self.stdout_fd, self.stderr_fd}:
+            os.close(fd)  # else no end of file would ever come
+        self._thread.start()
+
+    def mute(self) -> None:
+        """Stop writing to the terminal, where something more important is shown from now on."""
+        self._muted.set()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Wait until everything has been copied."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            return
+        self._log.close()  # no rank was started
+        for fd in {self.stdout_fd, self.stderr_fd, *self._targets}:
+            os.close(fd)
+
+    def _open(self, target: int) -> int:
+        """The rank's end of a new way to one of our streams; both share one pty, and its order."""
+        if not os.isatty(target):
+            reading, writing = os.pipe()
+            self._targets[reading] = target
+            return writing
+        if self._terminal is not None:
+            return self.stdout_fd
+        reading, writing = os.openpty()
+        tty.setraw(writing)  # our own terminal turns \n into \r\n already
+        self._terminal = reading, target
+        self._resize()
+        self._targets[reading] = target
+        return writing
+
+    def _resize(self) -> None:
+        if self._terminal is not None:
+            pty, terminal = self._terminal
+            with contextlib.suppress(termios.error):
+                termios.tcsetwinsize(pty, termios.tcgetwinsize(terminal))
+
+    def _copy(self) -> None:
+        cleaners = {fd: LineCleaner() for fd in self._targets}
+        with selectors.DefaultSelector() as selector, self._log:
+            for fd in self._targets:
+                selector.register(fd, selectors.EVENT_READ)
+            while selector.get_map():
+                self._resize()
+                for key, _ in selector.select(_RESIZE_S):
+                    data = _read(key.fd)
+                    self._log.write(cleaners[key.fd].feed(data))
+                    if data:
+                        self._show(key.fd, data)
+                        continue
+                    self._log.write(cleaners[key.fd].finish())
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+
+    def _show(self, fd: int, data: bytes) -> None:
+        while data and not self._muted.is_set():
+            try:
+                data = data[os.write(self._targets[fd], data) :]
+            except OSError:  # nobody reads any more; the run goes on, and its log
+                self._muted.set()
+
+
+def _read(fd: int) -> bytes:
+    """Like os.read; the end of a pty, which Linux calls an error, is an end of file."""
+    try:
+        return os.read(fd, _CHUNK_BYTES)
+    except OSError:
+        return b""

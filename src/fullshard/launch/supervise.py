@@ -1,0 +1,214 @@
+"""Watch running ranks until all have ended, and end them all once one fails.
+
+    watch --- all ended with 0 ------------------------------------> ok
+      |------ one failed ---> grace for the others' own reports -.
+      |------ time is up ---> every rank writes its stacks ------+-> SIGTERM -> SIGKILL -> cause
+      `------ SIGINT, SIGTERM ---> forwarded; a grace to save ---'
+
+Dead ranks stay unreaped until the end, so that their process ids (which are also the ids of their
+process groups) cannot be given to anybody else before the groups are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
+from fullshard.launch.failure import RankFailure, first_cause
+from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.rank_entry import STACKS_SIGNAL
+from fullshard.launch.signals import Caught
+
+POLL_S = 0.05
+REPORT_S = 1.0  # after the first failure: the others may be about to report the true cause
+TERMINATE_S = 4.0  # between SIGTERM and SIGKILL
+STACKS_S = 1.0
+INTERRUPT_S = 10.0  # after Ctrl-C
+PREEMPT_S = 30.0  # after SIGTERM: what schedulers usually leave, enough to save
+LOG_LINES = 20
+
+
+@dataclass
+class RankProcess:
+    """One rank that runs or has run."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    status: int | None = field(default=None, init=False)  # as Popen.returncode
+    ended_s: float = field(default=0.0, init=False)
+
+    def poll(self) -> int | None:
+        """Its status, without reaping it."""
+        return self._look(os.WNOHANG)
+
+    def send(self, number: int) -> None:
+        """Signal the rank alone."""
+        if self.poll() is None:
+            os.kill(self.process.pid, number)
+
+    def reap(self) -> None:
+        """Kill what is left of its process group, then forget the process."""
+        if self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._look(0)
+        self.process.wait()
+
+    def _look(self, flags: int) -> int | None:
+        if self.status is None:
+            info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | flags)
+            if info is not None:
+                killed = info.si_code != os.CLD_EXITED
+                self.status = -info.si_status if killed else info.si_status
+                self.ended_s = time.time()
+        return self.status
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a launch ended.
+
+    Args:
+        exit_code: typed; 0 where every rank ended well.
+        failure: what brought it about; None where nothing failed or a signal ended it.
+        others: failures that followed.
+    """
+
+    exit_code: int
+    failure: RankFailure | None = None
+    others: tuple[RankFailure, ...] = ()
+
+
+class Supervisor:
+    """Watches the ranks of one launch.
+
+    Args:
+        ranks: started processes, each the leader of a process group of its own.
+        folder: through which they report.
+        timeout_s: after which they count as stuck; None: never.
+        on_failure: called once, as soon as a rank has failed.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        folder: LaunchFolder,
+        *,
+        timeout_s: float | None,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._ranks = ranks
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._on_failure = on_failure
+
+    def watch(self, caught: Caught) -> LaunchResult:
+        """Return when every rank has ended, for whatever reason."""
+        started = time.monotonic()
+        while True:
+            statuses = [rank.poll() for rank in self._ranks]
+            if caught.numbers:
+                return self._stop(caught)
+            if any(statuses):
+                return self._fail()
+            if None not in statuses:
+                return LaunchResult(ExitCode.OK)
+            if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
+                return self._hang(self._timeout_s)
+            time.sleep(POLL_S)
+
+    def end_all(self, patience_s: float = TERMINATE_S) -> None:
+        """SIGTERM, then SIGKILL; returns when no process of any rank is left."""
+        self._folder.ending.touch()
+        for rank in self._ranks:
+            rank.send(signal.SIGTERM)
+        self._wait(patience_s)
+        for rank in self._ranks:
+            rank.reap()
+
+    def _fail(self) -> LaunchResult:
+        self._on_failure()
+        self._wait(REPORT_S)
+        return self._explain()
+
+    def _explain(self) -> LaunchResult:
+        """End the ranks and find the failure that was first."""
+        ended = [rank for rank in self._ranks if rank.poll()]
+        self.end_all()
+        failures = [self._failure_of(rank) for rank in ended]
+        cause = first_cause(failures)
+        others = tuple(failure for failure in failures if failure is not cause)
+        return LaunchResult(cause.exit_code, cause, others)
+
+    def _failure_of(self, rank: RankProcess) -> RankFailure:
+        """What the rank reported, or what its death and its log tell."""
+        report = RankFailure.read(self._folder.failure(rank.rank))
+        if report is not None:
+            return report
+        status = rank.status or 0
+        words = describe_status(status)
+        if status == -signal.SIGKILL:
+            words += " (by the kernel, if memory ran out: see `dmesg`)"
+        message = f"rank {rank.rank}: expected to reach its end, but it {words}."
+        tail = rank.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        if tail:
+            message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
+        code = status if status > 0 else int(ExitCode.HANG)
+        kind = "RankExit" if status > 0 else "HangError"
+        return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
+
+    def _stop(self, caught: Caught) -> LaunchResult:
+        """Pass the signal on and wait for an orderly end; a second signal ends the patience."""
+        interrupted = caught.numbers[0] == signal.SIGINT
+        for rank in self._ranks:
+            rank.send(signal.SIGINT if interrupted else signal.SIGTERM)
+        self._wait(
+            INTERRUPT_S if interrupted else PREEMPT_S, unless=lambda: len(caught.numbers) > 1
+        )
+        statuses = [rank.poll() for rank in self._ranks]
+        self.end_all(0.0 if len(caught.numbers) > 1 else TERMINATE_S)
+        if not any(status != 0 for status in statuses):
+            return LaunchResult(ExitCode.OK)
+        reports = [RankFailure.read(self._folder.failure(rank.rank)) for rank in self._ranks]
+        stopping = (ExitCode.UNEXPECTED, ExitCode.HANG, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+        failures = [report for report in reports if report and report.exit_code not in stopping]
+        if failures:  # such as a checkpoint that could not be written on the way out
+            cause = first_cause(failures)
+            return LaunchResult(cause.exit_code, cause)
+        return LaunchResult(exit_code_of_signal(caught.numbers[0]))
+
+    def _hang(self, timeout_s: float) -> LaunchResult:
+        """Have every rank write its stacks, and make them the failure."""
+        self._on_failure()
+        running = [rank for rank in self._ranks if rank.poll() is None]
+        for rank in running:
+            rank.send(STACKS_SIGNAL)
+        time.sleep(STACKS_S)
+        self.end_all()
+        message = f"run: expected all ranks to end within {timeout_s:g} s, but " + ", ".join(
+            f"rank {rank.rank}" for rank in running
+        )
+        message += " did not. Their stacks:"
+        for rank in running:
+            file = self._folder.stacks(rank.rank)
+            stacks = file.read_text() if file.exists() else "(none: it had not come that far)\n"
+            message += f"\n---- rank {rank.rank} ----\n{stacks.rstrip()}"
+        code = int(ExitCode.HANG)
+        failure = RankFailure(running[0].rank, "HangError", message, code, "", time.time())
+        return LaunchResult(code, failure)
+
+    def _wait(self, timeout_s: float, unless: Callable[[], bool] = lambda: False) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not unless():
+            if all(rank.poll() is not None for rank in self._ranks):
+                return
+            time.sleep(POLL_S)

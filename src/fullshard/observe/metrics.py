@@ -1,0 +1,75 @@
+"""`metrics.jsonl`: one JSON object a step, and one an evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What one update was like; the fields are the file's.
+
+    Attributes:
+        step: From 1, after the update.
+        epoch: Passes over the training data so far, as a fraction.
+        loss: Mean over all label tokens of the global batch, in nats, before the update.
+        grad_norm: Of the global gradient, before clipping.
+        learning_rate: Of this update.
+        tokens_per_s: Input tokens of all ranks a second.
+        samples_per_s: Sequences of all ranks a second.
+        step_time_s: Of the slowest rank.
+        data_s: Getting batches, mean over ranks.
+        compute_s: The rest of the step.
+        comm_s: Issuing and awaiting collectives, mean over ranks.
+        memory_bytes: In use at the end of the step, on the rank that uses most.
+        memory_peak_bytes: Most so far, on the rank that used most.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    samples_per_s: float
+    step_time_s: float
+    data_s: float
+    compute_s: float
+    comm_s: float
+    memory_bytes: int
+    memory_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """Held-out loss after `step` updates: mean over held-out label tokens, in nats."""
+
+    step: int
+    eval_loss: float
+
+
+class MetricsWriter:
+    """Appends rows to a file; every row is on disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, row: StepRow | EvalRow) -> None:
+        self._file.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file; a last line that was cut off by a crash is left out."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)

@@ -1,0 +1,247 @@
+"""`report.html`: one self-contained page about a run, drawn from the files in its folder.
+
+It reads run.json, metrics.jsonl, plan.json, config.yaml and sample.txt; whatever is missing is
+left out, so a failed run has a report too, and it can be drawn again at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
+from fullshard.observe.metrics import read_rows
+from fullshard.planner.plan import Plan
+from fullshard.planner.render import human_bytes
+from fullshard.planner.units import UnitPlan
+
+Row = dict[str, Any]
+NUM_WIDE = 2  # charts that take the page's whole width
+SMOOTHING = 0.8  # weight of the past in the smoothed loss
+
+
+def write_report(run: Path) -> Path:
+    """Draws the report of a run's folder into it.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: The folder holds no run.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("fullshard.observe"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(gather(run))
+    target = run / "report.html"
+    target.write_text(page, encoding="utf-8")
+    return target
+
+
+def gather(run: Path) -> dict[str, Any]:
+    """Everything that the page shows."""
+    record = _read_record(run)
+    rows = list(read_rows(run / "metrics.jsonl"))
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "eval_loss" in row]
+    return {
+        "title": f"fullshard {record['command']}",
+        "subtitle": f"{record['status']}, began {record['began']}",
+        "error": record["error"],
+        "tiles": _tiles(record["measured"], steps),
+        "charts": _charts(steps, evaluations, record),
+        "plan": _plan(run / "plan.json"),
+        "environment": list(record.get("environment", {}).items()),
+        "sample": _text(run / "sample.txt"),
+        "config": _text(run / "config.yaml"),
+    }
+
+
+def _read_record(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / "run.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"RUN_DIR: expected a run's folder with run.json, got '{run}' ({error}). "
+            "Name the output_dir of a run."
+        ) from error
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+def _tiles(measured: dict[str, Any], steps: list[Row]) -> list[dict[str, str]]:
+    tiles: list[dict[str, str]] = []
+    if steps:
+        tiles.append(
+            _tile("training loss", f"{steps[-1]['loss']:.4f}", f"step {steps[-1]['step']}")
+        )
+    if measured.get("eval_loss") is not None:
+        tiles.append(_held_out_tile(measured))
+    if steps:
+        late = steps[len(steps) // 2 :]
+        speed = sum(row["tokens_per_s"] for row in late) / len(late)
+        tiles.append(_tile("tokens a second", f"{speed:,.0f}", "all ranks, second half"))
+        peak = max(row["memory_peak_bytes"] for row in steps)
+        tiles.append(_tile("peak memory", human_bytes(peak), "largest rank"))
+    if measured.get("wall_s") is not None:
+        tiles.append(_tile("wall time", f"{measured['wall_s']:.0f} s", "from start to end"))
+    return tiles
+
+
+def _held_out_tile(measured: dict[str, Any]) -> dict[str, str]:
+    loss, baseline = measured["eval_loss"], measured.get("baseline_loss")
+    if baseline is None:
+        return _tile("held-out loss", f"{loss:.4f}", "nats a token")
+    beats = loss < baseline
+    note = f"interpolated bigram: {baseline:.4f}"
+    return _tile("held-out loss", f"{loss:.4f}", note, "good" if beats else "bad")
+
+
+def _tile(label: str, value: str, note: str, mood: str = "") -> dict[str, str]:
+    return {"label": label, "value": value, "note": note, "mood": mood}
+
+
+# ---- charts --------------------------------------------------------------------------------------
+
+
+def _charts(steps: list[Row], evaluations: list[Row], record: Row) -> list[dict[str, Any]]:
+    drawings = {
+        "Loss": _loss_chart(steps, evaluations, record["measured"].get("baseline_loss")),
+        "Where a step's time goes": _time_chart(steps),
+        "Memory of the largest rank": _memory_chart(steps),
+        "Tokens a second, all ranks": _curve(steps, "tokens_per_s", 3, "tokens/s", from_zero=True),
+        "Gradient norm before clipping": _curve(steps, "grad_norm", 4, "norm"),
+        "Learning rate": _curve(steps, "learning_rate", 1, "rate", from_zero=True),
+    }
+    return [
+        {"title": title, "drawing": _safe(drawing), "wide": place < NUM_WIDE}
+        for place, (title, drawing) in enumerate(drawings.items())
+        if drawing
+    ]
+
+
+def _safe(drawing: str) -> Any:
+    """Marks our own SVG as markup; every text in it was escaped when it was drawn."""
+    from markupsafe import Markup
+
+    return Markup(drawing)
+
+
+def _column(rows: list[Row], name: str) -> list[float]:
+    return [float(row[name]) for row in rows]
+
+
+def _loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None) -> str:
+    xs, losses = _column(steps, "step"), _column(steps, "loss")
+    series = [
+        Series("training, every step", xs, losses, 1, "faint"),
+        Series("training, smoothed", xs, _smoothed(losses), 1),
+        Series(
+            "held out", _column(evaluations, "step"), _column(evaluations, "eval_loss"), 2, "dots"
+        ),
+    ]
+    if baseline is not None and xs:
+        ends = [xs[0], xs[-1]]
+        series.append(Series("interpolated bigram, held out", ends, [baseline] * 2, 3, "dashed"))
+    return line_chart(series, Axes("step", "loss in nats a token", width=WIDE))
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """Exponential mean, corrected for its start."""
+    out: list[float] = []
+    total, weight = 0.0, 0.0
+    for value in values:
+        total = SMOOTHING * total + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        out.append(total / weight)
+    return out
+
+
+def _time_chart(steps: list[Row]) -> str:
+    xs = _column(steps, "step")
+    series = [
+        Series(name, xs, [1000 * value for value in _column(steps, field)], color)
+        for name, field, color in (
+            ("compute", "compute_s", 1),
+            ("communication", "comm_s", 2),
+            ("data", "data_s", 3),
+        )
+    ]
+    axes = Axes("step", "milliseconds", lambda value: f"{value:g} ms", from_zero=True, width=WIDE)
+    return area_chart(series, axes)
+
+
+def _memory_chart(steps: list[Row]) -> str:
+    xs = _column(steps, "step")
+    peaks = _column(steps, "memory_peak_bytes")
+    unit, name = (2**30, "GiB") if max(peaks, default=0) >= 2**31 else (2**20, "MiB")
+    series = [
+        Series("in use", xs, [value / unit for value in _column(steps, "memory_bytes")], 1),
+        Series("peak", xs, [value / unit for value in peaks], 2, "dashed"),
+    ]
+    return line_chart(series, Axes("step", name, lambda value: f"{value:g} {name}", from_zero=True))
+
+
+def _curve(steps: list[Row], field: str, color: int, label: str, *, from_zero: bool = False) -> str:
+    series = [Series(label, _column(steps, "step"), _column(steps, field), color)]
+    return line_chart(series, Axes("step", label, from_zero=from_zero))
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+def _plan(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    mesh = plan.mesh
+    headline = (
+        f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
+        f"{mesh.world_size} rank(s) (replicate {mesh.replicate} x shard {mesh.shard}), "
+        f"{len(plan.units)} units"
+    )
+    return {
+        "headline": headline,
+        "units": [_unit(list(run)) for _, run in groupby(plan.units, key=_likeness)],
+        "memory": [
+            {"name": row["name"], "size": human_bytes(int(row["bytes"]))} for row in plan.rows()
+        ],
+    }
+
+
+def _likeness(unit: UnitPlan) -> tuple[Any, ...]:
+    """Neighbours that are alike in this share a row of the table."""
+    dtypes = tuple((group.dtypes, group.trainable) for group in unit.groups)
+    return unit.kind, unit.role, unit.parent, unit.numel, unit.padding, dtypes
+
+
+def _unit(run: list[UnitPlan]) -> dict[str, str]:
+    first, last = run[0], run[-1]
+    dtypes = {f"{g.dtypes.master} / {g.dtypes.compute} / {g.dtypes.reduce}" for g in first.groups}
+    rings = {group.slot.ring for unit in run for group in unit.groups if group.slot is not None}
+    frozen = "" if first.trainable else " (frozen)"
+    return {
+        "title": first.title if len(run) == 1 else f"{first.title} .. {last.title}",
+        "kind": first.kind + frozen,
+        "role": str(first.role),
+        "count": str(len(run)),
+        "elements": f"{first.numel:,}",
+        "padding": f"{first.padding:,}",
+        "kept": f"{sum(group.layout.part_numel for group in first.groups):,}",
+        "slots": ", ".join(sorted(rings)) or "nothing: read in place",
+        "dtypes": ", ".join(sorted(dtypes)),
+    }

@@ -1,0 +1,53 @@
+"""What happens in a step, as data; and who may be told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class EventKind(StrEnum):
+    """One action of the engine on one unit.
+
+    GATHER: the unit's all-gather into its slot is issued (where nothing travels: it is filled).
+    FORWARD: the unit's forward begins, its slot holds the weights.
+    RELEASE: the slot no longer holds the unit; under poison it is filled with NaN.
+    BACKWARD: the unit's backward begins, its slot holds the weights.
+    REDUCE: all gradients of the unit are in its gradient slot; the reduction is issued.
+    ACCUMULATE: the reduction has landed in the gradient shard; the gradient slot is free.
+    DEFER: the unit's gradients stay on this rank, unreduced (`no_sync`).
+    SPILL: gradients came out of order and got a buffer that the plan does not list.
+    SETTLE: end of backward: touched bits and squared norms are summed over ranks.
+    """
+
+    GATHER = "gather"
+    FORWARD = "forward"
+    RELEASE = "release"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    ACCUMULATE = "accumulate"
+    DEFER = "defer"
+    SPILL = "spill"
+    SETTLE = "settle"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action.
+
+    Attributes:
+        kind: What.
+        unit: Index of the unit in the plan; -1 where the whole model is meant.
+        num_bytes: Bytes that this rank receives over the wire for it (0 for local actions).
+    """
+
+    kind: EventKind
+    unit: int
+    num_bytes: int = 0
+
+
+class Recorder(Protocol):
+    """Told of every action that an engine takes; `observe` implements it."""
+
+    def record(self, event: Event, step: int) -> None: ...

@@ -1,0 +1,128 @@
+"""What devices hold: memory of common GPUs, and how people write down what they have.
+
+8xH100-80GB    4xA100-40GB    H200    8xH100    8    8x96GB    4xNEWGPU-288GB
+^ a machine's  ^ name ^ which variant
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fullshard.config.problems import ConfigProblems, Problem
+
+MIB = 1 << 20
+
+# Total memory as the driver reports it, a little below what the name says, by nominal GB. The
+# first variant is meant where a name stands alone.
+GPU_MEMORY: dict[str, dict[int, int]] = {
+    "A10": {24: 23028 * MIB},
+    "A10G": {24: 23028 * MIB},
+    "A100": {80: 81920 * MIB, 40: 40960 * MIB},
+    "A6000": {48: 49140 * MIB},
+    "B200": {180: 183359 * MIB, 192: 183359 * MIB},
+    "GH200": {96: 97871 * MIB, 144: 147456 * MIB},
+    "H100": {80: 81559 * MIB, 64: 65247 * MIB, 94: 95830 * MIB, 96: 97871 * MIB},
+    "H200": {141: 143771 * MIB},
+    "H800": {80: 81559 * MIB},
+    "L4": {24: 23034 * MIB},
+    "L40": {48: 46068 * MIB},
+    "L40S": {48: 46068 * MIB},
+    "MI250X": {64: 65520 * MIB},  # one of its two dies, which is what a rank gets
+    "MI300X": {192: 196592 * MIB},
+    "MI325X": {256: 262128 * MIB},
+    "MI355X": {288: 294896 * MIB},
+    "RTX3090": {24: 24576 * MIB},
+    "RTX4090": {24: 24564 * MIB},
+    "RTX5090": {32: 32607 * MIB},
+    "T4": {16: 15360 * MIB},
+    "V100": {32: 32768 * MIB, 16: 16384 * MIB},
+}
+
+_FORM = re.compile(
+    r"(?:(?P<count>\d+)\s*[x*]\s*)?"
+    r"(?P<name>[a-z][a-z0-9 ]*?)?[-_ ]?(?:(?P<size>\d+)\s*(?P<unit>gib|gb))?",
+    re.IGNORECASE,
+)
+_EXPECTED = "a count and a GPU, such as 8xH100-80GB, 4xA100-40GB, H200 or 8"
+
+# What must stay free for activations and the allocator, as long as a plan does not count them.
+HEADROOM = 0.2
+
+
+class Fit(StrEnum):
+    """Whether a plan's state fits into a device."""
+
+    FITS = "fits"  # with the headroom left over
+    TIGHT = "tight"  # the state fits, the headroom does not
+    NO = "no"  # not even the state fits
+
+    def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
+        """The verdict with its numbers."""
+        share = needed_bytes / memory_bytes
+        match self:
+            case Fit.FITS:
+                return f"fits, the state takes {share:.1%}."
+            case Fit.TIGHT:
+                return f"tight, the state alone takes {share:.1%}."
+            case Fit.NO:
+                return f"will not fit, the state alone would take {share:.1%}."
+
+
+def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
+    """Judge the state of the largest rank against the memory of a device."""
+    if needed_bytes > memory_bytes:
+        return Fit.NO
+    return Fit.FITS if needed_bytes <= (1 - HEADROOM) * memory_bytes else Fit.TIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one machine.
+
+    Attributes:
+        count: How many.
+        name: Which, or "" where only their memory or their number is known.
+        memory_bytes: What one of them holds; None where only their number is known.
+    """
+
+    count: int
+    name: str
+    memory_bytes: int | None
+
+
+def parse_gpus(text: str, key: str = "--gpus") -> Gpus:
+    """Read what a user calls a machine's GPUs.
+
+    Raises:
+        ConfigError: it cannot be read, or names a GPU or a variant that nobody knows.
+    """
+    text = text.strip()
+    if text.isdecimal() and int(text) > 0:
+        return Gpus(int(text), "", None)
+    match = _FORM.fullmatch(text)
+    if match is None or not (match["name"] or match["size"]) or match["count"] == "0":
+        raise ConfigProblems([Problem(key, _EXPECTED, repr(text))])
+    count = int(match["count"] or 1)
+    name = (match["name"] or "").replace(" ", "").upper()
+    size = int(match["size"]) if match["size"] else None
+    if name in GPU_MEMORY:
+        return Gpus(count, name, _variant(name, size, key))
+    if size is not None:  # a GPU that we do not know, but its memory is said
+        return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
+    close = difflib.get_close_matches(name, GPU_MEMORY, n=1, cutoff=0.5)
+    advice = f"Did you mean '{close[0]}'? " if close else ""
+    advice += f"Or say its memory, as in {count}x{name}-80GB"
+    raise ConfigProblems([Problem(key, _EXPECTED, f"unknown GPU '{name}'", advice)])
+
+
+def _variant(name: str, size: int | None, key: str) -> int:
+    variants = GPU_MEMORY[name]
+    if size is None:
+        return next(iter(variants.values()))
+    if size not in variants:
+        expected = " or ".join(f"{name}-{known}GB" for known in variants)
+        raise ConfigProblems([Problem(key, expected, f"{name}-{size}GB")])
+    return variants[size]

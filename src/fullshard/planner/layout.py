@@ -1,0 +1,97 @@
+"""Where each parameter of a unit lies in its flat buffer, and which part every rank owns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.planner.slices import Slice
+
+ALIGNMENT = 64  # elements: a cache line of AVX-512, and above NCCL's 16 bytes for every dtype
+
+
+def align(numel: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One parameter in the flat buffer: `[offset, offset + numel)`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    atom: int = 1
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """A flat buffer cut into equal parts; a part may begin and end inside a parameter.
+
+        offset   0            128      192                    384 = numel
+                 | P0 (100)   | P1 (3) | P2 (150)      | pad  |
+        2 parts  |<------- rank 0 ------->|<------ rank 1 --->|
+                 0                       192                 384
+
+    Every offset is a multiple of 64 elements, the length a multiple of `num_parts` x 64.
+    Padding lies between parameters and at the end, and is always zero.
+    """
+
+    placements: tuple[Placement, ...]
+    numel: int
+    num_parts: int
+
+    def __post_init__(self) -> None:
+        assert self.num_parts >= 1, self.num_parts
+        assert self.numel % (self.num_parts * ALIGNMENT) == 0, (self.numel, self.num_parts)
+        end, last = 0, ""
+        for placement in self.placements:
+            assert placement.offset % ALIGNMENT == 0, placement
+            assert placement.offset >= end, f"{placement.name} overlaps {last}"
+            end, last = placement.stop, placement.name
+        assert end <= self.numel, f"{last} ends at {end}, after the buffer's {self.numel}"
+
+    @classmethod
+    def build(cls, params: Sequence[tuple[str, tuple[int, ...]]], num_parts: int) -> FlatLayout:
+        """Lay (name, shape) pairs one after another."""
+        placements: list[Placement] = []
+        offset = 0
+        for name, shape in params:
+            placements.append(Placement(name, shape, offset))
+            offset += align(math.prod(shape), ALIGNMENT)
+        return cls(tuple(placements), align(offset, num_parts * ALIGNMENT), num_parts)
+
+    @property
+    def part_numel(self) -> int:
+        """Elements in one rank's part."""
+        return self.numel // self.num_parts
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - sum(placement.numel for placement in self.placements)
+
+    def slices(self, part: int) -> tuple[Slice, ...]:
+        """One slice a parameter, in order, also where the part holds none of it."""
+        low = part * self.part_numel
+        high = low + self.part_numel
+        found: list[Slice] = []
+        for p in self.placements:
+            start, stop = max(p.offset, low), min(p.stop, high)
+            if start >= stop:
+                found.append(Slice(p.name, p.shape, 0, 0, 0, p.atom))
+            else:
+                found.append(
+                    Slice(p.name, p.shape, start - p.offset, stop - p.offset, start - low, p.atom)
+                )
+        return tuple(found)

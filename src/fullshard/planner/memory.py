@@ -1,0 +1,112 @@
+"""What a plan holds in memory on the largest rank, by kind. Exact for state; see `rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.config.values import DType, Transport
+from fullshard.planner.events import Event, EventKind
+from fullshard.planner.layout import ALIGNMENT
+from fullshard.planner.slots import Ring
+from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.units import GroupPlan, UnitPlan
+
+ADAM_STATES = 2  # first and second moment, in the master dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One kind of memory on one rank."""
+
+    name: str
+    num_bytes: int
+
+
+def state_rows(
+    units: Sequence[UnitPlan], rings: Sequence[Ring], buffer_bytes: int, received_bytes: int
+) -> tuple[MemoryRow, ...]:
+    """Bytes per rank that a run with AdamW holds: shards, slots, optimizer, buffers.
+
+    Activations, logits and the allocator's overhead are not in here yet.
+    """
+    groups = [group for unit in units for group in unit.groups]
+    trained = [group for group in groups if group.trainable]
+    master = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in groups)
+    grads = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.accumulate] for g in trained)
+    adam = sum(ADAM_STATES * g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
+    return (
+        MemoryRow("parameter shards", master),
+        MemoryRow("gradient shards", grads),
+        MemoryRow("optimizer (AdamW)", adam),
+        MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
+        MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
+        MemoryRow("communication buffers", received_bytes),
+        MemoryRow("buffers", buffer_bytes),
+    )
+
+
+def communication_bytes(
+    units: Sequence[UnitPlan], events: Sequence[Event], transport: Transport, replicate: int
+) -> int:
+    """Bytes of the receive buffers that a transport keeps, found by replaying a step's events.
+
+    A reduction holds its buffers from REDUCE to ACCUMULATE; freed ones are lent again, the
+    smallest that fits first. Ranks that exchange directly hold one part of every peer, c10d one
+    part in all; replicas exchange chunks of a part when it lands.
+    """
+    pool = _Pool()
+    lent: dict[int, list[_Buffer]] = {}
+    for event in events:
+        if event.kind is EventKind.REDUCE:
+            wanted = _received(units[event.unit].groups, transport)
+            lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
+        elif event.kind is EventKind.ACCUMULATE:
+            for group in units[event.unit].groups:
+                pool.give(lent[event.unit])
+                lent[event.unit] = []
+                chunks = _outer_chunks(group, transport, replicate)
+                pool.give([pool.take(dtype, numel) for dtype, numel in chunks])
+    return pool.num_bytes
+
+
+_Buffer = tuple[DType, int]
+
+
+class _Pool:
+    """The sizes of a transport's scratch buffers."""
+
+    def __init__(self) -> None:
+        self._free: list[_Buffer] = []
+        self.num_bytes = 0
+
+    def take(self, dtype: DType, numel: int) -> _Buffer:
+        fitting = [b for b in self._free if b[0] is dtype and b[1] >= numel]
+        if fitting:
+            best = min(fitting, key=lambda b: b[1])
+            self._free.remove(best)
+            return best
+        self.num_bytes += numel * ITEMSIZE[dtype]
+        return dtype, numel
+
+    def give(self, buffers: Sequence[_Buffer]) -> None:
+        self._free += buffers
+
+
+def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:
+    """The buffers that one unit's reduction receives into."""
+    found: list[_Buffer] = []
+    for group in groups:
+        peers = group.layout.num_parts - 1
+        count = peers if transport is Transport.DIRECT else min(peers, 1)
+        if group.trainable:
+            found += [(group.dtypes.reduce, group.layout.part_numel)] * count
+    return found
+
+
+def _outer_chunks(group: GroupPlan, transport: Transport, replicate: int) -> list[_Buffer]:
+    """What the largest replica needs to sum its chunk: one of every replica."""
+    if not group.trainable or replicate == 1 or transport is not Transport.DIRECT:
+        return []
+    blocks = group.layout.part_numel // ALIGNMENT
+    return [(group.dtypes.accumulate, ALIGNMENT * -(-blocks // replicate))] * replicate

@@ -1,0 +1,249 @@
+"""The plan: everything that a run will do and hold, as plain rank-free data.
+
+    model (on meta) + config + mesh --> Plan --> engine, simulator, checkpoint, report
+
+It is computed without a process group, a GPU or weights, and is the same bytes on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import Strategy, Transport
+from fullshard.errors import ConfigError
+from fullshard.planner.codec import decode_plan, encode_plan, format_json
+from fullshard.planner.events import Event
+from fullshard.planner.memory import MemoryRow, communication_bytes, state_rows
+from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.render import render_tree
+from fullshard.planner.schedule import (
+    Depths,
+    Order,
+    Scheduler,
+    reduce_order,
+    registration_order,
+    simulate_step,
+)
+from fullshard.planner.slices import Slice
+from fullshard.planner.slots import Ring, SlotRules, assign_slots
+from fullshard.planner.spec import ModelSpec
+from fullshard.planner.strategy import row_of
+from fullshard.planner.units import ContractRule, UnitPlan, assign_params, group_params
+from fullshard.planner.wrap import ModuleNames, Wrap, choose_units
+
+
+class Place(StrEnum):
+    """Memory that state can live in; `shared` is one mapping for all ranks of a host."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where each kind of state lives at rest."""
+
+    parameters: Place = Place.DEVICE
+    gradients: Place = Place.DEVICE
+    optimizer: Place = Place.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will happen.
+
+    Attributes:
+        model_kind: The model's class.
+        strategy: What was asked for.
+        mesh: Sizes of the axes.
+        units: Units in registration order, the root first.
+        rings: The persistent buffers.
+        order: The order of a step's work.
+        depths: Prefetch depths.
+        events: One training step, action by action.
+        memory: Bytes per rank by kind.
+        reshard_after_forward: Whether gathered units give their slot back after forward.
+        transport: Who moves the bytes; `auto` where the plan was made without a device.
+        buffer_bytes: Of the model's buffers.
+        homes: Where state lives.
+    """
+
+    model_kind: str
+    strategy: Strategy
+    mesh: Mesh
+    units: tuple[UnitPlan, ...]
+    rings: tuple[Ring, ...]
+    order: Order
+    depths: Depths
+    events: tuple[Event, ...]
+    memory: tuple[MemoryRow, ...]
+    reshard_after_forward: bool
+    transport: Transport
+    buffer_bytes: int
+    homes: Homes = Homes()
+
+    def view(self, rank: int) -> RankView:
+        """One rank's part."""
+        _, part = self.mesh.coordinates(rank)
+        slices = tuple(
+            tuple(group.layout.slices(part) for group in unit.groups) for unit in self.units
+        )
+        return RankView(rank, part, slices)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all, padding not counted."""
+        return sum(unit.numel - unit.padding for unit in self.units)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """State bytes of the largest rank by place (activations are not in here yet)."""
+        device = sum(row.num_bytes for row in self.memory)
+        return {"device": device, "host": 0, "disk": 0}
+
+    def rows(self) -> list[dict[str, str | int]]:
+        """The memory table: [{"name", "bytes"}]."""
+        return [{"name": row.name, "bytes": row.num_bytes} for row in self.memory]
+
+    def scheduler(self) -> Scheduler:
+        """A fresh slot table for this plan."""
+        return Scheduler(self.units, self.order, self.depths, self.mesh.replicate)
+
+    def tree(self) -> str:
+        """Units, sizes, padding, slots and dtypes as text."""
+        return render_tree(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON that people can read and compare: the same bytes in every process."""
+        return format_json(encode_plan(self)) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read back what `to_json` wrote.
+
+        Raises:
+            ConfigError: It is something else, or of another version.
+        """
+        try:
+            return decode_plan(cls, json.loads(text))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"plan: expected what Plan.to_json wrote, got {error!r}. Plan again."
+            ) from error
+
+    def digest(self) -> str:
+        """A short hash of the JSON, for comparing ranks."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def reordered(
+        self, forward: Sequence[int], backward: Sequence[int], *, learned: bool = True
+    ) -> Plan:
+        """The plan in another order of units; units that come more than once become resident.
+
+        Args:
+            forward: Units as forward enters them.
+            backward: Units as backward enters them.
+            learned: Whether a real step showed it (False: a trace under fake tensors).
+        """
+        order = Order(tuple(forward), tuple(backward), reduce_order(self.units, forward), learned)
+        resident = {index for index, uses in Counter(forward).items() if uses > 1}
+        rules = SlotRules(self.reshard_after_forward, num_slots(self.depths), resident)
+        entered = [*forward, *range(len(self.units))]  # never entered: in registration order
+        units, rings = assign_slots(self.units, entered, rules)
+        return _finish(replace(self, units=units, rings=rings, order=order))
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank's part of a plan: `slices[unit][group]` lists a slice per parameter."""
+
+    rank: int
+    part: int
+    slices: tuple[tuple[tuple[Slice, ...], ...], ...]
+
+    def all_slices(self) -> tuple[Slice, ...]:
+        """Every slice that this rank owns, unit by unit."""
+        return tuple(s for unit in self.slices for group in unit for s in group)
+
+
+def num_slots(depths: Depths) -> int:
+    """Slots of a ring of blocks."""
+    return max(depths.forward, depths.backward) + 1
+
+
+def make_plan(
+    spec: ModelSpec,
+    config: ShardConfig,
+    topology: Topology,
+    chosen_modules: Sequence[str] | None = None,
+) -> Plan:
+    """Compute the plan.
+
+    Args:
+        spec: The model.
+        config: What the user asks for.
+        topology: How many ranks, and how many on a host.
+        chosen_modules: What the callable `config.wrap` chose (the adapter asks it).
+
+    Raises:
+        ConfigError: The mesh, the units or the strategy are impossible.
+    """
+    row = row_of(config.strategy)
+    mesh = resolve_mesh(row, topology, config.replicate, config.shard)
+    spec = spec.without(config.ignore)
+    choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params)
+    contract = ContractRule(config.master_dtype, config.param_dtype, config.reduce_dtype)
+    modules = {module.name: module for module in spec.modules}
+    units = tuple(
+        UnitPlan(
+            index=index,
+            name=choice.module,
+            kind=modules[choice.module].kind,
+            role=choice.role,
+            parent=parent,
+            groups=group_params(params, contract, mesh.shard),
+            reads_weight_in_backward=modules[choice.module].reads_weight_in_backward,
+        )
+        for index, (choice, parent, params) in enumerate(assign_params(spec, choices))
+    )
+    depths = Depths(config.forward_prefetch, config.backward_prefetch)
+    rules = SlotRules(row.reshard_after_forward, num_slots(depths))
+    units, rings = assign_slots(units, range(len(units)), rules)
+    unfinished = Plan(
+        model_kind=spec.kind,
+        strategy=config.strategy,
+        mesh=mesh,
+        units=units,
+        rings=rings,
+        order=registration_order(units),
+        depths=depths,
+        events=(),
+        memory=(),
+        reshard_after_forward=row.reshard_after_forward,
+        transport=config.transport,
+        buffer_bytes=spec.buffer_bytes,
+    )
+    return _finish(unfinished)
+
+
+def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
+    if chosen_modules is not None:
+        return ModuleNames(tuple(chosen_modules))
+    assert not callable(config.wrap), "a callable's choice is an argument"
+    return config.wrap
+
+
+def _finish(plan: Plan) -> Plan:
+    """Fill in what follows from units, rings and order: the events and the memory table."""
+    events = simulate_step(plan.scheduler())
+    received = communication_bytes(plan.units, events, plan.transport, plan.mesh.replicate)
+    memory = state_rows(plan.units, plan.rings, plan.buffer_bytes, received)
+    return replace(plan, events=events, memory=memory)

@@ -1,0 +1,170 @@
+"""Slots: the persistent buffers that gathered units and their gradients live in.
+
+Units of one size class share a ring. With prefetch depth 1 a ring has two slots, taken in turn:
+
+    slot 0   | layers.0 |          | layers.2 |          | ...
+    slot 1        | layers.1 |          | layers.3 |
+             --> time: layers.1 is gathered while layers.0 computes
+
+[Note: slots are fixed]
+A unit's slot is fixed by the plan. Autograd saves views of the slot in forward and reads them in
+backward, so the backward of a use must read the very storage that its forward read (law 1).
+Units that are called more than once in a step are resident: a slot of their own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from fullshard.config.values import DType
+from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan, ancestors_of
+from fullshard.planner.wrap import Role
+
+SIZE_CLASS = 0.5  # units smaller than this part of a class's largest get a class of their own
+GRADIENT_SLOTS = 2  # one is filled while the other is reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """`count` slots of `numel` elements.
+
+    Attributes:
+        name: Unique in the plan; gradients' rings end in ".grad".
+    """
+
+    name: str
+    dtype: DType
+    numel: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRules:
+    """What decides how many slots there are.
+
+    Attributes:
+        reshard_after_forward: False gives every unit a slot of its own.
+        num_slots: Neighbours that may be gathered at once: the larger prefetch depth + 1.
+        resident: Units that are called several times in a step.
+    """
+
+    reshard_after_forward: bool
+    num_slots: int
+    resident: Collection[int] = ()
+
+
+def assign_slots(
+    units: Sequence[UnitPlan], order: Sequence[int], rules: SlotRules
+) -> tuple[tuple[UnitPlan, ...], tuple[Ring, ...]]:
+    """Give every unit its slots, and list the rings.
+
+    Args:
+        units: Without slots.
+        order: Unit indices in the order of their forwards; neighbours get different slots.
+        rules: See `SlotRules`.
+    """
+    placed = list(units)
+    rings: list[Ring] = []
+    entered = [units[index] for index in dict.fromkeys(order)]
+    window = rules.num_slots if rules.reshard_after_forward else len(units)
+    for name, members in _classes(units, entered, rules).items():
+        peers = [u for u in entered if _depth(units, u) == _depth(units, members[0])]
+        turns = _take_turns(members, peers, window)
+        grad_turns = _take_turns(
+            [u for u in members if u.trainable], [u for u in peers if u.trainable], GRADIENT_SLOTS
+        )
+        sizes: dict[tuple[str, DType], int] = defaultdict(int)
+        for unit in members:
+            groups, used = _place(unit, name, turns[unit.index], grad_turns.get(unit.index, 0))
+            placed[unit.index] = replace(unit, groups=groups)
+            for key, numel in used.items():
+                sizes[key] = max(sizes[key], numel)
+        for (ring, dtype), numel in sizes.items():
+            taken = grad_turns if ring.endswith(".grad") else turns
+            rings.append(Ring(ring, dtype, numel, count=len(set(taken.values()))))
+    return tuple(placed), tuple(rings)
+
+
+def _take_turns(
+    members: Sequence[UnitPlan], peers: Sequence[UnitPlan], window: int
+) -> dict[int, int]:
+    """A slot for every member: those that stand among `window` neighbours get different ones.
+
+        window 2     peers  A A B A B C B        A: 0 1 0    B: 0 0 0    C: 0
+
+    Peers are the units of one depth in forward order; those around them and those in them have
+    rings of their own.
+    """
+    ours = {unit.index for unit in members}
+    places = [at for at, peer in enumerate(peers) if peer.index in ours]
+    count = max((bisect_left(places, at + window) - i for i, at in enumerate(places)), default=1)
+    return {unit.index: position % count for position, unit in enumerate(members)}
+
+
+def _classes(
+    units: Sequence[UnitPlan], entered: Sequence[UnitPlan], rules: SlotRules
+) -> dict[str, list[UnitPlan]]:
+    """Size classes: units of one kind of role and one depth, within a factor of two in size.
+
+    Nested units never share a ring with the units around them, which are open at the same time.
+    """
+    found: dict[str, list[UnitPlan]] = {}
+    families: dict[str, list[UnitPlan]] = defaultdict(list)
+    for unit in entered:
+        if unit.index in rules.resident and unit.role is not Role.ROOT:
+            found[f"resident{unit.index}"] = [unit]
+        else:
+            families[_family(units, unit)].append(unit)
+    for family, members in families.items():
+        number, largest, classes = -1, 0, dict[int, int]()
+        for unit in sorted(members, key=lambda unit: -unit.numel):
+            if number < 0 or unit.numel < SIZE_CLASS * largest:
+                number, largest = number + 1, unit.numel
+            classes[unit.index] = number
+        for unit in members:  # in forward order, so that neighbours alternate
+            found.setdefault(f"{family}{classes[unit.index]}", []).append(unit)
+    return found
+
+
+def _family(units: Sequence[UnitPlan], unit: UnitPlan) -> str:
+    match unit.role:
+        case Role.ROOT:
+            return "root"
+        case Role.BLOCK:
+            return f"block{_depth(units, unit)}."
+        case Role.EMBEDDING | Role.HEAD:
+            return f"ends{_depth(units, unit)}."
+
+
+def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:
+    """Units around it, the root not counted; -1 for the root."""
+    return len(ancestors_of(units, unit)) - 1
+
+
+def _place(
+    unit: UnitPlan, ring: str, index: int, grad_index: int
+) -> tuple[tuple[GroupPlan, ...], dict[tuple[str, DType], int]]:
+    """Slots for each group of a unit, and how much of each ring they use."""
+    used: dict[tuple[str, DType], int] = defaultdict(int)
+    groups: list[GroupPlan] = []
+    for group in unit.groups:
+        slot = grad_slot = None
+        dtypes, numel = group.dtypes, group.layout.numel
+        if group.layout.num_parts > 1 or dtypes.compute is not dtypes.master:
+            name = f"{ring}.{dtypes.compute}"
+            slot = SlotRef(name, index, used[name, dtypes.compute])
+            used[name, dtypes.compute] += numel
+        if group.trainable:
+            name = f"{ring}.{dtypes.reduce}.grad"
+            grad_slot = SlotRef(name, grad_index, used[name, dtypes.reduce])
+            used[name, dtypes.reduce] += numel
+        groups.append(replace(group, slot=slot, grad_slot=grad_slot))
+    return tuple(groups), used

@@ -1,0 +1,257 @@
+"""The choice of units: which modules are gathered and freed together. Nothing is wrapped.
+
+`wrap="auto"` looks at structure, not at names: the outermost lists of like modules are the repeated
+blocks; embeddings and heads that are at least as large as a block stand alone; the rest is the
+root's.
+
+    Llama                    unit          role
+    |-- embed_tokens         own, large    embedding
+    |-- layers
+    |   |-- 0                own           block
+    |   `-- 1                own           block
+    |-- norm                 root's
+    `-- lm_head              own, large    head      (tied to embed_tokens: both are the root's)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fullshard.config.values import WrapKind
+from fullshard.errors import WrapError
+from fullshard.planner.spec import ModelSpec, ModuleSpec, is_inside, parent_name
+
+LARGE_MODEL = 100_000_000  # parameters; a single unit above this is an error unless asked for
+
+
+class Role(StrEnum):
+    """What a unit is to the model; decides which ring its slots come from."""
+
+    ROOT = "root"
+    BLOCK = "block"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """One chosen module."""
+
+    module: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The modules that a user's callable chose."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "the callable"
+
+
+Wrap = WrapKind | tuple[str, ...] | ModuleNames
+
+
+def choose_units(spec: ModelSpec, wrap: Wrap, min_params: int) -> tuple[UnitChoice, ...]:
+    """Choose the units, the root first, then in registration order.
+
+    Args:
+        spec: The model.
+        wrap: How to choose: a `WrapKind`, class names, or modules chosen by a callable.
+        min_params: Parameters that make a unit under `wrap="size"`.
+
+    Raises:
+        WrapError: A named class is not in the model, no blocks are found where they were asked
+            for, or a large model would be one single unit without being asked for.
+    """
+    tree = _Tree(spec)
+    chosen = {choice.module: choice for choice in _choose(tree, wrap, min_params)}
+    chosen.pop("", None)
+    if not chosen and wrap is not WrapKind.NONE and spec.numel > LARGE_MODEL:
+        said = f"[{', '.join(wrap)}]" if isinstance(wrap, tuple) else wrap
+        raise WrapError(
+            f"wrap: expected more than one unit for a model of {spec.numel:,} parameters, got "
+            f"none inside {spec.kind} from {said}. One unit gathers the whole model at once. Name "
+            "the class of its blocks (wrap: [ClassName]), or wrap: none if one unit is meant. "
+            f"Classes in it: {', '.join(tree.kinds())}."
+        )
+    ordered = (chosen[module.name] for module in spec.modules if module.name in chosen)
+    return (UnitChoice("", Role.ROOT), *ordered)
+
+
+def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
+    match wrap:
+        case WrapKind.NONE:
+            return []
+        case WrapKind.AUTO | WrapKind.TRANSFORMER:
+            blocks = _repeated_blocks(tree)
+            if not blocks and wrap is WrapKind.TRANSFORMER:
+                raise WrapError(
+                    f"wrap: transformer expects a list of like blocks, got {tree.spec.kind} that "
+                    "has none. Use wrap: auto, size or [ClassName]. "
+                    f"Classes in it: {', '.join(tree.kinds())}."
+                )
+            return blocks + _ends(tree, blocks)
+        case WrapKind.SIZE:
+            return list(_by_size(tree, min_params))
+        case ModuleNames(names):
+            return _named(tree, [module for module in tree.spec.modules if module.name in names])
+        case _:
+            return _by_class(tree, wrap)
+
+
+class _Tree:
+    """Children and parameter counts by module name."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.root = spec.modules[0]
+        self.children: dict[str, list[ModuleSpec]] = defaultdict(list)
+        for module in spec.modules[1:]:
+            self.children[parent_name(module.name)].append(module)
+        self.numel: Counter[str] = Counter()  # below each module, a tied parameter once
+        self.own: Counter[str] = Counter()
+        self.tied: set[str] = set()
+        for param in spec.params:
+            owners = {parent_name(name) for name in param.names}
+            if len(param.names) > 1:
+                self.tied |= owners
+            for owner in owners:
+                self.own[owner] += param.numel
+            for path in {path for owner in owners for path in _lineage(owner)}:
+                self.numel[path] += param.numel
+
+    def kinds(self) -> list[str]:
+        """Class names that hold parameters, in order of first appearance."""
+        return list(dict.fromkeys(m.kind for m in self.spec.modules if self.numel[m.name]))
+
+    def total(self, members: Sequence[ModuleSpec]) -> int:
+        """Parameters of several modules."""
+        return sum(self.numel[member.name] for member in members)
+
+
+def _lineage(path: str) -> Iterator[str]:
+    """A module's path and those above it, the root's last."""
+    while path:
+        yield path
+        path = parent_name(path)
+    yield ""
+
+
+def _repeated_blocks(tree: _Tree) -> list[UnitChoice]:
+    """The members of the lists of like modules.
+
+    A list that is smaller than the largest block is left to its parent: gathering its members one
+    by one would cost much time and save little memory.
+    """
+    lists = _find_lists(tree, tree.root)
+    largest = max((tree.numel[m.name] for members in lists for m in members), default=0)
+    return [
+        UnitChoice(member.name, Role.BLOCK)
+        for members in lists
+        if tree.total(members) >= largest
+        for member in members
+    ]
+
+
+def _find_lists(tree: _Tree, module: ModuleSpec) -> list[list[ModuleSpec]]:
+    """The outermost lists of like modules at or below a module."""
+    members = [child for child in tree.children[module.name] if tree.numel[child.name]]
+    inner = [found for child in members for found in _find_lists(tree, child)]
+    is_list = module.is_container and len(members) >= 2 and _are_alike(tree, members)
+    if is_list and not _are_stages(tree, members, inner):
+        return [members]
+    return inner
+
+
+def _are_alike(tree: _Tree, members: Sequence[ModuleSpec]) -> bool:
+    """Modules of one class; or of few, each repeated, as where mamba and attention blocks mix."""
+    if not all(member.can_be_unit for member in members):
+        return False
+    kinds = {member.kind for member in members}
+    are_composite = all(tree.children[member.name] for member in members)
+    return len(kinds) == 1 or (are_composite and 2 * len(kinds) <= len(members))
+
+
+def _are_stages(
+    tree: _Tree, members: Sequence[ModuleSpec], inner: Sequence[Sequence[ModuleSpec]]
+) -> bool:
+    """Whether the blocks are rather the members of the members, as in ConvNeXt, Swin or ResNet.
+
+    Stages widen, so their sizes differ, and each is a list. Transformer blocks are mostly of one
+    size, also those that hold lists of experts.
+    """
+    sizes = {tree.numel[member.name] for member in members}
+    widen = len(sizes) == len(members) and max(sizes) >= 2 * min(sizes)
+    hold_lists = all(
+        any(is_inside(found[0].name, member.name) for found in inner) for member in members
+    )
+    listed = sum(tree.total(found) for found in inner)
+    return widen and hold_lists and 2 * listed >= tree.total(members)
+
+
+def _ends(tree: _Tree, blocks: list[UnitChoice]) -> list[UnitChoice]:
+    """Embeddings and heads at least as large as the largest block, untied ones only."""
+    if not blocks:
+        return []
+    inside = {block.module for block in blocks}
+    threshold = max(tree.numel[name] for name in inside)
+    first = min(i for i, m in enumerate(tree.spec.modules) if m.name in inside)
+    ends: list[UnitChoice] = []
+    for i, module in enumerate(tree.spec.modules[1:], start=1):
+        name = module.name
+        if tree.own[name] < threshold or name in tree.tied or tree.children[name]:
+            continue
+        if any(is_inside(name, block) for block in inside) or not module.can_be_unit:
+            continue
+        is_embedding = not module.reads_weight_in_backward or i < first
+        ends.append(UnitChoice(name, Role.EMBEDDING if is_embedding else Role.HEAD))
+    return ends
+
+
+def _by_size(tree: _Tree, minimum: int) -> Iterator[UnitChoice]:
+    """Modules whose parameters outside of other units reach the minimum, from the leaves up.
+
+    The decisions of torch's size_based_auto_wrap_policy.
+    """
+    in_units: Counter[str] = Counter()
+    for module in reversed(tree.spec.modules):  # children before parents
+        total = tree.numel[module.name]
+        if total < minimum:
+            continue
+        taken = sum(in_units[child.name] for child in tree.children[module.name])
+        if total - taken >= minimum and module.can_be_unit:
+            taken = total
+            yield UnitChoice(module.name, Role.BLOCK)
+        in_units[module.name] = taken
+
+
+def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
+    present = tree.kinds()
+    missing = [name for name in classes if name not in present]
+    if missing:
+        nearest = difflib.get_close_matches(missing[0], present, n=1, cutoff=0.0)
+        hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+        raise WrapError(
+            f"wrap: expected classes of modules with parameters in {tree.spec.kind}, got "
+            f"'{missing[0]}'.{hint} Present: {', '.join(present)}."
+        )
+    return _named(tree, [module for module in tree.spec.modules if module.kind in classes])
+
+
+def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
+    """Modules that the user chose, those without parameters left out."""
+    chosen = [module for module in modules if tree.numel[module.name]]
+    for module in chosen:
+        if not module.can_be_unit and module.name:
+            raise WrapError(
+                f"wrap: expected modules that are called wherever their weights are used, got "
+                f"'{module.name}' ({module.kind}). Choose its members, or the module around it."
+            )
+    return [UnitChoice(module.name, Role.BLOCK) for module in chosen]

@@ -1,0 +1,1 @@
+"""One training loop and the small recipes that feed it."""

@@ -1,0 +1,127 @@
+"""The first lines of a run: what will happen, before it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fullshard.config.schema import RunConfig
+from fullshard.engine.engine import engine_of
+from fullshard.planner.plan import Plan
+from fullshard.planner.render import human_bytes
+from fullshard.train.dataset import DatasetFacts
+from fullshard.train.prepare import StepPlan, weights_folder
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the banner speaks of.
+
+    Attributes:
+        config: Of the run.
+        data: Facts about the data set.
+        steps: Counts of steps.
+        model: Sharded.
+    """
+
+    config: RunConfig
+    data: DatasetFacts
+    steps: StepPlan
+    model: nn.Module
+
+    @property
+    def plan(self) -> Plan:
+        return engine_of(self.model).plan
+
+
+def banner(facts: RunFacts) -> list[tuple[str, str]]:
+    """Labelled lines: model, data, mesh, plan, dtypes, batch, steps."""
+    return [
+        ("model", _model(facts)),
+        ("data", _data(facts.data)),
+        ("mesh", _mesh(facts)),
+        ("plan", _plan(facts.plan)),
+        ("state", _state(facts.plan)),
+        ("dtypes", "; ".join(dtype_contracts(facts.plan))),
+        ("batch", _batch(facts)),
+        ("steps", _steps(facts)),
+    ]
+
+
+def dtype_contracts(plan: Plan) -> list[str]:
+    """Every dtype contract of a plan, in words."""
+    contracts = {group.dtypes for unit in plan.units for group in unit.groups}
+    return sorted(
+        f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
+        for d in contracts
+    )
+
+
+def _model(facts: RunFacts) -> str:
+    folder = weights_folder(facts.config)
+    weights = f"weights of {folder}" if folder else f"random weights (seed {_seed(facts)})"
+    num_frozen = sum(not parameter.requires_grad for parameter in facts.model.parameters())
+    frozen = f" ({num_frozen} tensors frozen)" if num_frozen else ""
+    return f"{facts.plan.model_kind}, {facts.plan.num_parameters:,} parameters{frozen}, {weights}"
+
+
+def _seed(facts: RunFacts) -> int:
+    return facts.config.training.seed
+
+
+def _data(data: DatasetFacts) -> str:
+    return (
+        f"{data.origin}: {data.num_train_tokens:,} tokens to train on "
+        f"({data.num_train_sequences:,} sequences of {data.sequence_length}), "
+        f"{data.num_held_out_tokens:,} held out, {data.num_dropped_tokens:,} dropped at the ends, "
+        f"vocabulary of {data.vocab_size:,}"
+    )
+
+
+def _mesh(facts: RunFacts) -> str:
+    mesh, engine = facts.plan.mesh, engine_of(facts.model)
+    return (
+        f"{mesh.world_size} rank(s) on {engine.device.type}: replicate {mesh.replicate} x "
+        f"shard {mesh.shard}, {facts.plan.strategy}, transport {engine.transport.name}"
+    )
+
+
+def _plan(plan: Plan) -> str:
+    elements = sum(unit.numel for unit in plan.units)
+    padding = sum(unit.padding for unit in plan.units)
+    slots = sum(ring.count for ring in plan.rings)
+    slot_bytes = sum(ring.num_bytes for ring in plan.rings)
+    return (
+        f"{len(plan.units)} units, padding {padding / max(1, elements):.2%}, {slots} slots of "
+        f"{human_bytes(slot_bytes)} in all, prefetch {plan.depths.forward} forward and "
+        f"{plan.depths.backward} backward"
+    )
+
+
+def _state(plan: Plan) -> str:
+    rows = ", ".join(
+        f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
+    )
+    return f"{human_bytes(plan.peak_bytes['device'])} a rank: {rows}"
+
+
+def _batch(facts: RunFacts) -> str:
+    shape = facts.steps.order.shape
+    return (
+        f"{shape.per_device} a rank x {shape.accumulation} micro-batch(es) x {shape.world_size} "
+        f"rank(s) = {shape.global_batch} sequences, "
+        f"{shape.global_batch * facts.data.sequence_length:,} tokens a step"
+    )
+
+
+def _steps(facts: RunFacts) -> str:
+    steps, training = facts.steps, facts.config.training
+    dropped = ""
+    if steps.order.num_dropped:
+        dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
+    return (
+        f"{steps.num_steps} ({steps.num_epochs:.2f} epochs), {training.optim}, learning rate "
+        f"{training.learning_rate:g} {training.lr_scheduler_type} after "
+        f"{steps.num_warmup_steps} steps of warm-up{dropped}"
+    )

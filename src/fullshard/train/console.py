@@ -1,0 +1,125 @@
+"""What a run shows: a banner, step lines, one progress bar, the result.
+
+Rank 0 alone has a console. On a terminal a progress bar with the time left stays below the lines;
+elsewhere there are plain lines and nothing that would clutter a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.planner.render import human_bytes
+
+LABEL_WIDTH = 10
+
+
+class RunConsole:
+    """Prints the course of a run; one per run, on rank 0."""
+
+    def __init__(self, num_steps: int, log_every: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._window: list[StepRow] = []
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def print_banner(self, title: str, facts: Sequence[tuple[str, str]]) -> None:
+        """Prints what will be run: wrapped beside its labels on a terminal, else a line each."""
+        self._console.print(Text(title, style="bold"))
+        if self._console.is_terminal:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(style="cyan", no_wrap=True)
+            grid.add_column()
+            for name, value in facts:
+                grid.add_row(f"  {name}", Text(value))
+            self._console.print(grid, soft_wrap=False)
+        else:
+            for name, value in facts:
+                self._console.print(Text(f"  {name:<{LABEL_WIDTH}}{value}"))
+        self._console.print()
+
+    def start(self) -> None:
+        """Shows the progress bar where there is a terminal."""
+        if not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("training", total=self._num_steps)
+
+    def stop(self) -> None:
+        """Takes the progress bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def print_step(self, row: StepRow) -> None:
+        """Moves the bar, and prints a line every `log_every` steps: means since the last one."""
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=row.step, description=f"loss {row.loss:.3f}"
+            )
+        self._window.append(row)
+        if row.step == 1 or row.step % self._log_every == 0 or row.step == self._num_steps:
+            self._console.print(self._step_line())
+            self._window = []
+
+    def print_evaluation(self, row: EvalRow) -> None:
+        """Prints a held-out loss."""
+        self._console.print(
+            self._head(row.step).append(f"held-out loss {row.eval_loss:.4f}", style="yellow")
+        )
+
+    def print_facts(self, facts: Sequence[tuple[str, str, str]]) -> None:
+        """Prints labelled lines with a style each."""
+        for name, value, style in facts:
+            label = f"{name:<{LABEL_WIDTH + 8}}"
+            self._console.print(Text.assemble((label, "cyan"), (value, style)))
+
+    def print_text(self, text: str) -> None:
+        """Prints text as it is."""
+        self._console.print(Text(text))
+
+    def _head(self, step: int) -> Text:
+        width = len(str(self._num_steps))
+        return Text().append(f"step {step:>{width}}/{self._num_steps}  ", style="dim")
+
+    def _step_line(self) -> Text:
+        rows, last = self._window, self._window[-1]
+        time_s = sum(row.step_time_s for row in rows)
+        tokens = sum(row.tokens_per_s * row.step_time_s for row in rows)
+        shares = " ".join(
+            f"{name} {sum(getattr(row, field) for row in rows) / time_s:3.0%}"
+            for name, field in (("data", "data_s"), ("compute", "compute_s"), ("comm", "comm_s"))
+        )
+        loss = sum(row.loss for row in rows) / len(rows)
+        return (
+            self._head(last.step)
+            .append(f"loss {loss:.4f}", style="bold")
+            .append(f"  grad norm {last.grad_norm:.2f}  lr {last.learning_rate:.1e}")
+            .append(f"  {tokens / time_s:>6,.0f} tokens/s  {human_bytes(last.memory_peak_bytes)}")
+            .append(f"  {shares}", style="dim")
+        )

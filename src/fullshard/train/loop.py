@@ -1,0 +1,249 @@
+"""The training loop. One, for every recipe.
+
+for step in steps:
+    for batch in recipe.micro_batches(step):       data_s
+        recipe.loss(model, batch)                  forward (sharded units gather themselves)
+        backward                                   gradients are reduced unless deferred
+    clip, check that all is finite, update
+    row = what the step was like, over all ranks   one small exchange
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.values import GradReduction, GradSync
+from fullshard.errors import DivergedError
+from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.train.loss import backward_scale, num_label_tokens
+from fullshard.train.schedule import Schedule
+
+Batch = dict[str, torch.Tensor]
+
+
+class Recipe(Protocol):
+    """What one kind of training adds to the loop: its data and its loss."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one update, over all ranks."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Label tokens of any update, over all ranks, or None where updates differ."""
+        ...
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`."""
+        ...
+
+    def held_out(self) -> Iterable[Batch]:
+        """This rank's evaluation batches; every rank has the same number of them."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Loss summed over the label tokens of a batch, and their number."""
+        ...
+
+
+class Team(Protocol):
+    """The ranks of a run, for the few numbers that the loop shares."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; all ranks call it together."""
+        ...
+
+
+class Watcher(Protocol):
+    """Told of every step and evaluation."""
+
+    def stepped(self, row: StepRow) -> None: ...
+
+    def evaluated(self, row: EvalRow) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Numbers of the loop.
+
+    Attributes:
+        num_steps: Updates of the whole run.
+        eval_every: Steps between evaluations; 0: at the end alone.
+        max_grad_norm: Clip above this; 0: never.
+        schedule: The learning rate.
+        grad_sync: Which micro-batches reduce.
+        grad_reduction: What the engine makes of the ranks' gradients.
+    """
+
+    num_steps: int
+    eval_every: int
+    max_grad_norm: float
+    schedule: Schedule
+    grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
+    grad_reduction: GradReduction = GradReduction.MEAN
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A sharded model, what updates it, and what the loop measures on it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    communication_seconds: Callable[[], float]
+    memory_bytes: Callable[[], tuple[int, int]]
+
+
+class Loop:
+    """Runs a recipe over a number of steps."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        recipe: Recipe,
+        settings: LoopSettings,
+        team: Team,
+        watcher: Watcher,
+    ) -> None:
+        self._trainee = trainee
+        self._recipe = recipe
+        self._settings = settings
+        self._team = team
+        self._watcher = watcher
+
+    def run(self) -> None:
+        """All steps, with the evaluations between them and one after the last.
+
+        Raises:
+            DivergedError: A loss or a gradient norm is not finite; names the step.
+        """
+        num_steps, eval_every = self._settings.num_steps, self._settings.eval_every
+        self._trainee.model.train()
+        for step in range(1, num_steps + 1):
+            self._watcher.stepped(self._step(step))
+            if step == num_steps or (eval_every and step % eval_every == 0):
+                self.evaluate(step)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out loss; without held-out data nothing happens."""
+        model = self._trainee.model
+        total, count, num_batches = 0.0, 0, 0
+        model.eval()
+        with torch.no_grad():
+            for batch in self._recipe.held_out():
+                batch_total, batch_count = self._recipe.loss(model, batch)
+                total, count = total + batch_total.item(), count + batch_count
+                num_batches += 1
+        model.train()
+        if num_batches == 0:
+            return
+        parts = self._team.exchange([total, count])
+        loss = sum(part[0] for part in parts) / sum(part[1] for part in parts)
+        if not math.isfinite(loss):
+            raise DivergedError(_diverged("held-out loss", loss, step))
+        self._watcher.evaluated(EvalRow(step, loss))
+
+    def _step(self, step: int) -> StepRow:
+        """One update and what it was like."""
+        trainee, settings = self._trainee, self._settings
+        began, comm_before = time.perf_counter(), trainee.communication_seconds()
+        batches = self._recipe.micro_batches(step - 1)
+        data_s = time.perf_counter() - began
+        num_tokens = self._num_tokens(batches)
+        total = self._accumulate(batches, num_tokens)
+        grad_norm = float(fs.clip_grad_norm_(trainee.model, settings.max_grad_norm or math.inf))
+        if not math.isfinite(grad_norm):
+            loss = self._mean_loss(self._team.exchange([total.item()]), num_tokens)
+            finite = math.isfinite(loss)
+            what, value = ("gradient norm", grad_norm) if finite else ("loss", loss)
+            raise DivergedError(_diverged(what, value, step))
+        learning_rate = settings.schedule.learning_rate(step - 1)
+        for group in trainee.optimizer.param_groups:
+            group["lr"] = learning_rate
+        trainee.optimizer.step()
+        trainee.optimizer.zero_grad(set_to_none=True)
+        comm_s = trainee.communication_seconds() - comm_before
+        elapsed_s = time.perf_counter() - began
+        parts = self._team.exchange(
+            [total.item(), elapsed_s, data_s, comm_s, *trainee.memory_bytes()]
+        )
+        loss = self._mean_loss(parts, num_tokens)
+        if not math.isfinite(loss):
+            raise DivergedError(_diverged("loss", loss, step))
+        num_inputs = sum(batch["input_ids"].numel() for batch in batches) * self._team.world_size
+        return self._row(step, loss, grad_norm, num_inputs, parts)
+
+    def _num_tokens(self, batches: list[Batch]) -> int:
+        """Label tokens of the step over all ranks: N of [Note: global token mean]."""
+        if self._recipe.tokens_per_step is not None:
+            return self._recipe.tokens_per_step
+        here = sum(num_label_tokens(batch["labels"]) for batch in batches)
+        return int(sum(part[0] for part in self._team.exchange([here])))
+
+    def _accumulate(self, batches: list[Batch], num_tokens: int) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns this rank's summed loss."""
+        settings, model = self._settings, self._trainee.model
+        scale = backward_scale(num_tokens, self._team.world_size, settings.grad_reduction)
+        totals: list[torch.Tensor] = []
+        for index, batch in enumerate(batches):
+            reduces = index == len(batches) - 1
+            defer = settings.grad_sync is not GradSync.EVERY_MICRO_BATCH and not reduces
+            with fs.no_sync(model) if defer else contextlib.nullcontext():
+                batch_total, _ = self._recipe.loss(model, batch)
+                (batch_total * scale).backward()
+            totals.append(batch_total.detach())
+        return torch.stack(totals).sum(dtype=torch.float64)
+
+    @staticmethod
+    def _mean_loss(parts: list[list[float]], num_tokens: int) -> float:
+        return sum(part[0] for part in parts) / max(1, num_tokens)
+
+    def _row(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        num_inputs: int,
+        parts: list[list[float]],
+    ) -> StepRow:
+        """Joins what the ranks measured: (loss, elapsed, data, communication, memory, peak)."""
+        _, elapsed, data, comm, memory, peak = (list(column) for column in zip(*parts, strict=True))
+        step_time_s = max(elapsed)
+        data_s, comm_s = sum(data) / len(data), sum(comm) / len(comm)
+        return StepRow(
+            step=step,
+            epoch=step / self._recipe.steps_per_epoch,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self._settings.schedule.learning_rate(step - 1),
+            tokens_per_s=num_inputs / step_time_s,
+            samples_per_s=self._recipe.samples_per_step / step_time_s,
+            step_time_s=step_time_s,
+            data_s=data_s,
+            compute_s=max(0.0, step_time_s - data_s - comm_s),
+            comm_s=comm_s,
+            memory_bytes=int(max(memory)),
+            memory_peak_bytes=int(max(peak)),
+        )
+
+
+def _diverged(what: str, value: float, step: int) -> str:
+    return (
+        f"{what} of step {step}: expected a finite number, got {value}. "
+        "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm."
+    )

@@ -1,0 +1,21 @@
+"""What our launcher starts on every rank: `python -m fullshard.train.rank_main RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fullshard.launch.rank_entry import run_rank
+
+
+def main() -> None:
+    """Trains on this rank from what lies in the run's folder."""
+    from fullshard.config.load import load_config
+    from fullshard.train.pretrain import run
+
+    run_dir = Path(sys.argv[1])
+    run(load_config(run_dir / "config.yaml", []).config, run_dir)
+
+
+if __name__ == "__main__":
+    run_rank(main)

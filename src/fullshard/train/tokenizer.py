@@ -1,0 +1,115 @@
+"""The tokenizer of a run: one trained on the spot, or the one that a model folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+DOCUMENTS_AT_ONCE = 256
+PIECE_CHARACTERS = 1_000_000
+SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a text
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Trains a byte-level BPE tokenizer.
+
+    Every byte is a token of its own, so that any text can be encoded and comes back unchanged;
+    the rest of the vocabulary is merged from the documents. One special token, `<|endoftext|>`
+    (id 0), ends a document and begins a sample.
+
+    Args:
+        documents: The training text, without the held-out part.
+        vocab_size: Most entries, at least 257. A short text may give fewer.
+
+    Raises:
+        ConfigError: `vocab_size` leaves no room for the bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"model.config.vocab_size: expected at least {SMALLEST_VOCABULARY} (256 bytes and one "
+            f"special token) for a tokenizer trained on the data, got {vocab_size}. Raise it."
+        )
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: object) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a local model folder, or None where it has none.
+
+    Raises:
+        ConfigError: The folder has tokenizer files that cannot be loaded.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"model.name_or_path: expected a tokenizer that loads, got one in '{folder}' that does "
+            f"not ({error}). Mend its files, or remove them to train a tokenizer on the data."
+        ) from error
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[list[int]]:
+    """Token ids of all documents in order, each closed by the end-of-text token if there is one.
+
+    They come in pieces, so that a large corpus is never held as Python integers; documents longer
+    than a piece are cut at line ends.
+    """
+    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    for first in range(0, len(documents), DOCUMENTS_AT_ONCE):
+        pieces = [
+            piece
+            for document in documents[first : first + DOCUMENTS_AT_ONCE]
+            for piece in _pieces(document)
+        ]
+        # verbose=False: a text longer than model_max_length is expected here, it gets packed.
+        texts = [text for text, _ in pieces]
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        for (_, is_last), ids in zip(pieces, cast("list[list[int]]", encoded), strict=True):
+            yield [*ids, *end] if is_last else ids
+
+
+def _pieces(document: str) -> Iterator[tuple[str, bool]]:
+    """A document in parts that end with a line where they can, and whether each is its last."""
+    begin = 0
+    while len(document) - begin > PIECE_CHARACTERS:
+        limit = begin + PIECE_CHARACTERS
+        cut = document.rfind("\n", begin, limit) + 1 or limit
+        yield document[begin:cut], False
+        begin = cut
+    yield document[begin:], True

@@ -1,0 +1,83 @@
+"""`fullshard bench step` on a tiny model: every engine trains the same, and the JSON says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_bytes"}
+TRAINING = {"fullshard", "fullshard-c10d", "fsdp2", "fsdp2-zero2", "fsdp1", "ddp"}
+
+
+def run(*arguments: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fullshard", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.timeout(540)
+def test_every_engine_has_equal_losses_and_a_row(tmp_path):
+    done = run(
+        "step", "--case", "tiny", "--rounds", "3", "--no-memory", "--json", "--out", tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows.keys() >= TRAINING | {"floor"}
+    assert all(row.keys() >= CONTRACT for row in rows.values())
+    assert all(row["step_time_s"] > 0 and row["tokens_per_s"] > 0 for row in rows.values())
+    losses = found["cases"][0]["losses"]
+    # Beside the command's own check: the floor does not train, so equality is no accident.
+    for name in TRAINING:
+        assert losses[name] == pytest.approx(losses["fsdp2"], rel=2e-5)
+    assert losses["floor"] != pytest.approx(losses["fsdp2"], rel=2e-5)
+    assert json.loads((tmp_path / "step.json").read_text()) == found
+    assert "| fullshard |" in (tmp_path / "step.md").read_text()
+
+
+@pytest.mark.timeout(540)
+def test_memory_is_measured_of_an_engine_alone():
+    done = run("step", "--case", "tiny", "--rounds", "3", "--engine", "ddp", "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    # Parameters, gradients and two moments of 0.12M float32 elements are the least DDP can hold.
+    assert row["memory_peak_bytes"] > 4 * 4 * 100_000
+    assert row["resident_peak_bytes"] > 4 * 4 * 100_000
+
+
+@pytest.mark.peers
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.timeout(540)
+def test_deepspeed_has_equal_losses_where_it_is_installed():
+    engines = ("--engine", "deepspeed", "--engine", "fsdp2")
+    done = run("step", "--case", "tiny", "--rounds", "3", "--no-memory", "--json", *engines)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["absent"] == []
+    losses = found["cases"][0]["losses"]
+    assert losses["deepspeed"] == pytest.approx(losses["fsdp2"], rel=2e-5)
+
+
+def test_an_unknown_engine_is_refused_before_a_rank_starts():
+    done = run("step", "--engine", "fsdp3", timeout=60)
+    assert done.returncode == 2
+    assert "fsdp3" in done.stderr
+    assert "fsdp2" in done.stderr
+
+
+def test_a_dry_run_lists_what_would_run_and_imports_no_torch():
+    done = run("step", "--dry-run", "--json", timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["cases"] == ["29M", "109M"]
+    assert "fsdp2" in found["engines"]
+
+
+@pytest.mark.parametrize("name", ["comm", "io", "strategies", "prefetch", "calibrate"])
+def test_what_is_not_built_yet_says_so(name):
+    done = run(name, timeout=60)
+    assert done.returncode == 2
+    assert "not yet" in done.stderr

@@ -1,0 +1,206 @@
+"""The frame of the command line: help, version, errors, --json, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.app import COMMANDS, LATER, run
+
+ROOT = Path(__file__).parents[2]
+
+# Everything slow, and everything that an engine needs.
+HEAVY = ("torch", "jax", "numpy", "transformers", "datasets", "matplotlib", "safetensors")
+
+
+def python(code, *words):
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS)])
+def test_help_imports_nothing_heavy(words):
+    code = (
+        "import sys; from fullshard.cli.app import run; code = run(sys.argv[1:]);"
+        f"heavy = [name for name in {HEAVY} if name in sys.modules];"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = python(code, *words)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_every_command_and_none_of_those_to_come(fullshard):
+    done = fullshard("--help")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    listed = [words[1] for line in lines if len(words := line.split()) > 2 and words[0] == "\u2502"]
+    assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
+    assert not set(listed) & set(LATER)
+
+
+def test_the_version_is_told(fullshard):
+    done = fullshard("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("fullshard ")
+
+
+def test_no_command_at_all_shows_the_help(fullshard):
+    done = fullshard()
+    assert done.returncode == 2
+    assert "Usage: fullshard" in done.stdout
+
+
+@pytest.mark.parametrize("words", ["--help", "--version"])
+def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", words],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["tran"],
+            "command: expected one of train, generate, plan, bench; got 'tran'. "
+            "Did you mean 'train'?",
+        ),
+        (
+            ["sftt"],
+            "command: expected one of train, generate, plan, bench; got 'sftt'. "
+            "Did you mean 'sft'?",
+        ),
+        (
+            ["xyzzy"],
+            "command: expected one of train, generate, plan, bench; got 'xyzzy'. "
+            "See `fullshard --help`.",
+        ),
+        (
+            ["doctor"],
+            "command: expected one of train, generate, plan, bench; got 'doctor', "
+            "which is part of the design and not yet built.",
+        ),
+        (
+            ["--versoin"],
+            "--versoin: expected one of --help, --json, --version; got an unknown option. "
+            "Did you mean '--version'?",
+        ),
+        (
+            ["plan", "--gpu", "8"],
+            "--gpu: expected a flag or a key of the configuration, got neither. "
+            "Did you mean '--gpus'?",
+        ),
+        (
+            ["plan", "--nodes", "none"],
+            "Invalid value for '--nodes': Input should be a valid integer, unable to parse string "
+            "as an integer. See `fullshard plan --help`.",
+        ),
+        (["plan", "max_stps=3"], "command line: max_stps: unknown key. Did you mean 'max_steps'?"),
+        (
+            ["plan", "--max_stps", "3"],
+            "command line: training.max_stps: unknown key. Did you mean 'max_steps'?",
+        ),
+        (
+            ["plan", "--config", "a.yaml", "b.yaml"],
+            "--config: expected one configuration file, got 'a.yaml' and 'b.yaml'. Drop one.",
+        ),
+        (
+            ["plan", "examples/plan_llama_405.yaml"],
+            "examples/plan_llama_405.yaml: expected a configuration file, got no such file. "
+            "Did you mean 'examples/plan_llama_405b.yaml'?",
+        ),
+    ],
+)
+def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatch, words, message):
+    monkeypatch.chdir(ROOT)
+    assert run(words) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == f"ConfigError: {message}\n"
+
+
+@pytest.mark.parametrize("words", [["--json", "doctor"], ["plan", "--json", "--nodes", "0"]])
+def test_with_json_an_error_is_one_object_on_stdout_too(fullshard, words):
+    done = fullshard(*words)
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert set(error) == {"type", "message", "exit_code"}
+    assert (error["type"], error["exit_code"]) == ("ConfigError", 2)
+    assert done.stderr == f"ConfigError: {error['message']}\n"
+
+
+OUTCOME_OF = """
+import os, sys
+from fullshard import errors
+from fullshard.cli import outcome
+
+as_json = "--json" in sys.argv
+with outcome.quiet_stdout(as_json) as stdout:
+    print("printed by Python")
+    sys.stdout.flush()
+    os.system("echo printed by a child")
+    try:
+        {body}
+    except BaseException as error:
+        done = outcome.error_outcome(error)
+    if as_json:
+        outcome.write_json(done.result, stdout)
+sys.exit(done.exit_code)
+"""
+
+
+def test_with_json_nothing_but_the_object_reaches_stdout():
+    body = "done = outcome.Outcome({'answer': 42})"
+    done = python(OUTCOME_OF.format(body=body), "--json")
+    assert json.loads(done.stdout) == {"answer": 42}
+    assert done.stderr == "printed by Python\nprinted by a child\n"
+    plain = python(OUTCOME_OF.format(body=body))
+    assert plain.stdout == "printed by Python\nprinted by a child\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last_line"),
+    [
+        ("errors.ConfigError('k: no')", 2, "ConfigError: k: no"),
+        ("errors.WillNotFitError('k: no')", 3, "WillNotFitError: k: no"),
+        ("errors.DataError('k: no')", 6, "DataError: k: no"),
+        ("errors.PreemptedError('k: no')", 75, "PreemptedError: k: no"),
+        ("KeyboardInterrupt()", 130, "Interrupted."),
+    ],
+)
+def test_errors_that_speak_to_the_user_have_no_traceback(error, code, last_line):
+    done = python(OUTCOME_OF.format(body=f"raise {error}"))
+    assert done.returncode == code
+    assert done.stderr == last_line + "\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("ZeroDivisionError('no')", 1), ("MemoryError('no')", 4)]
+)
+def test_unexpected_errors_have_their_traceback(error, code):
+    done = python(OUTCOME_OF.format(body=f"raise {error}"), "--json")
+    assert done.returncode == code
+    assert "Traceback (most recent call last):" in done.stderr
+    shown = json.loads(done.stdout)["error"]
+    assert shown["exit_code"] == code
+    assert "Traceback" in shown["traceback"]

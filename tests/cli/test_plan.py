@@ -1,0 +1,175 @@
+"""`fullshard plan` says what a run will hold, without ranks, weights or a GPU."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.app import invoke, run
+
+ROOT = Path(__file__).parents[2]
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+BLOCK = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+NUMEL = 2 * 1000 * 64 + 64 + 3 * BLOCK
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model:\n  config: {json.dumps(SHAPE)}\n"
+        "sharding:\n  strategy: full_shard\nlaunch:\n  num_processes: 4\n"
+    )
+    return file
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """`plan(*words)`: what --json prints of a plan, and the exit code."""
+    monkeypatch.chdir(ROOT)
+
+    def plan(*words):
+        outcome = invoke(["plan", *map(str, words)])
+        return json.loads(json.dumps(outcome.result)), outcome.exit_code
+
+    return plan
+
+
+def rows(found):
+    return {row["name"]: row["bytes"] for row in found["rows"]}
+
+
+def test_the_405b_shape_on_1024_gpus_plans_in_under_ten_seconds(fullshard):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    gpus = ("--gpus", "8xH100-80GB", "--nodes", "128")
+    done = fullshard("plan", "examples/plan_llama_405b.yaml", *gpus, "--json")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time, start-up included: the wall clock also counts what else the machine does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found["plan"]["num_parameters"] == 405_853_388_800
+    assert found["plan"]["mesh"] == {"replicate": 1, "shard": 1024}
+    assert len(found["plan"]["units"]) == 127
+    exact = 4 * 405_853_388_800 / 1024
+    assert exact <= rows(found)["parameter shards"] <= 1.001 * exact
+    assert rows(found)["optimizer (AdamW)"] == 2 * rows(found)["parameter shards"]
+
+
+def test_the_json_object_has_the_keys_of_the_contract(plan, config):
+    found, code = plan(config)
+    assert code == 0
+    assert list(found) == [
+        "fits",
+        "peak_bytes",
+        "reserved_bytes",
+        "step_time_s",
+        "rows",
+        "advice",
+        "not_counted",
+        "memory_bytes",
+        "plan",
+    ]
+    assert set(found["peak_bytes"]) == {"device", "host", "disk"}
+    assert found["peak_bytes"]["device"] == sum(rows(found).values())
+    assert (found["fits"], found["step_time_s"], found["advice"]) == (None, None, [])
+    assert "activations" in found["not_counted"]
+    assert set(found["plan"]["units"][0]) == {
+        "name",
+        "kind",
+        "role",
+        "numel",
+        "padding",
+        "trainable",
+    }
+
+
+def test_units_add_up_to_the_model(plan, config):
+    found, _ = plan(config)
+    units = found["plan"]["units"]
+    assert sum(unit["numel"] - unit["padding"] for unit in units) == NUMEL
+    assert found["plan"]["num_parameters"] == NUMEL
+    assert [u["kind"] for u in units].count("LlamaDecoderLayer") == 3
+
+
+def test_the_world_is_the_files_unless_gpus_and_nodes_say_another(plan, config):
+    meshes = [
+        plan(config, *words)[0]["plan"]["mesh"]
+        for words in ([], ["--gpus", "8"], ["--nodes", "3"], ["--gpus", "2xH200", "--nodes", "5"])
+    ]
+    assert [mesh["shard"] for mesh in meshes] == [4, 8, 12, 10]
+
+
+def test_a_hybrid_mesh_shards_inside_a_machine(plan, config):
+    found, _ = plan(config, "strategy=hybrid_shard", "--gpus", "4xH200", "--nodes", "3")
+    assert found["plan"]["mesh"] == {"replicate": 3, "shard": 4}
+
+
+def test_frozen_parameters_have_no_gradient_and_no_optimizer_bytes(plan, config):
+    before, _ = plan(config)
+    after, _ = plan(config, "freeze=[model.layers.*]")
+    block_bytes = 3 * BLOCK * 4 / 4
+    saved = rows(before)["gradient shards"] - rows(after)["gradient shards"]
+    assert block_bytes <= saved <= 1.1 * block_bytes
+    assert rows(before)["parameter shards"] == pytest.approx(
+        rows(after)["parameter shards"], rel=0.05
+    )
+
+
+def test_the_verdict_is_judged_against_the_named_gpu(plan, config):
+    found, code = plan(config, "--gpus", "4xA100-40GB")
+    assert (found["fits"], code) == ("fits", 0)
+    assert found["memory_bytes"] == 40 << 30
+
+
+def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
+    found, code = plan("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB")
+    assert (found["fits"], code) == ("no", 3)
+    assert found["peak_bytes"]["device"] > found["memory_bytes"]
+
+
+def test_a_model_folder_or_its_config_json_stand_in_for_a_configuration(plan, tmp_path, config):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    expected = plan(config, "--gpus", "2")[0]["plan"]
+    assert plan(folder, "--gpus", "2")[0]["plan"] == expected
+    assert plan(folder / "config.json", "--gpus", "2")[0]["plan"] == expected
+
+
+def test_people_get_the_units_and_a_table(capfd, config):
+    assert run(["plan", str(config), "--gpus", "8xH100"]) == 0
+    out, err = capfd.readouterr()
+    assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
+    assert "parameter shards" in out
+    assert "together" in out
+    assert "Not counted yet: activations" in out
+    assert "H100 (79.6 GiB): fits, the state takes" in out
+    assert err == ""
+
+
+def test_an_impossible_mesh_names_the_line_and_the_nearest(capfd, config):
+    config.write_text(config.read_text().replace("full_shard", "full_shard\n  shard: 3"))
+    assert run(["plan", str(config)]) == 2
+    assert capfd.readouterr().err == (
+        f"ConfigError: {config}:5: sharding.shard: expected a divisor of 4 (the number of ranks); "
+        "got 3. The nearest is 2.\n"
+    )
+
+
+def test_a_misspelt_model_type_names_the_nearest(capfd, config):
+    assert run(["plan", str(config), "model.config.model_type=llamma"]) == 2
+    assert "model.config.model_type: expected a model type" in capfd.readouterr().err

@@ -1,0 +1,28 @@
+"""What every test may use: the standing pool of ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere: processes of a test share few cores, and no test may use a hub.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.ranks import RankPools
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
+    """`ranks(n)(function, *args)` runs a module-level function on n ranks of a standing pool."""
+    filters = [*pytestconfig.getini("filterwarnings"), *(pytestconfig.option.pythonwarnings or [])]
+    pools = RankPools(filters or ["error"])
+    yield pools
+    pools.close()

@@ -1,0 +1,380 @@
+"""Norms, clipping and loss scaling: torch's own functions through the guard, and ours."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from support.scripts import Run, compare, error_of
+
+ORDERS = [1.0, 2.0, 3.0, math.inf]
+CLIP = 0.05  # below every norm that occurs, so that clipping changes the weights
+nn_utils = nn.utils
+
+
+def trained(run: Run, clip: Any, num_steps: int = 3) -> Any:
+    """Three steps of momentum with a clipping line between backward and step."""
+    model = run.shard(run.model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    logged = []
+    for step in range(num_steps):
+        run.loss(model, step).backward()
+        logged.append(clip(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.result(model, logged=logged)
+
+
+# ---- the lines that people write --------------------------------------------------------------
+
+
+def clip_norm(model: nn.Module, **options: Any) -> Any:
+    return nn_utils.clip_grad_norm_(model.parameters(), CLIP, **options)
+
+
+def clip_nothing(model: nn.Module) -> Any:
+    return nn_utils.clip_grad_norm_(model.parameters(), 1e9, error_if_nonfinite=True)
+
+
+def clip_value(model: nn.Module, **options: Any) -> Any:
+    return nn_utils.clip_grad_value_(model.parameters(), 1e-3, **options)
+
+
+def clip_in_two_steps(model: nn.Module) -> Any:
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    total = nn_utils.get_total_norm(grads, norm_type=2.0)
+    nn_utils.clip_grads_with_norm_(model.parameters(), CLIP, total)
+    return total
+
+
+def clip_each_block(model: nn.Module) -> Any:
+    return [nn_utils.clip_grad_norm_(block.parameters(), CLIP / 2) for block in model.blocks]
+
+
+def clip_one_parameter(model: nn.Module) -> Any:
+    return nn_utils.clip_grad_norm_(model.head.weight, CLIP)
+
+
+def clip_twice(model: nn.Module) -> Any:
+    return [clip_norm(model), clip_norm(model)]
+
+
+def total_norm_of_old_scripts(model: nn.Module) -> Any:
+    total = 0.0
+    for p in model.parameters():
+        if p.grad is not None:
+            total += p.grad.detach().data.norm(2).item() ** 2
+    return total**0.5
+
+
+def total_norm_by_stacking(model: nn.Module) -> Any:
+    norms = [torch.norm(p.grad, 2) for p in model.parameters() if p.grad is not None]
+    return torch.norm(torch.stack(norms), 2)
+
+
+def norms_by_name(model: nn.Module) -> Any:
+    return {
+        name: [p.grad.norm(), torch.linalg.vector_norm(p.grad), p.grad.norm(p=1), p.grad.norm(2.5)]
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def halve_by_hand(model: nn.Module) -> Any:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    return total_norm_by_stacking(model)
+
+
+def halve_through_data(model: nn.Module) -> Any:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data = p.grad.data / 2
+            p.grad.data.add_(0.01)
+    return [total_norm_by_stacking(model), clip_norm(model)]
+
+
+def replace(model: nn.Module) -> Any:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad.clamp(-0.01, 0.01)
+    return [total_norm_by_stacking(model), clip_norm(model)]
+
+
+def assign_plain(model: nn.Module) -> Any:
+    for p in model.parameters():
+        p.grad = torch.full(p.shape, 0.01, dtype=p.dtype)
+    return [total_norm_by_stacking(model), clip_norm(model)]
+
+
+def assign_zeros(model: nn.Module) -> Any:
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return [total_norm_by_stacking(model), clip_norm(model)]
+
+
+def write_out(model: nn.Module) -> Any:
+    grad = model.head.weight.grad
+    with torch.no_grad():
+        torch.mul(grad, 0.5, out=grad)
+    return total_norm_by_stacking(model)
+
+
+LINES = {
+    **{
+        f"clip_grad_norm_, order {order}, foreach {foreach}": partial(
+            clip_norm, norm_type=order, foreach=foreach
+        )
+        for order in ORDERS
+        for foreach in (None, True, False)
+    },
+    "clip_grad_norm_ above the norm": clip_nothing,
+    "clip_grad_norm_ of a given order in words": partial(clip_norm, norm_type="inf"),
+    "clip_grad_value_": clip_value,
+    "clip_grad_value_, a loop": partial(clip_value, foreach=False),
+    "get_total_norm and clip_grads_with_norm_": clip_in_two_steps,
+    "each block by itself": clip_each_block,
+    "one parameter": clip_one_parameter,
+    "twice": clip_twice,
+    "total norm of old scripts": total_norm_of_old_scripts,
+    "total norm by stacking": total_norm_by_stacking,
+    "norms by name": norms_by_name,
+    "gradients halved by hand": halve_by_hand,
+    "gradients written through .data": halve_through_data,
+    "gradients replaced": replace,
+    "plain gradients assigned": assign_plain,
+    "zeros for gradients that are none": assign_zeros,
+    "gradients as out": write_out,
+}
+
+
+def compare_line(name: str) -> None:
+    compare(partial(trained, clip=LINES[name]))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_of_torch_gives_what_one_process_gives(ranks, name):
+    ranks(2)(compare_line, name)
+
+
+def test_the_same_holds_on_three_ranks(ranks):
+    for name in ("clip_grad_norm_, order 2.0, foreach None", "norms by name"):
+        ranks(3)(compare_line, name)
+
+
+def calls_of_clipping() -> list[int]:
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    run.loss(model, 0).backward()
+    names = ("_foreach_norm", "_foreach_mul_")
+    with pytest.MonkeyPatch.context() as patch:
+        counts = [patched_counter(patch, name) for name in names]
+        clip_norm(model)
+    return [len(count) for count in counts]
+
+
+def patched_counter(patch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """A list that grows by one with each call of torch's function."""
+    original, calls = getattr(torch, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    patch.setattr(torch, name, call)
+    return calls
+
+
+def test_torchs_clipping_takes_its_foreach_path(ranks):
+    assert ranks(2)(calls_of_clipping) == [[1, 1], [1, 1]]
+
+
+# ---- ours -------------------------------------------------------------------------------------
+
+
+def clip_ours(run: Run, order: float, strategy: str) -> Any:
+    """fs.clip_grad_norm_ beside torch's, also after a gradient was changed, with frozen weights."""
+    model = run.model()
+    model.blocks[1].requires_grad_(False)
+    run.shard(model, strategy=strategy)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    clip = partial(fs.clip_grad_norm_, model)
+    if not run.sharded:
+        clip = partial(nn_utils.clip_grad_norm_, list(model.parameters()))
+    logged = []
+    for step in range(3):
+        run.loss(model, step).backward()
+        logged.append(clip(CLIP, order))
+        model.head.weight.grad *= 3
+        logged.append(clip(CLIP, order))
+        model.scale.grad = model.scale.grad * 2
+        logged.append(clip(CLIP, order))
+        logged.append(clip(1e9, order))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.result(model, logged=logged)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_our_clipping_gives_what_torch_gives_in_one_process(ranks, strategy):
+    for order in ORDERS:
+        ranks(2)(compare, partial(clip_ours, order=order, strategy=strategy))
+
+
+def some_left_out(run: Run, ours: bool) -> Any:
+    """Two parameters are not sharded; the script sums their gradients over the ranks itself."""
+    model = run.shard(run.model(), ignore=["scale", "blocks.1.up.*"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    left_out = [model.scale, model.blocks[1].up.weight, model.blocks[1].up.bias]
+    norms = []
+    for step in range(3):
+        run.loss(model, step).backward()
+        if run.sharded:
+            for param in left_out:
+                torch.distributed.all_reduce(param.grad)
+                param.grad /= run.world_size
+        if ours and run.sharded:
+            norms.append(fs.clip_grad_norm_(model, CLIP))
+        else:
+            norms.append(nn_utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.result(model, norms=norms)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
+    ranks(2)(compare, partial(some_left_out, ours=ours))
+
+
+def norms_of_the_model(run: Run) -> Any:
+    model = run.shard(run.model())
+    run.loss(model, 0).backward()
+    params = list(model.parameters())
+    grads = [p.grad for p in params if p.grad is not None]
+    moments = [p.detach() * 2 + 1 for p in params]
+    if run.sharded:
+        return [fs.global_norm(x, o) for x in (params, grads, moments) for o in ORDERS]
+    return [
+        torch.linalg.vector_norm(torch.cat([t.detach().flatten() for t in x]), o)
+        for x in (params, grads, moments)
+        for o in ORDERS
+    ]
+
+
+def test_global_norm_is_the_norm_of_the_whole(ranks):
+    ranks(2)(compare, norms_of_the_model)
+
+
+def nothing_to_clip() -> list[Any]:
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    norm = fs.clip_grad_norm_(model, 1.0)
+    return [norm.item(), type(norm).__name__, norm.dim(), error_of(lambda: model.scale.grad.norm())]
+
+
+def test_without_gradients_the_norm_is_zero(ranks):
+    for norm, kind, dims, _ in ranks(2)(nothing_to_clip):
+        assert (norm, kind, dims) == (0.0, "Tensor", 0)
+
+
+def not_finite() -> list[str]:
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    (run.loss(model, 0) * math.inf).backward()
+    params = list(model.parameters())
+    strict = partial(nn_utils.clip_grad_norm_, params, 1.0, error_if_nonfinite=True)
+    texts = [error_of(strict), str(fs.clip_grad_norm_(model, 1.0))]
+    return [*texts, str(all(p.grad.isnan().to_local().all() for p in params if p.grad is not None))]
+
+
+def test_a_norm_that_is_not_finite_is_said_on_every_rank(ranks):
+    texts = ranks(2)(not_finite)
+    assert texts[0] == texts[1]
+    assert "The total norm of order 2.0 for gradients" in texts[0][0]
+    assert texts[0][1:] == ["tensor(nan, dtype=torch.float64)", "True"]
+
+
+# ---- one rank alone ---------------------------------------------------------------------------
+
+
+def log_on_rank_zero_only() -> list[float] | None:
+    """Norms between backward and step, on one rank, in every spelling that needs no collective."""
+    rank = torch.distributed.get_rank()
+    run = Run(2, rank)
+    model = run.shard(run.model())
+    run.loss(model, 0).backward()
+    norms = None
+    if rank == 0:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms = [
+            model.head.weight.grad.norm().item(),
+            model.head.weight.grad.data.norm(2).item(),
+            model.head.weight.grad.detach().norm(p=2).item(),
+            torch.norm(model.head.weight.grad.view(-1)).item(),
+            torch.linalg.vector_norm(model.head.weight.grad).item(),
+            nn_utils.get_total_norm([model.head.weight.grad]).item(),
+            nn_utils.get_total_norm(grads).item(),
+        ]
+    total = fs.clip_grad_norm_(model, 1.0).item()
+    if rank == 0:  # known after our clipping too
+        norms += [total, nn_utils.get_total_norm(grads).item(), min(total, 1.0)]
+    run.loss(model, 1).backward()
+    return norms
+
+
+def test_a_norm_logged_on_one_rank_does_not_hang(ranks):
+    norms, nothing = ranks(2)(log_on_rank_zero_only)
+    assert nothing is None
+    assert norms[:6] == pytest.approx([norms[0]] * 6, rel=1e-12)
+    assert norms[6] == pytest.approx(norms[7], rel=1e-12)
+    assert norms[8] == pytest.approx(norms[9], rel=1e-5)
+    assert norms[0] < norms[6]
+
+
+# ---- loss scaling -----------------------------------------------------------------------------
+
+
+def scaled(run: Run, fused: bool, overflow: Any = None) -> Any:
+    """GradScaler, unscale_, clipping; in step 1 one element of one gradient is infinite."""
+    model = run.shard(run.model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales, norms = [], []
+    for step in range(4):
+        scaler.scale(run.loss(model, step)).backward()
+        if step == 1 and overflow:
+            overflow(model)
+        if not fused or step == 2:  # both ways that scripts have
+            scaler.unscale_(optimizer)
+            norms.append(nn_utils.clip_grad_norm_(model.parameters(), CLIP))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return run.result(model, scales=scales, norms=norms)
+
+
+def one_element(model: nn.Module) -> None:
+    """An infinity in the last element of a matrix, which one rank holds."""
+    grad = model.blocks[0].mid.weight.grad
+    flat = grad.to_local() if hasattr(grad, "to_local") else grad
+    holds_last = (
+        not hasattr(grad, "to_local") or fs.sharding(model.blocks[0].mid.weight).stop == 484
+    )
+    if holds_last:
+        flat.view(-1)[-1] = math.inf
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("overflow", [None, one_element])
+def test_the_loss_scaler_works_and_an_infinity_of_one_rank_makes_all_skip(ranks, fused, overflow):
+    ranks(2)(compare, partial(scaled, fused=fused, overflow=overflow))

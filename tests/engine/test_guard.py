@@ -1,0 +1,333 @@
+"""What functions a shard may meet: those that treat elements one by one, and no other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fullshard as fs
+from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
+from support.scripts import Run, Tiny, compare, error_of
+
+Function = Callable[[torch.Tensor], Any]
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def trained(**config: Any) -> tuple[Run, Any]:
+    """A sharded model after a backward."""
+    run = Run(torch.distributed.get_world_size(), rank())
+    model = run.shard(run.model(), **config)
+    run.loss(model, 0).backward()
+    return run, model
+
+
+# ---- elementwise ------------------------------------------------------------------------------
+
+ELEMENTWISE: dict[str, Function] = {
+    "p * 2 + 1": lambda p: p * 2 + 1,
+    "1 - p / 3": lambda p: 1 - p / 3,
+    "2 / p": lambda p: 2 / p,
+    "p ** 2": lambda p: p**2,
+    "-p": lambda p: -p,
+    "p - p.detach().clone()": lambda p: p - p.detach().clone() * 0.5,
+    "p.data": lambda p: p.data,
+    "abs().sqrt()": lambda p: p.abs().sqrt(),
+    "clamp": lambda p: p.clamp(-0.1, 0.1),
+    "where": lambda p: torch.where(p > 0, p, torch.zeros_like(p)),
+    "masked_fill": lambda p: p.masked_fill(p < 0, 0.0),
+    "mask assigned": lambda p: _assigned(p),
+    "sign times mask": lambda p: p.sign() * (p.abs() > 0.05),
+    "lerp": lambda p: torch.lerp(p, torch.ones_like(p), 0.25),
+    "addcdiv": lambda p: torch.addcdiv(p, p, p.abs() + 1, value=0.5),
+    "maximum": lambda p: torch.maximum(p, -p),
+    "tanh, exp, log1p": lambda p: p.tanh().exp().log1p(),
+    "nan_to_num": lambda p: (p * math.inf).nan_to_num(0.0, 1.0, -1.0),
+    "float, double": lambda p: p.float().double(),
+    "to": lambda p: p.to(torch.float32).to("cpu"),
+    "view": lambda p: p.view(-1) * 2,
+    "full_like": lambda p: torch.full_like(p, 3.0) + p,
+    "new_zeros": lambda p: p.new_zeros(p.shape) + p,
+    "scalar tensor": lambda p: p * torch.tensor(0.5, dtype=torch.float64),
+    "out": lambda p: torch.add(p, 1.0, out=torch.empty_like(p)),
+    "foreach": lambda p: torch._foreach_add([p, p], [p.detach(), p.detach()], alpha=2.0)[1],
+    "foreach in place": lambda p: _foreach_in_place(p),
+    "in place": lambda p: p.clone().mul_(2).add_(1).clamp_(min=0.5),
+    "operators in place": lambda p: _operators_in_place(p),
+}
+
+
+def _assigned(p: torch.Tensor) -> torch.Tensor:
+    copied = p.clone()
+    copied[copied < 0] = 5.0
+    return copied
+
+
+def _foreach_in_place(p: torch.Tensor) -> torch.Tensor:
+    copied = [p.clone(), p.clone()]
+    torch._foreach_mul_(copied, 0.5)
+    torch._foreach_addcmul_(copied, [p, p], copied, value=-1.0)
+    return copied[1]
+
+
+def _operators_in_place(p: torch.Tensor) -> torch.Tensor:
+    copied = p.clone()
+    copied += 1
+    copied *= p
+    copied /= 3
+    copied -= 0.25
+    return copied
+
+
+@torch.no_grad()
+def elementwise(run: Run) -> Any:
+    """Every function on a parameter and on a gradient; whole results."""
+    model = run.shard(run.model())
+    with torch.enable_grad():
+        run.loss(model, 0).backward()
+    results = {}
+    for name, function in ELEMENTWISE.items():
+        for weight in (model.blocks[1].mid.weight, model.blocks[1].up.bias, model.scale):
+            for tensor in (weight, weight.grad):
+                result = function(tensor)
+                if run.sharded:
+                    is_gradient = isinstance(tensor, ShardedGradient)
+                    assert type(result) is (ShardedGradient if is_gradient else ShardedTensor), name
+                    result = result.full_tensor()
+                results.setdefault(name, []).append(result.reshape(-1))
+    return run.result(model, **results)
+
+
+def test_elementwise_functions_give_the_shard_of_the_result(ranks):
+    ranks(2)(compare, elementwise)
+
+
+# ---- the whole tensor -------------------------------------------------------------------------
+
+NEEDS_THE_WHOLE: dict[str, Function] = {
+    "sum": lambda p: p.sum(),
+    "mean": lambda p: p.mean(),
+    "max": lambda p: p.max(),
+    "std": lambda p: p.std(),
+    "argmax": lambda p: p.argmax(),
+    "cumsum": lambda p: p.cumsum(0),
+    "sort": lambda p: p.sort(),
+    "topk": lambda p: p.view(-1).topk(3),
+    "softmax": lambda p: p.softmax(0),
+    "isnan().any()": lambda p: p.isnan().any(),
+    "isfinite().all()": lambda p: torch.isfinite(p).all(),
+    "item": lambda p: p.item(),
+    "bool": lambda p: bool(p > 0),
+    "float": lambda p: float(p),
+    "len": lambda p: len(p),
+    "iteration": lambda p: list(p),
+    "equal": lambda p: torch.equal(p, p),
+    "allclose": lambda p: torch.allclose(p, p),
+    "indexing": lambda p: p[0],
+    "slicing": lambda p: p[2:4],
+    "assigning a slice": lambda p: _assign_slice(p),
+    "matmul": lambda p: p @ torch.ones(22, 1, dtype=torch.float64),
+    "linear": lambda p: functional.linear(torch.ones(1, 22, dtype=torch.float64), p),
+    "transpose": lambda p: p.t(),
+    "flatten": lambda p: p.flatten(),
+    "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p, p]),
+    "split": lambda p: p.split(2),
+    "einsum": lambda p: torch.einsum("ij->i", p),
+    "layer_norm": lambda p: functional.layer_norm(p, (1,)),
+    "mse_loss": lambda p: functional.mse_loss(p, p),
+    "norm": lambda p: p.norm(),
+    "linalg.norm": lambda p: torch.linalg.norm(p),
+    "linalg.svdvals": lambda p: torch.linalg.svdvals(p),
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "dropout": lambda p: functional.dropout(p),
+    "randn_like": lambda p: torch.randn_like(p),
+    "normal_": lambda p: p.data.normal_(),
+    "nn.init.normal_": lambda p: nn.init.normal_(p),
+    "nn.init.xavier_uniform_": lambda p: nn.init.xavier_uniform_(p),
+    "nn.init.kaiming_uniform_": lambda p: nn.init.kaiming_uniform_(p),
+    "nn.init.orthogonal_": lambda p: nn.init.orthogonal_(p),
+    "nn.init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "nn.init.eye_": lambda p: nn.init.eye_(p),
+    "a row of another shape": lambda p: p.data * torch.ones(22, dtype=torch.float64),
+    "a whole tensor": lambda p: p.data.add_(torch.ones(22, 22, dtype=torch.float64)),
+    "copy of a whole tensor": lambda p: p.data.copy_(torch.ones(22, 22, dtype=torch.float64)),
+    "numpy": lambda p: p.detach().numpy(),
+    "share_memory_": lambda p: p.share_memory_(),
+    "backward": lambda p: (p * 2).backward(torch.ones(p.shape, dtype=torch.float64)),
+    "autograd.grad": lambda p: torch.autograd.grad(torch.ones(()), p),
+}
+
+
+def _assign_slice(p: torch.Tensor) -> None:
+    p.data[0] = 0.0
+
+
+def refusals() -> dict[str, str]:
+    """The errors, and proof that no element changed."""
+    _, model = trained()
+    weight = model.blocks[0].mid.weight
+    before = weight.detach().to_local().clone()
+    texts = {name: error_of(partial(f, weight)) for name, f in NEEDS_THE_WHOLE.items()}
+    assert torch.equal(weight.to_local(), before)
+    for name in ("sum", "isnan().any()", "indexing", "assigning a slice"):
+        texts[f"{name}, of a gradient"] = error_of(partial(NEEDS_THE_WHOLE[name], weight.grad))
+    dims = [lambda: weight.grad.norm(dim=0), lambda: weight.grad.norm("nuc")]
+    dims += [lambda: weight.grad.norm(0), lambda: torch.linalg.matrix_norm(weight.grad)]
+    for index, function in enumerate(dims):
+        texts[f"norm of a gradient, {index}"] = error_of(function)
+    return texts
+
+
+def test_functions_that_need_the_whole_tensor_name_it_and_the_way_out(ranks, snapshot):
+    texts = ranks(2)(refusals)
+    for found in texts:
+        wrong = {name: text for name, text in found.items() if not text.startswith("Sharded")}
+        assert not wrong
+    assert all("'blocks.0.mid.weight'" in text for text in texts[0].values() if "order" not in text)
+    assert texts[0] == snapshot
+
+
+def two_ranges() -> list[str]:
+    """Shards of one shape that hold other elements of their parameters."""
+    run = Run(2, rank())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 40, bias=False)).double()
+    run.shard(model)
+    first, second = model[0].weight, model[1].weight
+    one, two = fs.sharding(first), fs.sharding(second)
+    assert (one.start, one.stop) != (two.start, two.stop)
+    blocks = run.shard(run.model()).blocks
+    twin, other = blocks[0].up.weight, blocks[1].up.weight  # of two units, cut alike
+    other.data.copy_(twin.data)
+    assert (other.full_tensor() - twin.full_tensor()).abs().max() == 0
+    mid, down = blocks[0].mid.weight, blocks[0].down.weight
+    return [
+        error_of(lambda: first.data.copy_(second.data)),
+        error_of(lambda: torch._foreach_add([mid, mid], [mid, down])),
+    ]
+
+
+def test_shards_of_other_elements_do_not_mix(ranks):
+    for texts in ranks(2)(two_ranges):
+        assert all("expected shards of the same range" in text for text in texts)
+        assert texts[1].startswith("ShardedTensorError: _foreach_add: ")
+
+
+# ---- where nothing is cut ---------------------------------------------------------------------
+
+RANDOM = ("dropout", "randn_like", "normal_", "nn.init.normal_", "nn.init.xavier_uniform_")
+AUTOGRAD = ("backward", "autograd.grad", "iteration", "sum")
+
+
+@torch.no_grad()
+def on_whole_parameters(run: Run) -> Any:
+    """Every function that shards refuse, on parameters that no rank cuts."""
+    model = run.shard(run.model(), strategy="no_shard")
+    weight = model.blocks[0].mid.weight
+    skipped = ("item", "bool", "float", "share_memory_", "layer_norm", *AUTOGRAD)
+    random = (*RANDOM, "nn.init.kaiming_uniform_", "nn.init.orthogonal_", "nn.init.trunc_normal_")
+    results = {}
+    for name, function in NEEDS_THE_WHOLE.items():
+        if name in random and run.sharded:
+            assert error_of(partial(function, weight)).startswith("ShardedTensorError"), name
+        elif name not in (*skipped, *random):
+            results[name] = function(weight.detach() * 1.5)
+    return {name: r for name, r in results.items() if isinstance(r, torch.Tensor | float | bool)}
+
+
+def test_where_nothing_is_cut_all_but_random_fills_pass(ranks):
+    ranks(2)(compare, on_whole_parameters)
+
+
+def losses_of_parameters() -> list[str]:
+    texts = []
+    for strategy in ("full_shard", "no_shard"):
+        run, model = trained(strategy=strategy)
+        texts.append(error_of(lambda: sum(p.pow(2).sum() for p in model.parameters())))  # noqa: B023
+        assert model.scale.detach().pow(2).dim() == (0 if strategy == "no_shard" else 1)
+        run.loss(model, 1).backward()
+    return texts
+
+
+def test_a_loss_of_parameters_at_rest_is_refused(ranks):
+    for cut, whole in ranks(2)(losses_of_parameters):
+        assert cut.startswith("ShardedTensorError: sum: expected a whole tensor")
+        assert whole.startswith("ShardedTensorError: sum: expected tensors that take part in auto")
+
+
+# ---- what a shard shows -----------------------------------------------------------------------
+
+
+def shown() -> dict[str, Any]:
+    """Every tensor's own account of itself."""
+    _, model = trained()
+    weight = model.blocks[0].mid.weight
+    assert isinstance(weight, ShardedParameter)
+    assert isinstance(weight, nn.Parameter)
+    assert weight.is_leaf
+    return {
+        "repr": repr(weight),
+        "format": f"{weight.grad}",
+        "str": str(weight.detach() * 2),
+        "module": repr(model.blocks[0].mid),
+        "shape": tuple(weight.shape),
+        "ndim": weight.ndim,
+        "numel": weight.numel(),
+        "grad": tuple(weight.grad.shape),
+        "local": type(weight.to_local()).__name__,
+        "full": tuple(weight.grad.full_tensor().shape),
+        "dtype": str(weight.dtype),
+        "hash": len({weight, model.scale, weight}),
+        "is": weight in [model.scale.grad, weight][1:],
+    }
+
+
+def test_a_shard_says_that_it_is_one(ranks, snapshot):
+    assert ranks(2)(shown) == snapshot
+
+
+def gradients_at_hand() -> None:
+    """p.grad is one object, its memory the flat gradient shard, whatever the user assigns."""
+    run, model = trained()
+    weight = model.blocks[0].mid.weight
+    first = weight.grad
+    assert weight.grad is first
+    weight.grad.data = torch.zeros_like(weight)
+    assert weight.grad.to_local().abs().sum() == 0
+    assert error_of(lambda: _set_data(weight.grad, torch.zeros(3))).startswith("ShardedTensorError")
+    weight.grad = None
+    run.loss(model, 1).backward()
+    assert weight.grad is first
+    other = Tiny()
+    assert type(other.scale) is nn.Parameter
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    tensor.data = data
+
+
+def test_a_gradient_stays_the_view_that_the_next_backward_fills(ranks):
+    ranks(2)(gradients_at_hand)
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.Tensor])
+def test_plain_tensors_beside_sharded_models_are_left_alone(ranks, kind):
+    ranks(2)(plain_tensors, kind)
+
+
+def plain_tensors(kind: type) -> None:
+    trained()
+    plain = torch.ones(3)
+    tensor = nn.Parameter(plain) if kind is nn.Parameter else plain
+    assert tensor.sum().item() == 3
+    torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]).step()

@@ -1,0 +1,211 @@
+"""Optimizers on shards: each of torch's is right, or refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from support.scripts import Run, compare, differences, error_of, train
+
+MODES: dict[str, dict[str, Any]] = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"foreach": None, "fused": True},
+}
+SETTINGS = {
+    "AdamW": [
+        (optim.AdamW, {"lr": 1e-2}),
+        (optim.AdamW, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+        (optim.AdamW, {"lr": 1e-2, "maximize": True}),
+    ],
+    "Adam": [(optim.Adam, {"lr": 1e-2, "weight_decay": 0.1})],
+    "SGD": [
+        (optim.SGD, {"lr": 0.1}),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    ],
+    "Adagrad": [(optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1})],
+    "RMSprop": [
+        (optim.RMSprop, {"lr": 1e-2}),
+        (optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    ],
+    "NAdam": [(optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True})],
+    "RAdam": [(optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1})],
+    "Adadelta": [(optim.Adadelta, {"lr": 1.0, "weight_decay": 0.1})],
+    "Adamax": [(optim.Adamax, {"lr": 1e-2, "weight_decay": 0.1})],
+    "ASGD": [(optim.ASGD, {"lr": 0.1, "t0": 1, "weight_decay": 0.1})],
+    "Rprop": [(optim.Rprop, {"lr": 1e-2})],
+}
+FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
+
+
+# ---- each optimizer of torch, in each of its implementations ----------------------------------
+
+
+def made_after(run: Run, kind: Any, settings: dict[str, Any]) -> Any:
+    model = run.shard(run.model())
+    optimizer = kind(model.parameters(), **settings)
+    train(run, model, optimizer)
+    return run.result(model)
+
+
+def made_before(run: Run, kind: Any, settings: dict[str, Any]) -> Any:
+    model = run.model()
+    optimizer = kind(model.parameters(), **settings)
+    run.shard(model)
+    train(run, model, optimizer)
+    return run.result(model)
+
+
+def compare_settings(name: str, mode: str) -> None:
+    for kind, settings in SETTINGS[name]:
+        for script in (made_after, made_before):
+            compare(partial(script, kind=kind, settings={**settings, **MODES[mode]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for name in SETTINGS for mode in MODES if mode != "fused" or name in FUSED],
+)
+def test_an_elementwise_optimizer_steps_as_in_one_process(ranks, name, mode):
+    ranks(2)(compare_settings, name, mode)
+
+
+def test_the_same_holds_on_three_ranks(ranks):
+    ranks(3)(compare, partial(made_before, kind=optim.AdamW, settings={"fused": True}))
+
+
+# ---- refused ----------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    """What the first step of each whole-matrix optimizer says."""
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    matrices = [p for n, p in model.blocks.named_parameters() if n.endswith("mid.weight")]
+    run.loss(model, 0).backward()
+    before = run.result(model)
+    texts = {}
+    for optimizer in (
+        optim.Adafactor(model.parameters()),
+        optim.Muon(matrices),
+        optim.LBFGS(model.parameters()),
+    ):
+        name = type(optimizer).__name__
+        texts[name] = error_of(partial(optimizer.step, lambda: run.loss(model, 0)))
+    assert not list(differences(run.result(model), before, 0.0))
+    return texts
+
+
+def test_an_optimizer_that_mixes_elements_is_refused_at_its_first_step(ranks, snapshot):
+    texts = ranks(2)(refusals)
+    assert texts[0] == texts[1]
+    assert texts[0] == snapshot
+
+
+def adafactor_after_warmup_from_zero() -> str:
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    optimizer = optim.Adafactor(model.parameters(), lr=0.0)
+    run.loss(model, 0).backward()
+    return error_of(optimizer.step)
+
+
+def test_a_learning_rate_of_zero_hides_nothing_from_the_probe(ranks):
+    assert all(t.startswith("NotElementwise") for t in ranks(2)(adafactor_after_warmup_from_zero))
+
+
+def whole_matrices_under_no_shard(run: Run) -> Any:
+    model = run.shard(run.model(), strategy="no_shard")
+    train(run, model, optim.Adafactor(model.parameters(), lr=1e-2))
+    return run.result(model)
+
+
+def test_whole_matrix_optimizers_are_right_where_nothing_is_cut(ranks):
+    ranks(2)(compare, whole_matrices_under_no_shard)
+
+
+# ---- states that were made whole --------------------------------------------------------------
+
+
+def unsharded_state_loaded(run: Run, when: str) -> Any:
+    """Two steps unsharded, then the optimizer's own state dict into one over shards."""
+    alone = Run(run.world_size, None)
+    model = alone.model()
+    first = optim.AdamW(model.parameters(), lr=1e-2)
+    train(alone, model, first, 2)
+    saved = first.state_dict()
+    run.shard(model)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    if when == "later":
+        run.loss(model, 5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    train(run, model, optimizer, 2)
+    return run.result(model)
+
+
+def state_carried_to_a_second_optimizer(run: Run) -> Any:
+    model = run.shard(run.model())
+    first = optim.AdamW(model.parameters(), lr=1e-2)
+    train(run, model, first, 2)
+    second = optim.AdamW(model.parameters(), lr=0.5)
+    second.load_state_dict(first.state_dict())
+    train(run, model, second, 2)
+    keys = [sorted(state) for state in second.state_dict()["state"].values()]
+    return run.result(model, keys=keys, rate=second.param_groups[0]["lr"])
+
+
+def test_an_optimizer_state_of_shards_is_carried_to_a_second_optimizer(ranks):
+    ranks(2)(compare, state_carried_to_a_second_optimizer)
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_an_optimizer_state_of_an_unsharded_run_is_cut(ranks, when):
+    ranks(2)(compare, partial(unsharded_state_loaded, when=when))
+
+
+# ---- the fast paths ---------------------------------------------------------------------------
+
+
+def count_calls(names: tuple[str, ...], settings: dict[str, Any]) -> dict[str, int]:
+    """How often a step calls torch's functions of these names, per parameter group."""
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    optimizer = optim.AdamW(model.parameters(), **settings)
+    for step in range(2):  # at the first one the class is probed
+        run.loss(model, step).backward()
+        if step == 0:
+            optimizer.step()
+    calls = dict.fromkeys(names, 0)
+
+    def counted(name: str) -> Any:
+        original = getattr(torch, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(torch, name, counted(name))
+        optimizer.step()
+    return calls
+
+
+def test_fused_adamw_is_one_call_a_group(ranks):
+    for calls in ranks(2)(count_calls, ("_fused_adamw_", "_foreach_lerp_"), {"fused": True}):
+        assert calls == {"_fused_adamw_": 1, "_foreach_lerp_": 0}
+
+
+def test_foreach_adamw_is_one_call_an_operation(ranks):
+    names = ("_fused_adamw_", "_foreach_lerp_", "_foreach_addcdiv_")
+    for calls in ranks(2)(count_calls, names, {"foreach": True}):
+        assert calls == {"_fused_adamw_": 0, "_foreach_lerp_": 1, "_foreach_addcdiv_": 1}

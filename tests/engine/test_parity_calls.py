@@ -1,0 +1,269 @@
+"""Ways to call a model other than one forward and one backward a step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.engine.engine import ATTRIBUTE
+from fullshard.errors import ShardedTensorError
+from support.models import CASES, WIDTH, chain, perturbed, vectors
+from support.parity import assert_parity, whole_gradients
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+RANKED = list(itertools.product(STRATEGIES, (2, 3)))
+CHAIN, LLAMA = CASES["chain"], CASES["llama"]
+
+
+def shallow(strategy):
+    """No prefetch, so that every gather is on demand; and depth 2, where slots are taken early."""
+    return ({"strategy": strategy, "forward_prefetch": d, "backward_prefetch": d} for d in (0, 2))
+
+
+# ---- work: each is run by one process for all ranks, and by every rank ---------------------------
+
+
+def two_forwards_one_backward(model, step, rank):
+    first = CHAIN.loss(model(**CHAIN.batch(step, rank)))
+    second = CHAIN.loss(model(**CHAIN.batch(step + 50, rank)))
+    loss = first + 2 * second
+    loss.backward()
+    return loss.detach()
+
+
+def three_forwards_backwards_in_another_order(model, step, rank):
+    losses = [CHAIN.loss(model(**CHAIN.batch(step + 50 * k, rank))) for k in range(3)]
+    for k in (1, 2, 0):
+        losses[k].backward()
+    return losses[0].detach()
+
+
+def two_backwards(model, step, rank):
+    output = model(**CHAIN.batch(step, rank))
+    loss = CHAIN.loss(output)
+    loss.backward(retain_graph=True)
+    (0.1 * output.exp().mean()).backward()
+    return loss.detach()
+
+
+def interleaved(model, step, rank):
+    """As a pipeline does it: the next forward comes before the last backward."""
+    losses = [CHAIN.loss(model(**CHAIN.batch(step, rank)))]
+    for k in range(1, 4):
+        losses.append(CHAIN.loss(model(**CHAIN.batch(step + 50 * k, rank))))
+        losses[k - 1].backward()
+    losses[-1].backward()
+    return losses[-1].detach()
+
+
+def backward_into_kept_gradients(model, step, rank):
+    """Two whole steps into one gradient; the second adds to what the first reduced."""
+    CHAIN.work(model, step, rank)
+    return CHAIN.work(model, step + 50, rank)
+
+
+def two_forwards_of_which_one_is_dropped(model, step, rank):
+    CHAIN.loss(model(**CHAIN.batch(step + 50, rank)))  # never goes backward
+    return CHAIN.work(model, step, rank)
+
+
+WORKS = (
+    two_forwards_one_backward,
+    three_forwards_backwards_in_another_order,
+    two_backwards,
+    interleaved,
+    backward_into_kept_gradients,
+    two_forwards_of_which_one_is_dropped,
+)
+
+
+def evaluate(model, step, rank, mode):
+    model.eval()
+    with mode():
+        loss = CHAIN.loss(model(**CHAIN.batch(step + 90, rank)))
+    model.train()
+    return loss
+
+
+def evaluate_everywhere(model, step, rank):
+    """Before the step, between forward and backward, and after it."""
+    losses = [evaluate(model, step, rank, torch.no_grad)]
+    loss = CHAIN.loss(model(**CHAIN.batch(step, rank)))
+    losses.append(evaluate(model, step, rank, torch.inference_mode))
+    losses.append(evaluate(model, step, rank, torch.no_grad))
+    loss.backward()
+    losses.append(evaluate(model, step, rank, torch.inference_mode))
+    assert torch.equal(losses[0], losses[1])
+    return loss.detach() + sum(float(x) for x in losses)
+
+
+def check_works(strategy):
+    for settings in shallow(strategy):
+        for work in (*WORKS, evaluate_everywhere):
+            try:
+                assert_parity(CHAIN.build, work, settings, kinds=("sgd",))
+            except Exception as error:
+                raise AssertionError(f"{work.__name__}, {settings}") from error
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_any_number_of_forwards_and_backwards_is_as_in_one_process(ranks, strategy, world_size):
+    ranks(world_size)(check_works, strategy, timeout=100)
+
+
+# ---- gradients of inputs -------------------------------------------------------------------------
+
+
+class FromInputs(torch.nn.Module):
+    """A chain whose input asks for gradients; inputs of every step keep theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = chain()
+        self.seen = []
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        self.seen.append(x)
+        return self.chain(x)
+
+
+def gradients_of_inputs_alone(model, step, rank):
+    """`backward(inputs=)` and `autograd.grad` reach no parameter; a whole backward follows."""
+    output = model(**vectors(step, rank)).square().mean()
+    x = model.seen.pop()
+    output.backward(inputs=[x], retain_graph=True)
+    if rank == 0 or hasattr(model, ATTRIBUTE):  # one process keeps the gradients of rank 0
+        assert all(p.grad is None for p in model.parameters())
+    (again,) = torch.autograd.grad(output, x, retain_graph=True)
+    assert torch.equal(again, x.grad)
+    output.backward()
+    torch.testing.assert_close(x.grad, 2 * again, rtol=0, atol=1e-15)
+    return output.detach() + x.grad.square().sum()
+
+
+def from_inputs():
+    torch.manual_seed(0)
+    return FromInputs().double()
+
+
+def check_gradients_of_inputs():
+    for strategy in STRATEGIES:
+        for settings in shallow(strategy):
+            assert_parity(from_inputs, gradients_of_inputs_alone, settings, kinds=("sgd",))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_of_inputs_alone_leave_parameters_without(ranks, world_size):
+    ranks(world_size)(check_gradients_of_inputs, timeout=100)
+
+
+def check_gradient_of_a_shard_is_refused():
+    model = fs.shard(chain(), poison=True)
+    loss = model(**vectors(0, dist.get_rank())).square().mean()
+    with pytest.raises(ShardedTensorError, match=r"torch.autograd.grad.*stem.weight"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    loss.backward()
+    assert all(g is not None for g in whole_gradients(model).values())
+
+
+def test_autograd_grad_of_a_shard_is_an_error_and_leaves_the_model_usable(ranks):
+    ranks(2)(check_gradient_of_a_shard_is_refused)
+
+
+# ---- outputs that are handed on, and losses on inner ones ----------------------------------------
+
+
+class BiasedBlock(torch.nn.Module):
+    """The first block makes a bias from a weight of its own; all return it as it is."""
+
+    def __init__(self, makes_bias):
+        super().__init__()
+        self.bias = torch.nn.Linear(WIDTH, WIDTH) if makes_bias else None
+        self.mix = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, bias=None):
+        if bias is None:
+            bias = torch.tanh(self.bias(x))
+        return x + torch.tanh(self.mix(x) * bias), bias
+
+
+class Biased(torch.nn.Module):
+    """Six blocks; every block's output goes into the loss as a mapping."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(BiasedBlock(k == 0) for k in range(6))
+
+    def forward(self, x):
+        bias, states = None, []
+        for block in self.blocks:
+            x, bias = block(x, bias)
+            states.append(x)
+        return {"scores": x, "bias": [bias], "states": tuple(states)}
+
+
+def biased():
+    torch.manual_seed(0)
+    return perturbed(Biased().double())
+
+
+def pass_through(model, step, rank):
+    loss = model(**vectors(step, rank))["scores"].square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def loss_on_the_handed_on_output(model, step, rank):
+    output = model(**vectors(step, rank))
+    loss = output["scores"].square().mean() + output["bias"][0].mean()
+    loss.backward()
+    return loss.detach()
+
+
+def losses_on_hidden_states(model, step, rank):
+    output = model(**vectors(step, rank))
+    loss = sum((k + 1) * state.square().mean() for k, state in enumerate(output["states"]))
+    loss.backward()
+    return loss.detach()
+
+
+def loss_on_an_early_state_alone(model, step, rank):
+    """Later blocks take part in forward and get no gradient at all."""
+    loss = model(**vectors(step, rank))["states"][2].square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def hidden_states_of_llama(model, step, rank):
+    output = model(**LLAMA.batch(step, rank), output_hidden_states=True)
+    loss = output.loss + sum(state.square().mean() for state in output.hidden_states[1:])
+    loss.backward()
+    return loss.detach()
+
+
+EXITS = (
+    pass_through,
+    loss_on_the_handed_on_output,
+    losses_on_hidden_states,
+    loss_on_an_early_state_alone,
+)
+
+
+def check_exits(strategy):
+    for settings in shallow(strategy):
+        for work in EXITS:
+            try:
+                assert_parity(biased, work, settings)
+            except Exception as error:
+                raise AssertionError(f"{work.__name__}, {settings}") from error
+        assert_parity(LLAMA.build, hidden_states_of_llama, settings, kinds=("sgd",))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_gradients_may_enter_a_unit_by_any_of_its_outputs(ranks, strategy, world_size):
+    ranks(world_size)(check_exits, strategy, timeout=100)

@@ -1,0 +1,79 @@
+"""Sharded training computes what one process computes: models, strategies, depths, units."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from support.models import CASES
+from support.parity import assert_parity, assert_planned_events
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+DEPTHS = tuple(itertools.product((0, 1, 2), (0, 1, 2)))
+STRANGE = ("t5", "albert")  # their first step does not do what registration says
+
+
+def inner_modules(module):
+    """A callable wrap: units inside of blocks that are none themselves."""
+    return type(module).__name__ in ("LlamaMLP", "LlamaAttention")
+
+
+WRAPS = (
+    "auto",
+    "none",
+    ["LlamaDecoderLayer"],
+    ["LlamaDecoderLayer", "LlamaMLP"],
+    ["LlamaDecoderLayer", "LlamaMLP", "Linear"],
+    ["Linear", "Embedding"],
+    inner_modules,
+)
+
+
+def check_model(name):
+    case = CASES[name]
+    for strategy in STRATEGIES:
+        model = assert_parity(case.build, case.work, {"strategy": strategy})
+        for step in range(1 if name in STRANGE else 0, 3):
+            assert_planned_events(model, step)
+
+
+def check_depths(strategy):
+    case = CASES["chain"]
+    for forward, backward in DEPTHS:
+        settings = {
+            "strategy": strategy,
+            "forward_prefetch": forward,
+            "backward_prefetch": backward,
+        }
+        model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
+        for step in range(3):
+            assert_planned_events(model, step)
+
+
+def check_wraps(strategy):
+    case = CASES["llama"]
+    for wrap in WRAPS:
+        settings = {"strategy": strategy, "wrap": wrap}
+        model = assert_parity(case.build, case.work, settings, kinds=("sgd",))
+        for step in range(3):
+            assert_planned_events(model, step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_model_trains_as_in_one_process(ranks, name, world_size):
+    ranks(world_size)(check_model, name, timeout=100)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_prefetch_depth_trains_as_in_one_process(ranks, strategy, world_size):
+    ranks(world_size)(check_depths, strategy, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("full_shard", 1), *itertools.product(STRATEGIES, (2, 3))]
+)
+def test_every_choice_of_units_trains_as_in_one_process(ranks, strategy, world_size):
+    ranks(world_size)(check_wraps, strategy, timeout=100)

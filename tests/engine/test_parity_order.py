@@ -1,0 +1,168 @@
+"""Models that do not run as they are registered, or not the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.engine.engine import engine_of
+from support.models import CASES, chain, mean_square, vectors
+from support.parity import assert_parity, assert_planned_events, train_sharded
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+RANKED = list(itertools.product(STRATEGIES, (2, 3)))
+DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
+
+
+def depth_settings(strategy):
+    return [
+        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in DEPTHS
+    ]
+
+
+# ---- an order of its own, repetitions ------------------------------------------------------------
+
+ORDERS = {
+    "backwards": (3, 2, 1, 0),
+    "mixed": (2, 0, 3, 1),
+    "one block is never called": (3, 0, 1),
+    "each block three times": (0, 1, 2, 3) * 3,
+    "alternating": (0, 1, 0, 1, 2, 3, 2),
+    "one block alone": (1, 1, 1),
+}
+BUILDS = {name: partial(chain, 4, order) for name, order in ORDERS.items()}  # one object a name
+
+
+def check_order(name, strategy):
+    case = CASES["chain"]
+    for settings in depth_settings(strategy):
+        model = assert_parity(BUILDS[name], case.work, settings, kinds=("adamw",))
+        called = [index for index in engine_of(model).plan.order.forward if index > 0]
+        assert called == [block + 1 for block in ORDERS[name]]
+        for step in (1, 2):
+            assert_planned_events(model, step)
+
+
+def check_orders(strategy):
+    for name in ORDERS:
+        try:
+            check_order(name, strategy)
+        except Exception as error:
+            raise AssertionError(f"{name}, {strategy}") from error
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(
+    ranks, strategy, world_size
+):
+    ranks(world_size)(check_orders, strategy, timeout=100)
+
+
+# ---- another order in every step -----------------------------------------------------------------
+
+
+def changing_order(model, step, rank):
+    """What the first step showed does not come again."""
+    orders = [(0, 1, 2, 3), (3, 1, 0), (2, 2, 0, 1, 3)]
+    loss = mean_square(model(**vectors(step, rank), order=orders[step]))
+    loss.backward()
+    return loss.detach()
+
+
+def check_changing_order(strategy):
+    for settings in depth_settings(strategy):
+        assert_parity(chain, changing_order, settings)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_an_order_that_changes_from_step_to_step_stays_right(ranks, strategy, world_size):
+    ranks(world_size)(check_changing_order, strategy, timeout=100)
+
+
+# ---- blocks skipped on one rank ------------------------------------------------------------------
+
+ALL = (0, 1, 2, 3)
+SKIPS = {  # what the last rank calls where the others call all, by step
+    "the first": {0: (1, 2, 3), 1: (1, 2, 3), 2: ALL},
+    "one inside, from the second step on": {0: ALL, 1: (0, 2, 3), 2: (0, 1, 3)},
+    "two inside": {0: (0, 3), 1: ALL, 2: (0, 3)},
+    "the last": {0: (0, 1, 2), 1: (0, 1, 2), 2: ALL},
+    "the last two, from the second step on": {0: ALL, 1: (0, 1), 2: (0, 1)},
+    "all but the second": {0: (1,), 1: (1,), 2: (1,)},
+    "all, from the second step on": {0: ALL, 1: (), 2: ALL},
+}
+
+
+def skipping(model, step, rank, name, world_size):
+    order = SKIPS[name][step] if rank == world_size - 1 else ALL
+    loss = mean_square(model(**vectors(step, rank), order=order))
+    loss.backward()
+    return loss.detach()
+
+
+def check_skipping(name, strategy):
+    work = partial(skipping, name=name, world_size=dist.get_world_size())
+    for settings in depth_settings(strategy):
+        try:
+            assert_parity(chain, work, settings, kinds=("adamw",))
+        except Exception as error:
+            raise AssertionError(f"{name}, {settings}") from error
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize("name", SKIPS)
+def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(
+    ranks, name, strategy, world_size
+):
+    ranks(world_size)(check_skipping, name, strategy, timeout=60)
+
+
+# ---- evaluation of some blocks alone -------------------------------------------------------------
+
+
+def shorter_evaluation(model, step, rank):
+    """An early exit under no_grad, on one rank earlier than on the others."""
+    import torch
+
+    with torch.no_grad():
+        model(**vectors(step, rank), order=(0,) if rank == 0 else (0, 1, 2))
+    loss = mean_square(model(**vectors(step, rank)))
+    loss.backward()
+    with torch.no_grad():
+        model(**vectors(step, rank), order=(1,) if rank == 0 else ALL)
+    return loss.detach()
+
+
+def check_shorter_evaluation(strategy):
+    for settings in depth_settings(strategy):
+        assert_parity(chain, shorter_evaluation, settings, kinds=("sgd",))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_an_evaluation_may_leave_early_on_one_rank(ranks, strategy, world_size):
+    ranks(world_size)(check_shorter_evaluation, strategy, timeout=60)
+
+
+# ---- an order traced from a sample ---------------------------------------------------------------
+
+
+def check_sample():
+    """With the order known from a sample the first step's events are the plan's already."""
+    import torch
+
+    import fullshard as fs
+
+    for name, order in ORDERS.items():
+        model = chain(4, order)
+        fs.shard(model, sample=(torch.zeros(5, 12, dtype=torch.float64),), poison=True)
+        CASES["chain"].work(model, 0, dist.get_rank())
+        assert_planned_events(model, 0)
+        model, _ = train_sharded(BUILDS[name], CASES["chain"].work, {}, num_steps=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_order_traced_from_a_sample_is_run_from_the_first_step(ranks, world_size):
+    ranks(world_size)(check_sample)

@@ -1,0 +1,281 @@
+"""Parameters that get no gradient: unused, unused on one rank, frozen, adapted, turned off."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of
+from support.models import WIDTH, Block, mean_square, perturbed, tokens, vectors
+from support.parity import assert_parity, assert_planned_events, whole_gradients
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+RANKED = list(itertools.product(STRATEGIES, (2, 3)))
+DEPTHS = ((0, 0), (1, 1), (2, 2))
+
+
+def every_depth(strategy):
+    return [
+        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in DEPTHS
+    ]
+
+
+class Adapter(torch.nn.Module):
+    """A frozen linear layer with a trainable low-rank one beside it (LoRA)."""
+
+    def __init__(self, inner, rank=2):
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = torch.nn.Linear(inner.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, inner.out_features, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) + self.up(self.down(x))
+
+
+class SometimesBlock(Block):
+    """Uses one more parameter when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(7))
+        self.sometimes = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, use=False):
+        x = super().forward(x)
+        return x * self.sometimes if use else x
+
+
+class Sometimes(torch.nn.Module):
+    """Blocks, gates of the root and whole layers that only some calls use."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(SometimesBlock() for _ in range(4))
+        self.gate = torch.nn.Parameter(torch.ones(WIDTH))
+        self.unused = torch.nn.Linear(WIDTH, 5)
+        self.head = torch.nn.Linear(WIDTH, 3)
+
+    def forward(self, x, use=(), gated=False):
+        for index, block in enumerate(self.blocks):
+            x = block(x, use=index in use)
+        return self.head(x * self.gate if gated else x)
+
+
+def sometimes():
+    torch.manual_seed(0)
+    return perturbed(Sometimes().double())
+
+
+# ---- unused --------------------------------------------------------------------------------------
+
+
+def never_used(model, step, rank):
+    loss = mean_square(model(**vectors(step, rank)))
+    loss.backward()
+    return loss.detach()
+
+
+def used_in_some_steps(model, step, rank):
+    """A parameter that had a gradient has none in the next step, in which AdamW leaves it alone."""
+    loss = mean_square(model(**vectors(step, rank), use=(step, 3), gated=step == 1))
+    loss.backward()
+    return loss.detach()
+
+
+def used_on_one_rank(model, step, rank):
+    """Other ranks contribute nothing; the mean over ranks still divides by their number."""
+    loss = mean_square(model(**vectors(step, rank), use=(1, step) if rank == 1 else ()))
+    loss.backward()
+    return loss.detach()
+
+
+def used_everywhere_but_on_one_rank(model, step, rank):
+    here = rank != 1
+    loss = mean_square(model(**vectors(step, rank), use=(0, 1, 2, 3) if here else (), gated=here))
+    loss.backward()
+    return loss.detach()
+
+
+def head_alone_on_one_rank(model, step, rank):
+    """On rank 0 the loss cuts the graph before the head: only the head's own gradients come."""
+    model.blocks[3].register_forward_hook(lambda m, a, out: out.detach() if rank == 0 else out)
+    loss = mean_square(model(**vectors(step, rank)))
+    loss.backward()
+    model.blocks[3]._forward_hooks.popitem()
+    return loss.detach()
+
+
+UNUSED = (
+    never_used,
+    used_in_some_steps,
+    used_on_one_rank,
+    used_everywhere_but_on_one_rank,
+    head_alone_on_one_rank,
+)
+
+
+def check_unused(strategy):
+    for settings in every_depth(strategy):
+        for work in UNUSED:
+            try:
+                assert_parity(sometimes, work, settings, kinds=("adamw",))
+            except Exception as error:
+                raise AssertionError(f"{work.__name__}, {settings}") from error
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_unused_parameters_are_left_alone_as_in_one_process(ranks, strategy, world_size):
+    ranks(world_size)(check_unused, strategy, timeout=100)
+
+
+def check_experts():
+    """An expert that no token of any rank reached, or of one rank only."""
+    from support.models import CASES
+
+    case = CASES["mixture of experts"]
+
+    def few_tokens(model, step, rank):
+        batch = {name: ids[:1, :2] for name, ids in tokens(step, rank).items()}
+        loss = model(**batch, output_router_logits=False).loss
+        loss.backward()
+        return loss.detach()
+
+    assert_parity(case.build, few_tokens, {}, kinds=("adamw",))
+
+
+def test_experts_that_few_tokens_reach_train_as_in_one_process(ranks):
+    ranks(2)(check_experts, timeout=100)
+
+
+# ---- frozen --------------------------------------------------------------------------------------
+
+
+def frozen(*names):
+    model = sometimes()
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def frozen_start():
+    return frozen("blocks.0", "blocks.1")
+
+
+def frozen_middle():
+    return frozen("blocks.1", "blocks.2")
+
+
+def frozen_end():
+    return frozen("blocks.3", "head")
+
+
+def frozen_but_the_norms():
+    model = frozen("blocks")
+    for block in model.blocks:
+        block.norm.requires_grad_(True)
+    return model
+
+
+def adapted():
+    model = sometimes().requires_grad_(False)
+    torch.manual_seed(5)
+    for block in model.blocks:
+        block.up = Adapter(block.up).double()
+    return model
+
+
+FROZEN = (frozen_start, frozen_middle, frozen_end, frozen_but_the_norms, adapted)
+
+
+def check_frozen(strategy):
+    for settings in every_depth(strategy):
+        for build in FROZEN:
+            try:
+                model = assert_parity(build, never_used, settings, kinds=("adamw",))
+                assert_frozen_has_no_gradient_memory(model)
+                for step in (1, 2):
+                    assert_planned_events(model, step)
+            except Exception as error:
+                raise AssertionError(f"{build.__name__}, {settings}") from error
+
+
+def assert_frozen_has_no_gradient_memory(model):
+    """Gradient shards and slots are as large as the trained groups alone make them."""
+    engine = engine_of(model)
+    groups = [group for unit in engine.units for group in unit.groups]
+    for group in groups:
+        assert (group.grad_shard is None) is not group.plan.trainable
+        assert (group.grad_slot is None) is not group.plan.trainable
+    trained = sum(g.plan.layout.part_numel for g in groups if g.plan.trainable)
+    assert fs.memory_stats(model)["gradient_shards"]["now"] == 8 * trained
+    for ring in engine.plan.rings:
+        if ring.name.endswith(".grad"):
+            largest = max(g.plan.layout.numel for g in groups if g.plan.trainable)
+            assert ring.numel <= largest
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_frozen_and_adapted_models_train_as_in_one_process(ranks, strategy, world_size):
+    ranks(world_size)(check_frozen, strategy, timeout=100)
+
+
+def gradients_of_frozen_start(model, step, rank):
+    """Inputs ask for gradients, so that backward runs through the frozen blocks."""
+    x = vectors(step, rank)["x"].requires_grad_()
+    loss = mean_square(model(x))
+    loss.backward()
+    return loss.detach() + x.grad.square().sum()
+
+
+def check_backward_through_frozen(strategy):
+    for settings in every_depth(strategy):
+        for build in (frozen_start, adapted):
+            assert_parity(build, gradients_of_frozen_start, settings, kinds=("sgd",))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_flow_through_frozen_blocks_to_the_inputs(ranks, strategy):
+    ranks(2)(check_backward_through_frozen, strategy, timeout=100)
+
+
+# ---- turned off and on between steps -------------------------------------------------------------
+
+
+def frozen_in_the_second_step(model, step, rank):
+    """Gradual unfreezing, the other way around: off for one step, a block and a bias."""
+    model.blocks[1].requires_grad_(step != 1)
+    model.head.bias.requires_grad_(step != 1)
+    return never_used(model, step, rank)
+
+
+def check_turned_off(strategy):
+    for settings in every_depth(strategy):
+        assert_parity(sometimes, frozen_in_the_second_step, settings, kinds=("adamw",))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_requires_grad_may_be_turned_off_for_a_step(ranks, strategy):
+    ranks(2)(check_turned_off, strategy, timeout=100)
+
+
+def check_everything_frozen():
+    """A model without a trained parameter evaluates, and gives gradients of its inputs."""
+    model = fs.shard(sometimes().requires_grad_(False), poison=True)
+    alone = sometimes().requires_grad_(False)
+    for step in range(3):
+        x = vectors(step, dist.get_rank())["x"]
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        mean_square(model(ours)).backward()
+        mean_square(alone(theirs)).backward()
+        assert torch.equal(ours.grad, theirs.grad)
+    assert all(gradient is None for gradient in whole_gradients(model).values())
+    assert fs.memory_stats(model)["gradient_slots"]["now"] == 0
+
+
+def test_a_model_without_trained_parameters_gives_gradients_of_its_inputs(ranks):
+    ranks(2)(check_everything_frozen)

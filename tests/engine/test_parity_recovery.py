@@ -1,0 +1,324 @@
+"""What users do around a step: exceptions in the middle, hooks, gradients of their own."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of
+from support.models import CASES, chain, mean_square, vectors
+from support.parity import assert_parity, assert_planned_events, whole_gradients
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+RANKED = list(itertools.product(STRATEGIES, (2, 3)))
+DEPTHS = ((0, 0), (1, 1), (2, 2))
+CHAIN = CASES["chain"]
+
+
+def every_depth(strategy):
+    return [
+        {"strategy": strategy, "forward_prefetch": f, "backward_prefetch": b} for f, b in DEPTHS
+    ]
+
+
+# ---- exceptions ----------------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """Raised by a user's code."""
+
+
+class Interrupt(BaseException):
+    """Like a KeyboardInterrupt: torch does not call forward hooks for it."""
+
+
+def raise_it(kind):
+    raise kind("in the middle")
+
+
+def failing_forward(model, where, kind):
+    """A forward in which one module of the user raises, in its own forward."""
+    module = model.get_submodule(where)
+    original = module.forward
+    module.forward = lambda *args, **kwargs: raise_it(kind)
+    try:
+        model(**vectors(99, 0))
+    finally:
+        module.forward = original
+
+
+def failing_hook(model, where, before):
+    """A forward in which a hook of the user raises, before or after a module."""
+    module = model.get_submodule(where)
+    register = module.register_forward_pre_hook if before else module.register_forward_hook
+    handle = register(lambda *_: raise_it(UserError))
+    try:
+        model(**vectors(99, 0))
+    finally:
+        handle.remove()
+
+
+def failing_backward(model, block):
+    """A backward that raises where the gradient of a block's output is there."""
+    scores, states = model(**vectors(99, 0), states=True)
+    states[block].register_hook(lambda _: raise_it(UserError))
+    mean_square(scores).backward()
+
+
+def failing_loss(model):
+    """A whole forward, and no backward."""
+    mean_square(model(**vectors(99, 0)))
+    raise UserError("in the loss")
+
+
+FAILURES = {
+    "forward of the first block": lambda m: failing_forward(m, "blocks.0", UserError),
+    "forward of a layer inside the third": lambda m: failing_forward(m, "blocks.2.up", UserError),
+    "forward of the head": lambda m: failing_forward(m, "head", UserError),
+    "an interrupt in the second block": lambda m: failing_forward(m, "blocks.1.up", Interrupt),
+    "an interrupt in the root": lambda m: failing_forward(m, "stem", Interrupt),
+    "a hook before the second block": lambda m: failing_hook(m, "blocks.1", before=True),
+    "a hook after the last block": lambda m: failing_hook(m, "blocks.3", before=False),
+    "backward of the last block": lambda m: failing_backward(m, 3),
+    "backward of the first block": lambda m: failing_backward(m, 0),
+    "the loss": failing_loss,
+}
+
+
+def fail(model, name):
+    with pytest.raises((UserError, Interrupt)):
+        FAILURES[name](model)
+
+
+def fail_in_evaluation(model):
+    with torch.no_grad(), pytest.raises(UserError):
+        failing_forward(model, "blocks.2", UserError)
+
+
+def check_each_failure():
+    """One failure, before the first step and twice before the last."""
+    for name in FAILURES:
+
+        def work(model, step, rank, name=name):
+            fail(model, name)
+            if step == 2:
+                fail_in_evaluation(model)
+                fail(model, name)
+            return CHAIN.work(model, step, rank)
+
+        try:
+            assert_parity(chain, work, {}, alone=CHAIN.work, kinds=("adamw",))
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def check_all_failures(strategy):
+    """One after another, before every step."""
+
+    def work(model, step, rank):
+        for name in FAILURES:
+            fail(model, name)
+        return CHAIN.work(model, step, rank)
+
+    for settings in every_depth(strategy):
+        assert_parity(chain, work, settings, alone=CHAIN.work, kinds=("sgd",))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_step_after_an_exception_is_right(ranks, world_size):
+    ranks(world_size)(check_each_failure, timeout=100)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+def test_the_step_after_many_exceptions_is_right(ranks, strategy, world_size):
+    ranks(world_size)(check_all_failures, strategy, timeout=100)
+
+
+def check_failure_between_micro_batches():
+    """What was deferred before a failed backward is lost with it, as fs.reset says."""
+    model = fs.shard(chain(), poison=True)
+    rank = dist.get_rank()
+    with fs.no_sync(model):
+        CHAIN.work(model, 0, rank)
+    fail(model, "backward of the last block")
+    CHAIN.work(model, 1, rank)
+    found = whole_gradients(model)
+    alone = chain()
+    for other in range(dist.get_world_size()):
+        CHAIN.work(alone, 1, other)
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(found[name], param.grad / 2, rtol=0, atol=1e-12)
+
+
+def test_a_failed_backward_drops_what_was_deferred(ranks):
+    ranks(2)(check_failure_between_micro_batches)
+
+
+def check_events_after_failures():
+    model = fs.shard(chain(), poison=True)
+    CHAIN.work(model, 0, dist.get_rank())
+    for name in FAILURES:
+        fail(model, name)
+    fs.reset(model)
+    engine = engine_of(model)
+    engine.recorder.clear()
+    CHAIN.work(model, 1, dist.get_rank())
+    assert_planned_events(model, engine.runtime.step - 1)
+
+
+def test_after_failures_and_a_reset_the_events_are_those_of_the_plan(ranks):
+    ranks(2)(check_events_after_failures)
+
+
+# ---- hooks of users ------------------------------------------------------------------------------
+
+
+def with_hooks():
+    """A chain whose hooks read weights, activations and gradients into `seen`."""
+    model = chain()
+    model.seen = []
+
+    def note(*tensors):
+        model.seen.extend(float(t.detach().sum()) for t in tensors if t is not None)
+
+    for block in (*model.blocks, model.head):
+        linear = block if isinstance(block, nn.Linear) else block.up
+        block.register_forward_pre_hook(lambda m, args, w=linear: note(args[0], w.weight))
+        block.register_forward_hook(lambda m, args, out, w=linear: note(out, w.weight))
+        block.register_full_backward_hook(lambda m, gi, go, w=linear: note(gi[0], go[0], w.weight))
+        block.register_full_backward_pre_hook(lambda m, go: note(go[0]))
+    return model
+
+
+def hooked_step(model, step, rank):
+    """Hooks of forward and backward see whole weights and what one process sees."""
+    model.seen.clear()
+    loss = mean_square(model(**vectors(step, rank)))
+    loss.backward()
+    seen = torch.tensor(model.seen, dtype=torch.float64)
+    assert len(seen) == 5 * (2 + 2 + 3 + 1)
+    return torch.cat([loss.detach()[None], seen])
+
+
+def scaled_step(model, step, rank):
+    """Hooks that change activations and gradients."""
+    handles = [
+        model.blocks[1].register_forward_hook(lambda m, args, out: out * 1.5),
+        model.blocks[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,)),
+    ]
+    scores, states = model(**vectors(step, rank), states=True)
+    states[0].register_hook(lambda g: g * 3.0)
+    states[3].register_hook(lambda g: g.clamp(-0.01, 0.01))
+    loss = mean_square(scores)
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return loss.detach()
+
+
+def check_hooks(strategy):
+    for settings in every_depth(strategy):
+        assert_parity(with_hooks, hooked_step, settings, kinds=("sgd",))
+        assert_parity(chain, scaled_step, settings, kinds=("sgd",))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_of_users_see_and_change_what_they_do_in_one_process(ranks, strategy):
+    ranks(2)(check_hooks, strategy, timeout=100)
+
+
+def check_parameter_hooks():
+    """Hooks of parameters run once a backward, with the reduced gradient in place."""
+    model, rank = chain(), dist.get_rank()
+    called = []
+    model.stem.weight.register_post_accumulate_grad_hook(lambda p: called.append(("stem", p)))
+    fs.shard(model, poison=True)
+    handle = model.head.bias.register_post_accumulate_grad_hook(
+        lambda p: called.append(("head", p.grad.to_local().clone()))
+    )
+    CHAIN.work(model, 0, rank)
+    assert [name for name, _ in called] == ["stem", "head"]
+    assert called[0][1] is model.stem.weight
+    assert torch.equal(called[1][1], model.head.bias.grad.to_local())
+    handle.remove()
+    with fs.no_sync(model):
+        CHAIN.work(model, 1, rank)
+    assert len(called) == 2, "an unreduced gradient is no gradient yet"
+    CHAIN.work(model, 2, rank)
+    assert [name for name, _ in called] == ["stem", "head", "stem"]
+
+
+def test_hooks_of_parameters_run_when_the_reduced_gradient_is_there(ranks):
+    ranks(2)(check_parameter_hooks)
+
+
+# ---- gradients that users hold, keep or replace --------------------------------------------------
+
+
+def zero_in_place(model, step, rank):
+    """zero_grad(set_to_none=False) before every backward."""
+    model.zero_grad(set_to_none=False)
+    return CHAIN.work(model, step, rank)
+
+
+def check_zero_in_place(strategy):
+    """Also after a first backward, when there are gradients to fill with zeros."""
+
+    def work(model, step, rank):
+        CHAIN.work(model, step + 50, rank)
+        return zero_in_place(model, step, rank)
+
+    assert_parity(chain, work, {"strategy": strategy}, alone=CHAIN.work, kinds=("adamw",))
+
+
+def check_replaced(strategy):
+    """A user's own tensor in p.grad is accumulated into, as autograd does it."""
+
+    def work(model, step, rank):
+        CHAIN.work(model, step + 50, rank)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.25)
+        return CHAIN.work(model, step, rank)
+
+    def alone(model, step, rank):
+        if rank == 0:  # the ranks' gradients are summed and divided, the user's is there once
+            size = dist.get_world_size()
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.25 * size)
+        return CHAIN.work(model, step, rank)
+
+    assert_parity(chain, work, {"strategy": strategy}, alone=alone, kinds=("sgd",))
+
+
+def check_removed_for_some(strategy):
+    """Half of the gradients are dropped between two backwards, the others add up."""
+
+    def work(model, step, rank):
+        CHAIN.work(model, step + 50, rank)
+        for index, param in enumerate(model.parameters()):
+            if index % 2:
+                param.grad = None
+        return CHAIN.work(model, step, rank)
+
+    def alone(model, step, rank):
+        if rank == 0:
+            for other in range(dist.get_world_size()):
+                CHAIN.work(model, step + 50, other)
+            for index, param in enumerate(model.parameters()):
+                if index % 2:
+                    param.grad = None
+        return CHAIN.work(model, step, rank)
+
+    assert_parity(chain, work, {"strategy": strategy}, alone=alone, kinds=("adamw",))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("check", [check_zero_in_place, check_replaced, check_removed_for_some])
+def test_gradients_in_p_grad_are_accumulated_into_as_autograd_does(ranks, check, world_size):
+    for strategy in STRATEGIES:
+        ranks(world_size)(check, strategy)

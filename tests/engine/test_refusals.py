@@ -1,0 +1,360 @@
+"""What cannot be sharded, and what a sharded model does not take: typed, with the way out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from support.scripts import Block, Run, Tiny, differences, error_of, tokens_of
+
+Part = Callable[[], nn.Module]
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# ---- models -----------------------------------------------------------------------------------
+
+
+def with_int8() -> nn.Module:
+    model = Tiny()
+    model.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    return model
+
+
+def with_complex() -> nn.Module:
+    model = Tiny()
+    model.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    return model
+
+
+def with_shared_storage() -> nn.Module:
+    model = Tiny()
+    model.head.weight = nn.Parameter(model.embed.weight.data)
+    return model
+
+
+def with_a_gradient() -> nn.Module:
+    model = Tiny()
+    model(tokens_of(0, 0)).sum().backward()
+    return model
+
+
+def with_a_gradient_hook() -> nn.Module:
+    model = Tiny()
+    model.head.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+class Quantized(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def with_a_lazy_module() -> nn.Module:
+    model = Tiny()
+    model.late = nn.LazyLinear(3)
+    return model
+
+
+def with_a_parameter_subclass() -> nn.Module:
+    model = Tiny()
+    model.head.weight = Quantized(model.head.weight.data)
+    return model
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Tiny()
+
+
+def partly_on_meta() -> nn.Module:
+    model = Tiny()
+    model.head = nn.Linear(10, 11, bias=False, device="meta")
+    return model
+
+
+def with_a_sharded_part() -> nn.Module:
+    model = Tiny()
+    fs.shard(model.blocks[1])
+    return model
+
+
+def sharded_already() -> nn.Module:
+    return fs.shard(Tiny())
+
+
+def with_sparse() -> nn.Module:
+    model = Tiny()
+    model.mask = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+    return model
+
+
+MODELS: list[Part] = [
+    with_int8,
+    with_complex,
+    with_shared_storage,
+    with_a_gradient,
+    with_a_gradient_hook,
+    with_a_parameter_subclass,
+    with_a_lazy_module,
+    on_meta,
+    partly_on_meta,
+    with_a_sharded_part,
+    sharded_already,
+    with_sparse,
+]
+
+
+def refused_models() -> dict[str, str]:
+    """What fs.shard says; the model is as it was."""
+    texts = {}
+    for make in MODELS:
+        model = make()
+        kinds = [type(param) for param in model.parameters()]
+        shapes = [_shape_of(param) for param in model.parameters()]
+        texts[make.__name__] = error_of(partial(fs.shard, model))
+        assert [type(param) for param in model.parameters()] == kinds, make.__name__
+        now = [_shape_of(param) for param in model.parameters()]
+        assert now == shapes, make.__name__
+    return texts
+
+
+def _shape_of(param: nn.Parameter) -> Any:
+    return None if nn.parameter.is_lazy(param) else param.shape
+
+
+def test_a_model_that_cannot_be_sharded_is_refused_and_left_as_it_was(ranks, snapshot):
+    texts = ranks(2)(refused_models)
+    assert texts[0] == texts[1]
+    assert texts[0] == snapshot
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "unknown field": {"stratgy": "full_shard"},
+    "unknown strategy": {"strategy": "fulll_shard"},
+    "hybrid": {"strategy": "hybrid_shard"},
+    "mesh too large": {"mesh": (1, 4)},
+    "mesh and sizes": {"mesh": (1, 2), "shard": 2},
+    "mesh of three axes": {"mesh": (1, 1, 2)},
+    "offload": {"offload": "cpu"},
+    "shared transport": {"transport": "shared"},
+    "missing class": {"wrap": ["Blok"]},
+    "sample of another kind": {"weights": "/nowhere"},
+}
+
+
+def refused_configs() -> dict[str, str]:
+    model = Tiny()
+    texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    return texts
+
+
+def test_a_configuration_that_cannot_be_had_is_refused_by_name(ranks):
+    for texts in ranks(2)(refused_configs):
+        wrong = {n: t for n, t in texts.items() if not t.startswith(("Config", "WrapError"))}
+        assert not wrong
+        assert "Did you mean 'strategy'" in texts["unknown field"]
+        assert "'Block'" in texts["missing class"] or "Block" in texts["missing class"]
+
+
+# ---- changes behind our back ------------------------------------------------------------------
+
+
+def to_half(model: nn.Module) -> None:
+    model.half()
+
+
+def to_float(model: nn.Module) -> None:
+    model.to(torch.float32)
+
+
+def data_replaced(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.9
+
+
+def vector_to_parameters(model: nn.Module) -> None:
+    vector = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def parameter_replaced(model: nn.Module) -> None:
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(22, 10, dtype=torch.float64))
+
+
+def parameters_tied_later(model: nn.Module) -> None:
+    model.head.weight = model.embed.weight
+
+
+def frozen_part_trained(model: nn.Module) -> None:
+    model.blocks[0].requires_grad_(True)
+
+
+BEHIND_OUR_BACK = [
+    to_half,
+    to_float,
+    data_replaced,
+    vector_to_parameters,
+    parameter_replaced,
+    parameters_tied_later,
+    frozen_part_trained,
+]
+
+
+def changed_models() -> dict[str, str]:
+    texts = {}
+    for change in BEHIND_OUR_BACK:
+        run = Run(2, rank())
+        model = run.model()
+        model.blocks[0].requires_grad_(False)
+        run.shard(model)
+        run.loss(model, 0).backward()
+        model.zero_grad()
+        change(model)
+        texts[change.__name__] = error_of(partial(run.loss, model, 1))
+    return texts
+
+
+def test_changes_of_shards_are_noticed_at_the_next_forward(ranks, snapshot):
+    texts = ranks(2)(changed_models)
+    assert not [t for found in texts for t in found.values() if not t.startswith("EngineError")]
+    assert texts[0] == snapshot
+
+
+def harmless_changes() -> None:
+    run = Run(2, rank())
+    model, alone = run.shard(run.model()), run.model()
+    for each in (model, alone):
+        each.double().to("cpu").train().eval().train()
+        each.to(torch.float64)
+        each.requires_grad_(True)
+        each.apply(lambda module: None)
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(1.25)
+                param.data.sub_(0.01)
+            each.head.weight.data.zero_()
+            nn.init.constant_(each.blocks[0].norm.weight, 0.5)
+            nn.init.ones_(each.blocks[1].norm.weight)
+    assert not list(differences(fs.full_state_dict(model, rank0_only=False), whole(alone), 1e-15))
+    run.loss(model, 0).backward()
+
+
+def test_changes_that_change_nothing_or_write_in_place_are_fine(ranks):
+    ranks(2)(harmless_changes)
+
+
+class Renormed(Tiny):
+    """An embedding that rescales its own weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 10, max_norm=1e-2)
+
+
+class Clamped(Block):
+    """A block that clamps a weight in forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Clamping(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Clamped()
+
+
+def writes_in_forward() -> list[str]:
+    texts = []
+    for kind in (Renormed, Clamping):
+        run = Run(2, rank())
+        model = run.shard(run.model(kind))
+        texts.append(error_of(partial(run.loss, model, 0)))
+        assert texts[-1] == error_of(partial(run.loss, model, 0))  # and again
+    return texts
+
+
+def test_a_forward_that_writes_into_its_parameters_is_refused(ranks):
+    for first, second in ranks(2)(writes_in_forward):
+        assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
+        assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
+
+
+# ---- calls ------------------------------------------------------------------------------------
+
+
+def refused_calls() -> dict[str, str]:
+    """Each is refused, and the next step is right."""
+    run = Run(2, rank())
+    model, alone = run.shard(run.model()), Run(2, None)
+    reference = alone.model()
+    state = {name: p.detach() * 2 for name, p in run.model().named_parameters()}
+    tokens = tokens_of(0, rank())
+    weight = model.blocks[0].mid.weight
+    calls = {
+        "create_graph": lambda: run.loss(model, 0).backward(create_graph=True),
+        "autograd.grad": lambda: torch.autograd.grad(run.loss(model, 0), list(model.parameters())),
+        "functional_call": lambda: torch.func.functional_call(model, state, (tokens,)),
+        "fs.plan of a sharded model": lambda: fs.plan(model, world_size=2),
+        "register_hook": lambda: weight.register_hook(lambda g: g),
+        "fs.sharding of a plain tensor": lambda: fs.sharding(torch.ones(3)),
+        "fs.global_norm of plain tensors": lambda: fs.global_norm([torch.ones(3)]),
+        "fs.memory_stats of a plain model": lambda: fs.memory_stats(reference),
+        "fs.clip_grad_norm_ of a plain model": lambda: fs.clip_grad_norm_(reference, 1.0),
+        "fs.no_sync of a plain model": lambda: fs.no_sync(reference),
+        "fs.unsharded of a plain model": lambda: fs.unsharded(reference).__enter__(),
+        "fs.full_state_dict of a plain model": lambda: fs.full_state_dict(reference),
+        "fs.reset of a plain model": lambda: fs.reset(reference),
+    }
+    texts = {}
+    for name, call in calls.items():
+        texts[name] = error_of(call)
+        model.zero_grad()
+    run.loss(model, 1).backward()
+    alone.loss(reference, 1).backward()
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        found = None if param.grad is None else param.grad.full_tensor()
+        assert (found is None) is (other.grad is None), name
+        assert found is None or torch.allclose(found, other.grad, 1e-12, 1e-12), name
+    return texts
+
+
+def test_a_refused_call_says_why_and_the_next_step_is_right(ranks, snapshot):
+    texts = ranks(2)(refused_calls)[0]
+    wrong = {name: t for name, t in texts.items() if t.startswith(("UNTYPED", "NO ERROR"))}
+    assert not wrong
+    assert texts == snapshot
+
+
+def test_copies_are_made_before_sharding(ranks):
+    ranks(2)(copy_before)
+
+
+def copy_before() -> None:
+    """The way out that the error of deepcopy names."""
+    run = Run(2, rank())
+    model = run.model()
+    teacher = copy.deepcopy(model)
+    run.shard(model)
+    run.shard(teacher)
+    with torch.no_grad():
+        assert torch.equal(run.loss(teacher, 0), run.loss(model, 0))
+    run.loss(model, 0).backward()
+    assert all(param.grad is None for param in teacher.parameters())
+    for ours, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
+        theirs.data.lerp_(ours.data, 0.5)

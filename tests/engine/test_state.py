@@ -1,0 +1,391 @@
+"""Weights in and out: state dicts, loading, whole blocks, averages."""
+
+from __future__ import annotations
+
+import copy
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from support.scripts import Run, Tiny, compare, differences, error_of, tokens_of
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def sharded(tied: bool = False, **config: Any) -> tuple[Run, nn.Module, nn.Module]:
+    """The run, the sharded model, and the same model whole."""
+    run = Run(torch.distributed.get_world_size(), rank())
+    return run, run.shard(run.model(tied=tied), **config), run.model(tied=tied)
+
+
+def same(found: Any, wanted: Any) -> bool:
+    return not list(differences(found, wanted, 0.0))
+
+
+# ---- full_state_dict --------------------------------------------------------------------------
+
+
+def full_state(tied: bool, strategy: str) -> None:
+    _, model, whole = sharded(tied, strategy=strategy)
+    state, wanted = fs.full_state_dict(model, rank0_only=False), whole.state_dict()
+    assert list(state) == list(wanted)
+    assert "scratch" not in state  # not persistent
+    assert same(state, wanted)
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert [value.dtype for value in state.values()] == [v.dtype for v in wanted.values()]
+    if tied:
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    on_zero = fs.full_state_dict(model)
+    assert on_zero == {} if rank() else same(on_zero, wanted)
+    small = fs.full_state_dict(model, dtype=torch.bfloat16, rank0_only=False)
+    assert small["steps"].dtype == torch.int64
+    assert same(small["shift"], wanted["shift"].bfloat16())
+    assert same(small["head.weight"], wanted["head.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_full_state_dict_is_the_unsharded_state_dict(ranks, tied, strategy):
+    ranks(2)(full_state, tied, strategy)
+
+
+def test_full_state_dict_is_the_same_on_three_ranks(ranks):
+    ranks(3)(full_state, True, "full_shard")
+
+
+class WithExtras(Tiny):
+    """A model whose state dict holds more than tensors, under a name of its own."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.version = state["version"]
+
+
+def full_state_with_extras() -> None:
+    run = Run(2, rank())
+    model = run.model(WithExtras)
+    model.register_state_dict_post_hook(renamed)
+    wanted = model.state_dict()
+    run.shard(model)
+    state = fs.full_state_dict(model, rank0_only=False)
+    assert state["_extra_state"] == {"version": 3}
+    assert same(state, wanted)
+
+
+def renamed(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state["output.weight"] = state.pop("head.weight")
+
+
+def test_full_state_dict_follows_the_models_own_hooks(ranks):
+    ranks(2)(full_state_with_extras)
+
+
+# ---- loading ----------------------------------------------------------------------------------
+
+
+def filled(model: nn.Module, seed: int = 5) -> dict[str, torch.Tensor]:
+    """A whole state dict of other values."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.dtype)
+        for name, value in model.state_dict().items()
+    }
+
+
+def load_everywhere(tied: bool, strategy: str) -> None:
+    _, model, whole = sharded(tied, strategy=strategy)
+    state = filled(whole)
+    if tied:
+        state["head.weight"] = state["embed.weight"]
+    kept = dict(state)
+    result = model.load_state_dict(state)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert all(state[name] is kept[name] for name in kept)  # the caller's dict is left alone
+    assert same(fs.full_state_dict(model, rank0_only=False), state)
+    part = filled(whole, seed=6)
+    prefix = "blocks.1."
+    inner = {k.removeprefix(prefix): v.float() for k, v in part.items() if k.startswith(prefix)}
+    model.blocks[1].load_state_dict(inner)  # and of another dtype
+    found = fs.full_state_dict(model, rank0_only=False)
+    assert same(found, {**state, **{prefix + k: v.double() for k, v in inner.items()}})
+    model.load_state_dict(whole.state_dict())
+    assert same(model(tokens_of(0, rank())), whole(tokens_of(0, rank())))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loading_a_whole_state_dict_slices_it_on_every_rank(ranks, tied, strategy):
+    ranks(2)(load_everywhere, tied, strategy)
+
+
+def failed_loads() -> dict[str, str]:
+    _, model, whole = sharded()
+    before = fs.full_state_dict(model, rank0_only=False)
+    state = whole.state_dict()
+    cases = {
+        "missing": {k: v for k, v in state.items() if k != "head.weight"},
+        "unexpected": {**state, "extra.weight": torch.ones(2)},
+        "wrong shape": {**state, "head.weight": torch.ones(3, 10)},
+        "shape of a shard": {**state, "embed.weight": torch.ones(model.embed.weight.shape)},
+    }
+    texts = {name: error_of(partial(model.load_state_dict, case)) for name, case in cases.items()}
+    texts["assign"] = error_of(partial(model.load_state_dict, state, assign=True))
+    assert same(fs.full_state_dict(model, rank0_only=False), before)
+    result = model.load_state_dict(cases["missing"], strict=False)
+    texts["not strict"] = str(result)
+    return texts
+
+
+def test_failed_loads_say_what_torch_says_and_change_nothing(ranks, snapshot):
+    texts = ranks(2)(failed_loads)
+    assert texts[0].pop("shape of a shard").startswith("UNTYPED RuntimeError")
+    assert texts[0] == snapshot
+
+
+# ---- saving what is cut -----------------------------------------------------------------------
+
+
+def state_dict_on_one_rank() -> list[str]:
+    """model.state_dict() is no collective."""
+    run, model, whole = sharded()
+    names = []
+    if rank() == 0:
+        state = model.state_dict()
+        assert list(state) == list(whole.state_dict())
+        names = [type(value).__name__ for value in state.values()]
+    run.loss(model, 0).backward()
+    return names
+
+
+def test_state_dict_may_be_called_on_one_rank_alone(ranks):
+    names, nothing = ranks(2)(state_dict_on_one_rank)
+    assert nothing == []
+    assert set(names) == {"ShardedTensor", "Tensor"}
+
+
+def saved_anyway(folder: Path) -> dict[str, str]:
+    import pickle
+
+    import safetensors.torch
+
+    run, model, _ = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.loss(model, 0).backward()
+    optimizer.step()
+    file = folder / f"rank_{rank()}"
+    weight = model.blocks[0].mid.weight
+    state = model.state_dict()
+    texts = {
+        "torch.save(model.state_dict())": error_of(lambda: torch.save(state, file)),
+        "torch.save(optimizer.state_dict())": error_of(
+            lambda: torch.save(optimizer.state_dict(), file)
+        ),
+        "torch.save(model)": error_of(lambda: torch.save(model, file)),
+        "pickle.dumps(weight)": error_of(lambda: pickle.dumps(weight)),
+        "pickle.dumps(weight.grad)": error_of(lambda: pickle.dumps(weight.grad)),
+        "copy.copy(weight)": error_of(lambda: copy.copy(weight)),
+    }
+    reads = error_of(lambda: torch.load(file, weights_only=True))
+    assert reads.startswith("UNTYPED RuntimeError: PytorchStreamReader"), reads
+    file.unlink()
+    tensors = {name: value for name, value in state.items() if name != "steps"}
+    texts |= {
+        "safetensors save_file": error_of(lambda: safetensors.torch.save_file(tensors, file)),
+        "safetensors save": error_of(lambda: safetensors.torch.save(tensors)),
+        "safetensors save_model": error_of(lambda: safetensors.torch.save_model(model, str(file))),
+        "weight.numpy()": error_of(lambda: weight.detach().numpy()),
+        "weight.data_ptr()": error_of(weight.data_ptr),
+        "weight.untyped_storage()": error_of(weight.untyped_storage),
+        "weight.tolist()": error_of(weight.tolist),
+    }
+    assert not os.path.exists(file)  # noqa: PTH110
+    return texts
+
+
+def test_saving_a_shard_raises_and_leaves_no_file_that_loads(ranks, snapshot, tmp_path):
+    assert ranks(2)(saved_anyway, tmp_path)[0] == snapshot
+
+
+def saved_where_nothing_is_cut(folder: Path) -> None:
+    _, model, whole = sharded(strategy="no_shard")
+    if rank() == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+        state = torch.load(folder / "model.pt", weights_only=True)
+        assert same(state, whole.state_dict())
+
+
+def test_where_nothing_is_cut_torch_save_works(ranks, tmp_path):
+    ranks(2)(saved_where_nothing_is_cut, tmp_path)
+
+
+# ---- fs.unsharded -----------------------------------------------------------------------------
+
+
+def whole_blocks(strategy: str) -> None:
+    run, model, whole = sharded(strategy=strategy)
+    params = dict(model.named_parameters())
+    with fs.unsharded(model):
+        assert same(dict(model.state_dict()), whole.state_dict())
+        assert [type(p) for p in model.parameters()] == [nn.Parameter] * len(params)
+        assert all(p is params[name] for name, p in model.named_parameters())
+        with torch.no_grad():
+            assert same(model(tokens_of(0, 0)), whole(tokens_of(0, 0)))
+            model.head.weight.mul_(3)
+            model.blocks[0].up.bias[2:5] = 7.0
+        model.embed.load_state_dict({"weight": torch.full((11, 10), 0.5)})
+    with torch.no_grad():
+        whole.head.weight.mul_(3)
+        whole.blocks[0].up.bias[2:5] = 7.0
+        whole.embed.weight.fill_(0.5)
+    assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
+    with fs.unsharded(model, writeback=False):
+        model.head.weight.data.zero_()
+    assert same(fs.full_state_dict(model, rank0_only=False), whole.state_dict())
+    with pytest.raises(ZeroDivisionError), fs.unsharded(model):
+        raise ZeroDivisionError
+    run.loss(model, 0).backward()
+    assert all(p is params[name] for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_inside_unsharded_parameters_are_whole_and_edits_are_kept(ranks, strategy):
+    ranks(2)(whole_blocks, strategy)
+
+
+def misused_blocks() -> dict[str, str]:
+    run, model, _ = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.loss(model, 0).backward()
+    nested = fs.unsharded(model)
+    with fs.unsharded(model):
+        texts = {
+            "training": error_of(lambda: run.loss(model, 0)),
+            "optimizer": error_of(optimizer.step),
+            "full_state_dict": error_of(lambda: fs.full_state_dict(model)),
+            "nested": error_of(nested.__enter__),
+        }
+    run.loss(model, 1).backward()
+    optimizer.step()
+    return texts
+
+
+def test_misuse_inside_unsharded_is_said(ranks, snapshot):
+    assert ranks(2)(misused_blocks)[0] == snapshot
+
+
+def generated(run: Run) -> list[int]:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        "llama",
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=40,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    run.shard(model)
+    prompt = torch.tensor([[1, 2, 3]])
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    first = model.generate(prompt, **settings).tolist()  # gathers unit by unit, on every rank
+    if run.sharded:
+        with fs.unsharded(model, writeback=False), torch.no_grad():
+            if run.rank == 0:  # nothing is gathered inside: one rank may generate alone
+                assert model.generate(prompt, **settings).tolist() == first
+    return first
+
+
+def test_generate_works_sharded_and_on_one_rank_inside_unsharded(ranks):
+    ranks(2)(compare, generated)
+
+
+# ---- averages and copies ----------------------------------------------------------------------
+
+
+def averaged(run: Run, update: Any) -> Any:
+    """An exponential moving average of the weights, which is then evaluated."""
+    model = run.shard(run.model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(3):
+        run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update(average, model)
+    whole = {n: a.full_tensor() if run.sharded else a for n, a in average.items()}
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(average[name])
+        loss = run.loss(model, 9)
+        for name, param in model.named_parameters():
+            param.data.copy_(kept[name])
+    if run.sharded:
+        torch.distributed.all_reduce(loss)
+        loss /= 2
+    return run.result(model, average=whole, loss=loss)
+
+
+def by_data(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        average[name].mul_(0.9).add_(param.data, alpha=0.1)
+
+
+def by_lerp(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_lerp_(list(average.values()), list(model.parameters()), 0.1)
+
+
+def by_state_dict(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+    state = model.state_dict()
+    for name, value in average.items():
+        value.copy_(0.9 * value + (1 - 0.9) * state[name])
+
+
+def by_torch(average: dict[str, torch.Tensor], model: nn.Module) -> None:
+    update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    update(list(average.values()), [p.detach() for p in model.parameters()], torch.tensor(1))
+
+
+@pytest.mark.parametrize("update", [by_data, by_lerp, by_state_dict, by_torch])
+def test_an_average_of_shards_is_the_shard_of_the_average(ranks, update):
+    ranks(2)(compare, partial(averaged, update=update))
+
+
+def copies() -> dict[str, str]:
+    run, model, _ = sharded()
+    weight = model.blocks[0].mid.weight
+    run.loss(model, 0).backward()
+    copied, gradient = copy.deepcopy(weight), copy.deepcopy(weight.grad)
+    assert (type(copied).__name__, type(gradient).__name__) == (
+        "ShardedParameter",
+        "ShardedGradient",
+    )
+    weight.data.add_(1)
+    assert (copied.full_tensor() + 1 - weight.full_tensor()).abs().max() == 0
+    swa = torch.optim.swa_utils.AveragedModel
+    return {
+        "copy.deepcopy(model)": error_of(lambda: copy.deepcopy(model)),
+        "copy.deepcopy(block)": error_of(lambda: copy.deepcopy(model.blocks[0])),
+        "copy.deepcopy(linear)": error_of(lambda: copy.deepcopy(model.blocks[0].up)),
+        "AveragedModel(model)": error_of(lambda: swa(model)),
+        "sum of a copy": error_of(copied.sum),
+    }
+
+
+def test_copies_of_shards_are_shards_and_of_models_are_refused(ranks, snapshot):
+    assert ranks(2)(copies)[0] == snapshot

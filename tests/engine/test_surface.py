@@ -1,0 +1,328 @@
+"""What people see of a sharded model: names, counts, hooks, modes, memory."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.shard import plan_of
+from support.scripts import Run, Tiny, compare, error_of
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def test_the_public_names_and_their_arguments_are_these(snapshot):
+    shown = {}
+    for name in sorted(fs.__all__):
+        value = getattr(fs, name)
+        is_function = inspect.isfunction(value)
+        shown[name] = str(inspect.signature(value)) if is_function else type(value).__name__
+    assert shown == snapshot
+
+
+# ---- names and identity -----------------------------------------------------------------------
+
+
+def names_and_identity(strategy: str) -> None:
+    run = Run(torch.distributed.get_world_size(), rank())
+    model, twin = run.model(tied=True), run.model(tied=True)
+    before = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    assert run.shard(model, strategy=strategy) is model
+    assert type(model) is Tiny
+    assert list(model.state_dict()) == list(twin.state_dict())
+    for _ in range(2):
+        after = dict(model.named_parameters())
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+        assert model.head.weight is model.embed.weight is before["embed.weight"]
+        assert all(value is buffers[name] for name, value in model.named_buffers())
+        run.loss(model, 0).backward()
+    assert fs.num_parameters(model) == fs.num_parameters(twin)
+    assert fs.num_parameters(twin) == sum(p.numel() for p in twin.parameters())
+    cut = 0
+    for (name, param), whole in zip(before.items(), twin.parameters(), strict=True):
+        place = fs.sharding(param)
+        assert (place.name, place.shape) == (name, tuple(whole.shape))
+        assert param.ndim == max(whole.ndim, 0 if strategy == "no_shard" else 1)
+        assert param.numel() == place.stop - place.start
+        assert param.requires_grad is whole.requires_grad
+        assert (param.dtype, param.device) == (whole.dtype, whole.device)
+        mine = whole.detach().reshape(-1)[place.start : place.stop]
+        assert torch.equal(param.to_local().reshape(-1), mine)
+        assert torch.equal(param.full_tensor(), whole)
+        cut += 0 < param.numel() < whole.numel()
+    assert cut == (0 if strategy == "no_shard" else 3)  # a matrix a block: the tests do cut
+    assert fs.sharding(before["blocks.1.up.weight"]).unit == "blocks.1"
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_names_order_and_identity_of_parameters_never_change(ranks, strategy):
+    ranks(2)(names_and_identity, strategy)
+
+
+def ranges() -> dict[str, tuple[int, int]]:
+    run = Run(torch.distributed.get_world_size(), rank())
+    model = run.shard(run.model())
+    return {n: (fs.sharding(p).start, fs.sharding(p).stop) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_element_has_one_owner(ranks, world_size):
+    found = ranks(world_size)(ranges)
+    for name, param in Tiny().named_parameters():
+        owned = sorted(places[name] for places in found if places[name][0] < places[name][1])
+        assert owned[0][0] == 0
+        assert [stop for _, stop in owned] == [*(start for start, _ in owned[1:]), param.numel()]
+
+
+# ---- modes and grads --------------------------------------------------------------------------
+
+
+class Dropping(Tiny):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (1.0 if self.training else 2.0)
+
+
+def modes(run: Run) -> Any:
+    model = run.shard(run.model(Dropping))
+    losses = []
+    for step in range(3):
+        model.train()
+        loss = run.loss(model, step)
+        loss.backward()
+        model.eval()
+        with torch.no_grad():
+            losses.append(_mean_over_ranks(run, run.loss(model, 100)))
+        with torch.inference_mode():
+            losses.append(_mean_over_ranks(run, run.loss(model, 101)))
+        assert not any(m.training for m in model.modules())
+        model.zero_grad(set_to_none=step == 1)
+    return run.result(model, losses=losses, grads=[p.grad is None for p in model.parameters()])
+
+
+def _mean_over_ranks(run: Run, loss: torch.Tensor) -> torch.Tensor:
+    if run.sharded:
+        torch.distributed.all_reduce(loss)
+        loss /= run.world_size
+    return loss.clone()
+
+
+def test_train_eval_no_grad_and_inference_mode_work_between_steps(ranks):
+    ranks(2)(compare, modes)
+
+
+def grads_by_name(run: Run, model: nn.Module) -> dict[str, Any]:
+    return {
+        n: p.grad if p.grad is None or not run.sharded else p.grad.full_tensor()
+        for n, p in model.named_parameters()
+    }
+
+
+def deferred(run: Run) -> Any:
+    """Nested no_sync, an exception inside, and a backward outside that reduces all."""
+    model = run.shard(run.model())
+    shown = []
+    no_sync = partial(fs.no_sync, model) if run.sharded else partial(torch.enable_grad)
+    with no_sync():
+        run.loss(model, 0).backward()
+        with no_sync():
+            run.loss(model, 1).backward()
+        run.loss(model, 2).backward()
+        shown = [p.grad is None for p in model.parameters()] if run.sharded else []
+    with pytest.raises(ZeroDivisionError), no_sync():
+        raise ZeroDivisionError
+    run.loss(model, 3).backward()
+    assert all(shown)
+    first = {n: g if g is None else g.clone() for n, g in grads_by_name(run, model).items()}
+    run.loss(model, 4).backward()
+    return [first, grads_by_name(run, model)]
+
+
+def test_no_sync_nests_and_the_next_backward_reduces_everything(ranks):
+    ranks(2)(compare, deferred)
+
+
+# ---- hooks ------------------------------------------------------------------------------------
+
+
+def hooks(run: Run) -> Any:
+    """Post-accumulate hooks, made before and after sharding, removed by their handles."""
+    model = run.model()
+    seen: list[Any] = []
+
+    def see(name: str, param: nn.Parameter) -> None:
+        grad = param.grad.full_tensor() if run.sharded else param.grad
+        seen.append((name, tuple(grad.shape), grad.clone()))
+
+    early = model.head.weight.register_post_accumulate_grad_hook(partial(see, "early"))
+    model.unused.register_post_accumulate_grad_hook(partial(see, "never"))
+    run.shard(model)
+    late = model.head.weight.register_post_accumulate_grad_hook(partial(see, "late"))
+    run.loss(model, 0).backward()
+    early.remove()
+    run.loss(model, 1).backward()  # onto the first gradient
+    late.remove()
+    run.loss(model, 2).backward()
+    names = [name for name, *_ in seen]
+    assert names == ["early", "late", "late"]
+    return run.result(model, seen=seen)
+
+
+def test_post_accumulate_hooks_see_the_reduced_gradient(ranks):
+    ranks(2)(compare, hooks)
+
+
+def module_hooks(run: Run) -> Any:
+    """Forward hooks that people use to look inside."""
+    model = run.shard(run.model())
+    seen: list[Any] = []
+    handles = [
+        block.register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
+        for block in model.blocks
+    ]
+    model.head.register_forward_hook(lambda m, args, out: seen.append(m.weight.detach().clone()))
+    if run.sharded:
+        run.loss(model, 0).backward()
+    else:
+        run.loss(model, 0)
+        seen = seen[4 * rank() : 4 * rank() + 4]
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_module_hooks_see_whole_activations_and_weights(ranks):
+    ranks(2)(compare, module_hooks)
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that live tensors hold, each once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory(strategy: str, dtype: str | None) -> dict[str, Any]:
+    """What memory_stats says beside what the process holds and the plan promised."""
+    run = Run(torch.distributed.get_world_size(), rank())
+    live_bytes()
+    before = live_bytes()
+    model = run.model()
+    whole = live_bytes() - before
+    run.shard(model, strategy=strategy, param_dtype=dtype)
+    grown = [live_bytes() - before]
+    stats = [fs.memory_stats(model)]
+    for step in range(0 if dtype else 2):
+        model.zero_grad()
+        run.loss(model, step).backward()
+    grown.append(live_bytes() - before)
+    stats.append(fs.memory_stats(model))
+    planned = {row["name"].replace(" ", "_"): row["bytes"] for row in plan_of(model).rows()}
+    return {"whole": whole, "grown": grown, "stats": stats, "planned": planned}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_memory_stats_is_what_tensors_hold_and_what_was_planned(ranks, strategy, dtype):
+    numel = sum(p.numel() for p in Tiny().parameters())
+    for found in ranks(2)(memory, strategy, dtype):
+        start, stats = found["stats"]
+        norms = 0 if dtype else 8 * len(list(Tiny().parameters()))  # squared, one a parameter
+        kinds = {kind: row for kind, row in stats.items() if kind != "total"}
+        assert stats["total"]["now"] == sum(row["now"] for row in kinds.values())
+        assert found["grown"] == [start["total"]["now"], stats["total"]["now"] + norms]
+        planned = found["planned"]
+        for kind, row in kinds.items():
+            if kind == "communication_buffers":  # taken when first used
+                assert (not dtype) <= row["now"] <= planned[kind]
+            else:
+                assert row["now"] == planned.get(kind, 0), kind
+        assert planned.keys() - kinds.keys() == {"optimizer_(AdamW)"}
+        parts = 1 if strategy == "no_shard" else 2
+        shards = stats["parameter_shards"]["now"]
+        padding = 63 * len(list(Tiny().parameters())) + 4 * 64 * parts  # at most, of four units
+        assert 8 * numel / parts <= shards <= 8 * (numel + padding) / parts
+        assert stats["gradient_shards"]["now"] == shards
+        assert math.isclose(found["whole"], 8 * numel, rel_tol=0.02)
+
+
+def deferred_memory() -> dict[str, Any]:
+    run = Run(2, rank())
+    model = run.shard(run.model())
+    with fs.no_sync(model):
+        run.loss(model, 0).backward()
+        inside = fs.memory_stats(model)["deferred_gradients"]
+    run.loss(model, 0).backward()
+    after = fs.memory_stats(model)["deferred_gradients"]
+    groups = [group for unit in plan_of(model).units for group in unit.groups if group.trainable]
+    numel = sum(group.layout.numel for group in groups)
+    return {"inside": inside, "after": after, "bytes": 8 * numel}
+
+
+def test_deferred_gradients_are_counted_while_they_last(ranks):
+    for found in ranks(2)(deferred_memory):
+        assert found["inside"] == {"now": found["bytes"], "peak": found["bytes"]}
+        assert found["after"] == {"now": 0, "peak": found["bytes"]}
+
+
+def freed_models() -> int:
+    """Bytes left after a model was sharded, trained and dropped."""
+    _train_and_drop()
+    before = live_bytes()
+    _train_and_drop()
+    return live_bytes() - before
+
+
+def _train_and_drop() -> None:
+    run = Run(2, rank())
+    model = run.shard(run.model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.loss(model, 0).backward()
+    optimizer.step()
+
+
+def test_a_dropped_model_leaves_nothing_behind(ranks):
+    assert ranks(2)(freed_models) == [0, 0]
+
+
+def watched_optimizers() -> tuple[int, int]:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    gc.collect()
+    run = Run(2, rank())
+    first, second = run.shard(run.model()), run.shard(run.model())
+    alive = len(_global_optimizer_pre_hooks)
+    del first
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == alive
+    del second
+    gc.collect()
+    return alive, len(_global_optimizer_pre_hooks)
+
+
+def test_the_one_process_wide_hook_goes_with_the_last_model(ranks):
+    assert ranks(2)(watched_optimizers) == [(1, 0), (1, 0)]
+
+
+def test_the_errors_of_tests_name_what_is_untyped():
+    assert error_of(lambda: [].pop()) == "UNTYPED IndexError: pop from empty list"
+    assert error_of(lambda: None) == "NO ERROR: NoneType"

@@ -1,0 +1,166 @@
+"""What the engine must do on GPUs, as functions that every rank of a group runs.
+
+test_gpu.py calls them on one rank; `python -m gpu_checks`, started by our launcher, is a rank of
+several. The reference is computed on the same GPU: a float32 master, a copy of it in the compute
+dtype that runs forward and backward for every rank's batch in turn, gradients summed in float32.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.bench.cases import Case
+from fullshard.bench.models import GPT
+from fullshard.engine.shard import plan_of
+from fullshard.launch import rendezvous
+from support.parity import assert_planned_events
+
+DEVICE = torch.device("cuda")
+CASE = Case("gpu", width=256, layers=4, vocab=512, batch=2, seq=64, num_ranks=1)
+NUM_STEPS = 4
+MAX_NORM = 0.5
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Of the whole update: rounding in float32, and sums in another order (atomics) in bfloat16.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+SLACK_BYTES = 2 * 2**20  # counters, norms, and 512 bytes of rounding a tensor
+
+
+def build() -> GPT:
+    """The model with noise on all weights: a norm's ones would hide a missed gather."""
+    torch.manual_seed(0)
+    model = GPT(CASE)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.02 * torch.randn(param.shape))
+    return model.to(DEVICE)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """Tokens and labels of one rank in one step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    shape = (2, CASE.batch, CASE.seq)
+    return torch.randint(0, CASE.vocab, shape, generator=generator).to(DEVICE).unbind(0)
+
+
+def make_optimizer(params: object) -> torch.optim.Optimizer:
+    """SGD: what it does is linear in the gradients, so that errors are not blown up."""
+    return torch.optim.SGD(params, lr=0.5, momentum=0.9)  # pyright: ignore[reportArgumentType]
+
+
+def train_alone(dtype: torch.dtype, world_size: int) -> dict[str, torch.Tensor]:
+    """Trains as `world_size` ranks would, without fullshard, and returns the parameters."""
+    master, compute = build(), build().to(dtype)
+    pairs = list(zip(master.parameters(), compute.parameters(), strict=True))
+    optimizer = make_optimizer(master.parameters())
+    for step in range(NUM_STEPS):
+        for whole, cast in pairs:
+            cast.data.copy_(whole.data)
+            whole.grad = torch.zeros_like(whole)
+        for rank in range(world_size):
+            compute(*batch(step, rank)).backward()
+            for whole, cast in pairs:
+                assert whole.grad is not None
+                assert cast.grad is not None
+                whole.grad += cast.grad.float() / world_size
+                cast.grad = None
+        nn.utils.clip_grad_norm_(master.parameters(), MAX_NORM)
+        optimizer.step()
+    return {name: param.detach() for name, param in master.named_parameters()}
+
+
+def train_sharded(dtype: str, strategy: str) -> dict[str, torch.Tensor]:
+    """Trains on this group's ranks, under poison, and returns the whole parameters."""
+    model = fs.shard(build(), strategy=strategy, wrap=["Block"], param_dtype=dtype, poison=True)
+    optimizer = make_optimizer(model.parameters())
+    for step in range(NUM_STEPS):
+        model(*batch(step, dist.get_rank())).backward()
+        fs.clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.full_tensor() for name, param in model.named_parameters()}
+
+
+def check_parity(dtype: str, strategy: str) -> None:
+    """Every parameter moved as it does in one process."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    start = dict(build().named_parameters())
+    wanted = train_alone(DTYPES[dtype], dist.get_world_size())
+    found = train_sharded(dtype, strategy)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        moved = (wanted[name] - start[name]).norm()
+        error = (found[name] - wanted[name]).norm()
+        assert moved > 0, name
+        assert error <= TOLERANCES[dtype] * moved, (name, float(error), float(moved))
+
+
+def check_memory(dtype: str, strategy: str) -> None:
+    """At rest the GPU holds what the plan lists; steps do not add to it; nothing stays behind."""
+    _train_and_measure(dtype, strategy)  # what the libraries keep for themselves is there now
+    before = _allocated()
+    now, planned, peaks = _train_and_measure(dtype, strategy)
+    assert planned <= now - before <= planned + SLACK_BYTES, (now - before, planned)
+    assert len(set(peaks)) == 1, peaks
+    assert _allocated() - before <= SLACK_BYTES, "a discarded model's memory was not freed"
+
+
+def _allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def _train_and_measure(dtype: str, strategy: str) -> tuple[int, int, list[int]]:
+    model = fs.shard(build(), strategy=strategy, wrap=["Block"], param_dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    peaks = []
+    for step in range(6):
+        torch.cuda.reset_peak_memory_stats()
+        model(*batch(0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        if step >= 3:  # the order of units is learned, the optimizer has its states
+            peaks.append(torch.cuda.max_memory_allocated())
+    return _allocated(), plan_of(model).peak_bytes["device"], peaks
+
+
+def check_events(dtype: str, strategy: str) -> None:
+    """What a step did is what the plan lists, event by event."""
+    model = fs.shard(build(), strategy=strategy, wrap=["Block"], param_dtype=dtype)
+    for step in range(3):
+        model(*batch(step, dist.get_rank())).backward()
+    assert_planned_events(model, 2)
+
+
+CHECKS: dict[str, Callable[[str, str], None]] = {
+    "parity": check_parity,
+    "memory": check_memory,
+    "events": check_events,
+}
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+
+
+def main() -> None:
+    """One rank: every check, in one order."""
+    rendezvous.init_process_group()
+    try:
+        for name, check in CHECKS.items():
+            for dtype in DTYPES:
+                for strategy in STRATEGIES:
+                    try:
+                        check(dtype, strategy)
+                    except AssertionError as error:
+                        raise AssertionError(f"{name}, {dtype}, {strategy}: {error}") from error
+    finally:
+        rendezvous.shutdown()
+
+
+if __name__ == "__main__":
+    main()

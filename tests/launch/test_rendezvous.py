@@ -1,0 +1,70 @@
+"""Ranks that others launched meet too; a process that nobody launched has no group."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.launch import rendezvous
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _launched_by_nobody(monkeypatch):
+    for name in [n for n in os.environ if n.startswith(("FULLSHARD_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
+
+
+def test_ranks_of_torchrun_meet(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = ["-m", "support.launch_job", "meet", str(tmp_path)]
+    subprocess.run([*command, *job], check=True, timeout=90, capture_output=True)
+    for rank in range(2):
+        assert (tmp_path / f"sum_{rank}").read_text() == "gloo 1 3.0"
+
+
+def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
+    import torch.distributed as dist
+
+    probe = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    port = probe.port
+    del probe
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(2):
+        task = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        command = [sys.executable, "-m", "support.launch_job", "meet", str(tmp_path)]
+        processes.append(subprocess.Popen(command, env={**os.environ, **step, **place, **task}))
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
+
+
+def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07-08]")
+    with pytest.raises(
+        ConfigError, match=r"MASTER_PORT: expected a free port on gpu07 under slurm"
+    ):
+        rendezvous.init_process_group()
+
+
+def test_a_process_that_nobody_launched_has_no_group():
+    import torch.distributed as dist
+
+    rendezvous.init_process_group()
+    assert not dist.is_initialized()
+    rendezvous.shutdown()

@@ -1,0 +1,115 @@
+"""Signals to a launcher end all of its ranks; a dead launcher leaves none behind."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from support.processes import assert_all_end, read_pids, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """`launch(what, *args)` starts a launcher process; it is ended with the test."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
+    (tmp_path / "private").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "private"))  # a killed launcher leaves its folder
+    started = []
+
+    def launch(*words, **options):
+        command = [sys.executable, "-m", "support.launcher", str(tmp_path / "logs"), *words]
+        started.append(subprocess.Popen(command, **options))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path):
+    launcher = launch("fork_and_sleep", str(tmp_path))
+    pids = read_pids(tmp_path, 2)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=8) == 130
+    assert_all_end(pids)
+    assert (tmp_path / "finally_0").exists()
+    assert (tmp_path / "finally_1").exists()
+
+
+def test_sigterm_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path):
+    launcher = launch("fork_and_sleep", str(tmp_path))
+    pids = read_pids(tmp_path, 2)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=8) == 75
+    assert_all_end(pids)
+    assert (tmp_path / "finally_0").exists()
+    assert (tmp_path / "finally_1").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(launch, tmp_path):
+    launcher = launch("deaf", str(tmp_path))
+    pids = read_pids(tmp_path, 2)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=3) == 130
+    assert_all_end(pids)
+
+
+def test_a_typed_failure_on_the_way_out_is_not_hidden_by_the_interrupt(
+    launch, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("READY", str(tmp_path / "ready"))
+    launcher = launch("fail_to_save", stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "ready").exists, 30, "a rank is ready")
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=15)
+    assert launcher.returncode == 7
+    assert "CheckpointError: checkpoint: expected a writable folder" in err
+
+
+def test_ranks_die_with_a_launcher_that_was_killed(launch, tmp_path):
+    launcher = launch("fork_and_sleep", str(tmp_path))
+    ranks = read_pids(tmp_path, 2)[::2]
+    launcher.kill()
+    assert_all_end(ranks)
+    # What they had started is no rank of ours and outlives such an end: nobody is left to know it.
+    for pid in read_pids(tmp_path, 2)[1::2]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_interrupt_of_a_terminal_reaches_each_rank_once(launch, tmp_path):
+    """Ctrl-C on a terminal signals its whole foreground group: the ranks must not be in it."""
+    launcher = launch("fork_and_sleep", str(tmp_path), start_new_session=True)
+    pids = read_pids(tmp_path, 2)
+    os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.wait(timeout=8) == 130
+    assert_all_end(pids)
+    for rank in range(2):
+        log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
+        assert log.count("KeyboardInterrupt") == 1
+
+
+def test_rank_zero_sees_a_terminal_of_our_size_and_its_log_stays_plain(launch, tmp_path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 123))
+    launcher = launch("draw", stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": ""})
+    assert launcher.wait(timeout=30) == 0
+    os.close(theirs)
+    shown = os.read(ours, 65536)
+    os.close(ours)
+    assert shown.startswith(b"terminal True 123\r\n\x1b[32mstep 1\x1b[0m\rstep 2\r\x1b[2Kstep 3")
+    assert (tmp_path / "logs" / "rank_0.log").read_text() == "terminal True 123\nstep 3\n"

@@ -1,0 +1,160 @@
+"""Local ranks: they meet, their output goes where it should, and a failure ends them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
+from support.processes import assert_all_end, read_pids
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`run(what, *args, ranks=2)` launches a job of support/launch_job.py."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def run(what, *args, ranks=2, timeout_s=60.0):
+        return run_local_ranks(
+            "support.launch_job",
+            [what, *map(str, args)],
+            num_processes=ranks,
+            log_dir=tmp_path / "logs",
+            timeout_s=timeout_s,
+        )
+
+    return run
+
+
+def log(tmp_path, rank):
+    return (tmp_path / "logs" / f"rank_{rank}.log").read_text()
+
+
+def test_ranks_meet_over_gloo_with_one_thread_each(run, tmp_path):
+    assert run("meet", tmp_path) == 0
+    for rank in range(2):
+        assert (tmp_path / f"sum_{rank}").read_text() == "gloo 1 3.0"
+
+
+@pytest.mark.gpu
+def test_a_rank_with_a_gpu_meets_over_nccl_and_over_gloo(run, tmp_path):
+    assert run("meet_on_gpus", tmp_path, ranks=1) == 0
+    assert (tmp_path / "sum_0").read_text() == "cuda:0 1.0 1.0"
+
+
+@pytest.mark.gpu
+def test_more_ranks_than_gpus_are_refused_by_name(run, tmp_path, capfd):
+    import torch
+
+    assert run("meet_on_gpus", tmp_path, ranks=torch.cuda.device_count() + 1) == 2
+    assert "launch.num_processes: expected at most" in capfd.readouterr().err
+
+
+def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_path, capfd):
+    assert run("speak") == 0
+    out, err = capfd.readouterr()
+    assert (out, err) == ("stdout of rank 0\n", "stderr of rank 0\n")
+    for rank in range(2):
+        assert sorted(log(tmp_path, rank).splitlines()) == [
+            f"stderr of rank {rank}",
+            f"stdout of rank {rank}",
+        ]
+
+
+def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):
+    started = time.monotonic()
+    assert run("raise_on_rank_one", "value") == 1
+    assert time.monotonic() - started < 5
+    err = capfd.readouterr().err
+    assert err.startswith("rank 1 of 2 failed (exit code 1):\nTraceback (most recent call last):\n")
+    assert err.count("ValueError: rank one says no") == 1
+    assert err.endswith(f"Its log: {tmp_path}/logs/rank_1.log\n")
+    assert "ValueError: rank one says no" in log(tmp_path, 1)
+
+
+def test_the_traceback_begins_with_the_users_own_code(run, capfd):
+    run("raise_on_rank_one", "value")
+    first_frame = capfd.readouterr().err.splitlines()[2]
+    assert "launch_job.py" in first_frame
+
+
+def test_an_error_for_the_user_has_no_traceback_and_its_own_exit_code(run, tmp_path, capfd):
+    assert run("raise_on_rank_one", "data") == 6
+    assert capfd.readouterr().err == (
+        "rank 1 of 2 failed (exit code 6):\n"
+        "DataError: rank one says no\n"
+        f"Its log: {tmp_path}/logs/rank_1.log\n"
+    )
+    assert log(tmp_path, 1) == "DataError: rank one says no\n"
+
+
+def test_the_cause_is_shown_before_the_ranks_that_lost_their_peer(run, capfd):
+    assert run("raise_in_a_collective") == 1
+    err = capfd.readouterr().err
+    assert err.startswith("rank 1 of 2 failed")
+    assert err.index("ValueError: rank one says no") < err.index("After it, rank 0: RuntimeError: ")
+
+
+def test_the_same_error_on_every_rank_is_shown_once(run, capfd):
+    assert run("raise_everywhere") == 1
+    assert capfd.readouterr().err.count("ValueError: all say no") == 1
+
+
+def test_the_exit_code_of_a_rank_is_that_of_the_launch(run):
+    assert run("exit_with", 9) == 9
+    assert run("exit_with", 0) == 0
+
+
+def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
+    assert run("die", "SIGKILL") == 5
+    err = capfd.readouterr().err
+    assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
+    assert "  the last words of rank 1\n" in err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path):
+    started = time.monotonic()
+    assert run("ignore_sigterm", tmp_path) == 1
+    assert time.monotonic() - started < 10
+
+
+def test_ranks_that_do_not_end_in_time_are_shown_by_their_stacks(run, capfd):
+    assert run("sleep_by_a_name_of_its_own", timeout_s=1.0) == 5
+    err = capfd.readouterr().err
+    assert "HangError: run: expected all ranks to end within 1 s, but rank 0, rank 1 did" in err
+    assert err.count("in sleep_by_a_name_of_its_own") == 2
+
+
+def test_processes_that_a_rank_started_end_with_it(run, tmp_path):
+    assert run("fork_and_sleep", tmp_path, timeout_s=1.5) == 5
+    assert_all_end(read_pids(tmp_path, 2))
+
+
+def test_a_launch_leaves_no_folder_and_no_handler_behind(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "private"))
+    (tmp_path / "private").mkdir()
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run("raise_everywhere")
+    assert list((tmp_path / "private").iterdir()) == []
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_launch_of_no_process_is_refused(tmp_path):
+    launch = LocalLaunch("support.launch_job", (), 0, tmp_path / "logs")
+    with pytest.raises(ConfigError, match=r"launch.num_processes: expected an integer >= 1, got 0"):
+        launch_local_ranks(launch)
+
+
+def test_a_module_that_does_not_exist_is_one_error(tmp_path, capfd):
+    code = run_local_ranks("no_such_module", [], num_processes=2, log_dir=tmp_path / "logs")
+    assert code == 1
+    assert capfd.readouterr().err.count("No module named no_such_module") == 1

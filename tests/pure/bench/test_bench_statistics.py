@@ -1,0 +1,70 @@
+"""The arithmetic behind the tables, on numbers whose answer is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fullshard.bench.statistics import (
+    bootstrap,
+    largest_difference,
+    paired_ratio,
+    removed_share,
+)
+
+
+def test_a_constant_ratio_has_an_interval_of_no_width():
+    theirs = [1.0, 2.0, 3.0, 10.0, 4.0]
+    found = paired_ratio([0.5 * t for t in theirs], theirs)
+    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_pairing_cancels_what_slows_both_sides_of_a_round():
+    draw = random.Random(1)
+    load = [draw.uniform(1.0, 5.0) for _ in range(15)]
+    ours = [0.7 * x * draw.uniform(0.99, 1.01) for x in load]
+    found = paired_ratio(ours, load)
+    assert 0.69 < found.low <= found.value <= found.high < 0.71
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    draw = random.Random(2)
+    hits = 0
+    for _ in range(60):
+        ratios = [draw.gauss(0.8, 0.05) for _ in range(15)]
+        found = paired_ratio(ratios, [1.0] * 15)
+        hits += found.low <= 0.8 <= found.high
+    assert 51 <= hits <= 60
+
+
+def test_the_interval_is_the_same_in_every_run():
+    values = [1.0, 3.0, 2.0, 5.0]
+    assert paired_ratio(values, values[::-1]) == paired_ratio(values, values[::-1])
+
+
+def test_unequal_numbers_of_rounds_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1.0, 2.0], [1.0])
+
+
+def test_bootstrap_draws_whole_rounds():
+    seen = set()
+    bootstrap(3, lambda rounds: float(len(seen.update(rounds) or rounds)))
+    assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize(("ours", "share"), [(1.0, 1.0), (2.0, 0.0), (1.5, 0.5), (3.0, -1.0)])
+def test_removed_share_is_one_at_the_floor_and_zero_at_the_peer(ours, share):
+    found = removed_share([ours] * 5, [2.0] * 5, [1.0] * 5)
+    assert found is not None
+    assert found.value == pytest.approx(share)
+
+
+def test_there_is_no_removed_share_where_the_peer_has_no_overhead():
+    assert removed_share([1.0] * 3, [1.0] * 3, [1.0] * 3) is None
+
+
+def test_the_largest_loss_difference_is_relative_to_the_reference():
+    found = largest_difference({"a": [2.0, 4.0], "b": [2.0, 5.0]}, "a")
+    assert found == {"a": 0.0, "b": 0.25}

@@ -1,0 +1,159 @@
+"""Overrides of the command line: which key a name means, and that it wins over the file."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.config.load import load_config
+from fullshard.config.overrides import overrides_from_args
+from fullshard.config.values import DType, IntervalStrategy, Strategy
+from fullshard.errors import ConfigError
+
+FILE = """\
+model:
+  config: {model_type: llama, hidden_size: 64, vocab_size: 512}
+data: story.txt
+strategy: zero2
+training: {max_length: 64, bf16: true, max_steps: 10, warmup_steps: 3, seed: 1}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(*overrides, text=FILE):
+        path = tmp_path / "train.yaml"
+        path.write_text(text)
+        return load_config(path, overrides).config
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("training.max_steps=5", "training", "max_steps", 5),
+        ("max_steps=5", "training", "max_steps", 5),
+        ("distillation.training.max_steps=5", "training", "max_steps", 5),
+        ("max-steps=5", "training", "max_steps", 5),
+        ("max_length=128", "training", "max_seq_length", 128),
+        ("training.max_seq_length=128", "training", "max_seq_length", 128),
+        ("evaluation_strategy=no", "training", "eval_strategy", IntervalStrategy.NO),
+        ("learning_rate=1e-3", "training", "learning_rate", 1e-3),
+        ("output_dir=2024", "training", "output_dir", "2024"),
+        ("output_dir=runs/a=b", "training", "output_dir", "runs/a=b"),
+        ("timeout=1:30", "launch", "timeout", None),
+        ("ddp_timeout=5", "launch", "timeout", 5),
+        ("strategy=ddp", "sharding", "strategy", Strategy.NO_SHARD),
+        ("sharding.strategy=ddp", "sharding", "strategy", Strategy.NO_SHARD),
+        ("param_dtype=fp32", "sharding", "param_dtype", DType.FLOAT32),
+        ("wrap=[A,B]", "sharding", "wrap", ("A", "B")),
+        ("wrap=LlamaDecoderLayer", "sharding", "wrap", ("LlamaDecoderLayer",)),
+        ("replicate=null", "sharding", "replicate", None),
+        ("num_processes=4", "launch", "num_processes", 4),
+        ("model=other", "model", "name_or_path", "other"),
+        ("model.name_or_path=other", "model", "name_or_path", "other"),
+        ("model_name_or_path=other", "model", "name_or_path", "other"),
+        ("data=other.txt", "data", "path", "other.txt"),
+        ("data.vocab_size=7", "data", "vocab_size", 7),
+        ("tokenizer=folder", "data", "tokenizer", "folder"),
+    ],
+)
+def test_a_name_means_its_key_and_replaces_the_file(load, override, section, key, value):
+    if value is None and key == "timeout":
+        with pytest.raises(ConfigError, match=r"timeout: expected a number > 0, got '1:30'"):
+            load(override)
+    else:
+        assert getattr(getattr(load(override), section), key) == value
+
+
+def test_a_key_of_the_models_configuration_may_stand_alone(load):
+    config = load("hidden_size=128").model.config
+    assert config == {"model_type": "llama", "hidden_size": 128, "vocab_size": 512}
+
+
+def test_values_of_other_peoples_keys_are_what_yaml_says(load):
+    assert load("model.config.tie=no").model.config["tie"] is False
+    assert load("model.config.rope={theta: 1e4}").model.config["rope"] == {"theta": 1e4}
+
+
+def test_other_values_of_a_section_stay(load):
+    assert load("data.vocab_size=7").data.path == "story.txt"
+    assert load("training.seed=2").training.max_steps == 10
+    assert load("sharding={wrap: none}").sharding.strategy is Strategy.FULL_SHARD
+
+
+def test_the_last_of_two_overrides_wins(load):
+    assert load("max_length=8", "training.max_seq_length=9").training.max_seq_length == 9
+
+
+def test_what_says_the_same_in_another_way_gives_way(load):
+    config = load("param_dtype=fp32", "num_train_epochs=2", "warmup_ratio=0.1")
+    assert config.training.bf16 is None
+    assert config.training.max_steps == -1
+    assert config.training.warmup_steps == 0
+    text = FILE.replace("bf16: true, ", "") + "sharding: {param_dtype: fp32}\n"
+    assert load("bf16=true", text=text).sharding.param_dtype is DType.BFLOAT16
+
+
+def test_overrides_that_contradict_each_other_are_refused(load):
+    with pytest.raises(ConfigError, match=r"^command line: bf16: expected what sharding.param_d"):
+        load("bf16=true", "param_dtype=fp32")
+
+
+def test_an_ambiguous_name_lists_what_it_may_mean(load):
+    with pytest.raises(ConfigError) as caught:
+        load("vocab_size=5")
+    assert str(caught.value) == (
+        "command line: vocab_size: expected a key that is unambiguous, got 'vocab_size', which is "
+        "the end of data.vocab_size and model.config.vocab_size. Write the whole key"
+    )
+    without = FILE.replace(", vocab_size: 512", "")
+    assert load("vocab_size=5", text=without).data.vocab_size == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("max_step=5", "max_step: unknown key. Did you mean 'max_steps'?"),
+        ("qqqqq=5", "qqqqq: unknown key. Write it as section.key=value"),
+        ("trainingg.seed=5", "trainingg: unknown key. Did you mean 'training'?"),
+        ("training.sed=5", "training.sed: unknown key. Did you mean 'seed'?"),
+        ("seed=x", "seed: expected an integer >= 0, got 'x'"),
+        ("strategy=ful", "strategy: expected one of full_shard, shard_grad_op, "),
+        ("group_by_length=true", "group_by_length: 'true' is not yet supported"),
+        ("=5", "expected key=value, got '=5'"),
+        ("data.path=", "data.path: expected text that is not empty, got ''"),
+    ],
+)
+def test_a_wrong_override_is_named_as_it_was_typed(load, override, said):
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert str(caught.value).startswith(f"command line: {said}")
+
+
+def test_text_that_yaml_cannot_read_is_text(load):
+    assert load("freeze=*embed*").freeze == ("*embed*",)
+
+
+@pytest.mark.parametrize(
+    ("args", "overrides"),
+    [
+        (["--max_steps", "5"], ["training.max_steps=5"]),
+        (["--max_steps=5"], ["training.max_steps=5"]),
+        (["--max-steps", "-1"], ["training.max_steps=-1"]),
+        (["--bf16"], ["training.bf16=true"]),
+        (["--bf16", "--seed", "1"], ["training.bf16=true", "training.seed=1"]),
+        (["--evaluation_strategy", "no"], ["training.evaluation_strategy=no"]),
+        (["--fp16"], ["training.fp16=true"]),
+        (["--lerning_rate", "1"], ["training.lerning_rate=1"]),
+        (["--num_processes", "4"], ["num_processes=4"]),
+        (["--strategy", "zero2"], ["strategy=zero2"]),
+        (["--sharding.wrap", "none"], ["sharding.wrap=none"]),
+        (["--model_name_or_path", "x"], ["model_name_or_path=x"]),
+        (["max_steps=5", "--seed", "1", "data=x"], ["max_steps=5", "training.seed=1", "data=x"]),
+        (["stray"], ["stray"]),
+        ([], []),
+    ],
+)
+def test_flags_of_hugging_face_are_keys_of_training(args, overrides):
+    assert overrides_from_args(args) == overrides

@@ -1,0 +1,239 @@
+"""How a process was launched, read from the variables of each launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.config.environment import (
+    LaunchEnvironment,
+    Launcher,
+    current_variables,
+    read_host_environment,
+    read_launch_environment,
+)
+from fullshard.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+}
+SRUN = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def test_nothing_set_is_no_rank():
+    assert read_launch_environment({}) is None
+    assert read_launch_environment({"LOCAL_RANK": "0", "RANK": ""}) is None
+
+
+def test_variables_of_torchrun_are_read():
+    assert read_launch_environment(TORCHRUN) == LaunchEnvironment(
+        launcher=Launcher.TORCHRUN,
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        master_addr="node0",
+        master_port=29500,
+        run_id="job",
+    )
+
+
+def test_a_task_of_srun_is_a_rank():
+    assert read_launch_environment(SRUN) == LaunchEnvironment(
+        launcher=Launcher.SLURM,
+        rank=5,
+        world_size=7,
+        local_rank=1,
+        local_world_size=3,
+        master_addr="gpu07",
+        run_id="17.0",
+    )
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        without(SRUN, "SLURM_STEP_ID"),  # the batch script itself, outside srun
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # a shell under srun
+    ],
+)
+def test_a_single_process_of_slurm_starts_its_own_ranks(variables):
+    assert read_launch_environment(variables) is None
+
+
+def test_our_own_variables_come_before_those_around_them():
+    ours = LaunchEnvironment(Launcher.FULLSHARD, 1, 2, 1, 2, store_path=Path("/s"), run_id="x")
+    found = read_launch_environment({**SRUN, **TORCHRUN, **ours.to_variables()})
+    assert found == ours
+
+
+sizes = st.integers(1, 64).flatmap(
+    lambda local: st.tuples(
+        st.integers(local, 512), st.just(local), st.integers(0, local - 1), st.integers(0, 511)
+    )
+)
+
+
+@settings(deadline=None)
+@given(sizes, st.none() | st.text("abc/._ ", min_size=1))
+def test_what_is_written_for_a_child_is_what_it_reads(size, run_id):
+    world_size, local_world_size, local_rank, above = size
+    launch = LaunchEnvironment(
+        launcher=Launcher.FULLSHARD,
+        rank=min(world_size - 1, local_rank + above),
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        store_path=Path("/tmp/store"),
+        run_dir=Path("runs/a b"),
+        run_id=run_id,
+    )
+    variables = launch.to_variables()
+    assert read_launch_environment(variables) == launch
+    assert variables["LOCAL_RANK"] == str(local_rank)  # other libraries read torch's names
+
+
+def test_a_rendezvous_on_this_machine_has_one_machine():
+    local = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    found = read_launch_environment(local)
+    assert (found.local_rank, found.local_world_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            without(TORCHRUN, "WORLD_SIZE"),
+            "WORLD_SIZE: expected an integer >= 1, because RANK is set; got nothing",
+        ),
+        (
+            without(TORCHRUN, "RANK"),
+            "RANK: expected an integer >= 0, because WORLD_SIZE is set; got nothing",
+        ),
+        (
+            {**TORCHRUN, "RANK": "4"},
+            "RANK: expected an integer < 4, because WORLD_SIZE is 4; got 4",
+        ),
+        ({**TORCHRUN, "RANK": "x"}, "RANK: expected an integer >= 0, got 'x'"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK: expected an integer >= 0, got '-1'"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE: expected an integer >= 1, got '0'"),
+        ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT: expected an integer >= 1, got 'http'"),
+        (
+            without(TORCHRUN, "LOCAL_WORLD_SIZE"),
+            "LOCAL_WORLD_SIZE: expected an integer >= 1, because LOCAL_RANK is set; got nothing",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "2"},
+            "LOCAL_RANK: expected an integer < 2, because LOCAL_WORLD_SIZE is 2; got 2",
+        ),
+        (
+            {**TORCHRUN, "LOCAL_WORLD_SIZE": "5"},
+            "LOCAL_WORLD_SIZE: expected an integer <= 4, which is WORLD_SIZE; got 5",
+        ),
+        (
+            {**TORCHRUN, "RANK": "0"},
+            "LOCAL_RANK: expected an integer <= 0, which is the rank; got 1",
+        ),
+        (
+            without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+            "LOCAL_RANK: expected an integer >= 0, because MASTER_ADDR is 'node0', which may be "
+            "another machine; got nothing. Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with "
+            "torchrun",
+        ),
+        (
+            {"FULLSHARD_RANK": "0"},
+            "FULLSHARD_WORLD_SIZE: expected an integer >= 1, because FULLSHARD_RANK is set; "
+            "got nothing",
+        ),
+        (
+            without(SRUN, "SLURM_LOCALID"),
+            "SLURM_LOCALID: expected an integer >= 0, because SLURM_PROCID is set; got nothing",
+        ),
+        (
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "four"},
+            "SLURM_TASKS_PER_NODE: expected counts like 4(x2),3; got 'four'",
+        ),
+    ],
+)
+def test_a_set_that_contradicts_itself_names_the_variable(variables, said):
+    with pytest.raises(ConfigError) as caught:
+        read_launch_environment(variables)
+    assert str(caught.value) == f"environment: {said}"
+
+
+@pytest.mark.parametrize(
+    ("per_node", "node", "local"),
+    [("4(x2),3", "1", 4), ("4(x2),3", "2", 3), ("2", "0", 2), ("", "0", 7)],
+)
+def test_tasks_of_a_node_are_counted_as_slurm_writes_them(per_node, node, local):
+    variables = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}
+    assert read_launch_environment(variables).local_world_size == local
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[07-09,12],x1", "gpu07"), ("a,b", "a"), ("one", "one"), ("n[3]", "n3"), ("", None)],
+)
+def test_the_first_host_is_that_of_the_list(nodes, host):
+    variables = {**SRUN, "SLURM_STEP_NODELIST": nodes}
+    assert read_launch_environment(variables).master_addr == host
+
+
+def test_a_launch_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read_launch_environment(TORCHRUN).rank = 0
+
+
+def test_the_process_reads_its_own_environment(monkeypatch):
+    for name in current_variables():
+        if name.startswith(("FULLSHARD_", "SLURM_")):
+            monkeypatch.delenv(name)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch_environment().rank == 3
+    assert current_variables()["RANK"] == "3"
+
+
+def test_the_rest_of_the_environment_is_read_once_and_typed():
+    host = read_host_environment(
+        {
+            "OMP_NUM_THREADS": "2",
+            "CUDA_VISIBLE_DEVICES": "0, 3,-1,4",
+            "NO_COLOR": "1",
+            "FORCE_COLOR": "1",
+            "COLUMNS": "90",
+            "XDG_CACHE_HOME": "/caches",
+        }
+    )
+    assert host.omp_num_threads == 2
+    assert host.visible_devices == ("0", "3")
+    assert host.color is False
+    assert host.columns == 90
+    assert host.cache_dir == Path("/caches/fullshard")
+    bare = read_host_environment({})
+    assert (bare.omp_num_threads, bare.visible_devices, bare.color) == (None, None, None)
+    assert read_host_environment({"CUDA_VISIBLE_DEVICES": ""}).visible_devices == ()
+    assert read_host_environment({"FORCE_COLOR": "1"}).color is True

@@ -1,0 +1,124 @@
+"""What is in the contract and not built is refused by name, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.config.environment import read_launch_environment
+from fullshard.config.load import load_config
+from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.errors import ConfigError
+
+
+def refusal(config, **how):
+    with pytest.raises(ConfigError) as caught:
+        check_supported(config, **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"strategy": "auto"}, "strategy: 'auto'"),
+        ({"strategy": "hybrid_shard"}, "strategy: 'hybrid_shard'"),
+        ({"strategy": "HYBRID_SHARD_ZERO2"}, "strategy: 'hybrid_shard_zero2'"),
+        ({"replicate": 2}, "replicate: 2"),
+        ({"master_dtype": "bf16"}, "master_dtype: 'bfloat16'"),
+        ({"buffer_dtype": "bf16"}, "buffer_dtype: 'bfloat16'"),
+        ({"output_dtype": "fp32"}, "output_dtype: 'float32'"),
+        ({"fp32_modules": ["norm"]}, "fp32_modules: a list"),
+        ({"transport": "shared"}, "transport: 'shared'"),
+        ({"offload": "cpu"}, "offload: a mapping"),
+        ({"activation_checkpointing": "every_2"}, "activation_checkpointing: 'every_2'"),
+        ({"grad_sync": "last_micro_batch_outer"}, "grad_sync: 'last_micro_batch_outer'"),
+    ],
+)
+def test_sharding_that_is_not_built_is_named(fields, said):
+    config = ShardConfig(**fields)
+    assert refusal(config).startswith(f"{said} is not yet supported. ")
+    in_a_run = RunConfig(model="x", sharding=config)
+    assert refusal(in_a_run).startswith(f"sharding.{said} is not yet supported. ")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"strategy": "zero2", "param_dtype": "bf16", "wrap": ["A"], "forward_prefetch": 3},
+        {"strategy": "no_shard", "replicate": 4, "shard": 1},
+        {"replicate": 1, "transport": "direct", "grad_sync": "last_micro_batch", "poison": True},
+        {"transport": "c10d", "reduction": "ordered", "reduce_dtype": "bf16"},
+        {"transport": "fake", "param_dtype": "fp16"},
+    ],
+)
+def test_sharding_that_is_built_passes(fields):
+    check_supported(ShardConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"backend": "jax"}, "backend: 'jax'"),
+        ({"teacher": "t"}, "teacher: a mapping"),
+        ({"student": "s"}, "student: a mapping"),
+        ({"sft": {"packing": True}}, "sft: a mapping"),
+        ({"distill": {"alpha": 1}}, "distill: a mapping"),
+        ({"sharding": {"param_dtype": "fp16"}}, "sharding.param_dtype: 'float16'"),
+        ({"training": {"save_strategy": "steps"}}, "training.save_strategy: 'steps'"),
+        ({"training": {"save_steps": 5}}, "training.save_steps: 5"),
+        ({"training": {"save_total_limit": 2}}, "training.save_total_limit: 2"),
+        (
+            {"training": {"resume_from_checkpoint": "a"}},
+            "training.resume_from_checkpoint: 'a'",
+        ),
+        ({"launch": {"num_machines": 2}}, "launch.num_machines: 2 without a launcher"),
+    ],
+)
+def test_a_run_that_is_not_built_is_named(fields, said):
+    assert refusal(RunConfig(model="x", **fields)).startswith(f"{said} is not yet supported. ")
+
+
+def test_a_run_without_checkpoints_may_spell_out_how_they_would_be():
+    training = {"save_strategy": "no", "save_steps": 5, "save_total_limit": 2}
+    check_supported(RunConfig(model="x", training=training))
+    check_supported(RunConfig(model="x", training={"resume_from_checkpoint": False}))
+
+
+def test_several_machines_need_a_launcher():
+    config = RunConfig(model="x", launch={"num_machines": 2, "num_processes": 2})
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    check_supported(config, launch=read_launch_environment(torchrun))
+    assert refusal(config).endswith("Start this command with torchrun or srun on every machine")
+
+
+def test_a_run_refuses_the_transport_that_moves_nothing():
+    config = RunConfig(model="x", sharding={"transport": "fake"})
+    assert refusal(config) == (
+        "sharding.transport: expected a real transport, got 'fake'. "
+        "It moves no data between ranks: it is for plans and tests"
+    )
+    check_supported(config, planning=True)
+
+
+def test_a_plan_may_hold_what_a_run_does_not_yet():
+    check_supported(ShardConfig(strategy="hybrid_shard", replicate=2), planning=True)
+    assert refusal(ShardConfig(offload="cpu"), planning=True).startswith("offload: ")
+    assert refusal(ShardConfig(strategy="auto"), planning=True).startswith("strategy: ")
+
+
+def test_the_refusal_of_a_file_has_its_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.yaml"
+    path.write_text("model: x\nstrategy: hybrid_full\ntraining: {gradient_checkpointing: true}\n")
+    resolved = load_config(path.relative_to(tmp_path), ["save_steps=5"])
+    with pytest.raises(ConfigError) as caught:
+        resolved.check_supported()
+    assert str(caught.value) == (
+        "3 problems:\n"
+        "  train.yaml:2: strategy: 'hybrid_shard' is not yet supported. "
+        "Use full_shard, shard_grad_op or no_shard\n"
+        "  train.yaml:3: training.gradient_checkpointing: 'block' is not yet supported. "
+        "Leave it out\n"
+        "  command line: save_steps: 5 is not yet supported. Write save_strategy: no"
+    )

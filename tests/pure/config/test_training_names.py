@@ -1,0 +1,199 @@
+"""`training` understands the names of Hugging Face, three generations of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.config.hf_names import INSTEAD, NOT_YET
+from fullshard.config.moves import MOVES
+from fullshard.config.schema import LaunchConfig, RunConfig, TrainingConfig
+from fullshard.config.values import (
+    DType,
+    IntervalStrategy,
+    LrSchedule,
+    Optimizer,
+    Recompute,
+    RecomputeKind,
+)
+from fullshard.errors import ConfigError
+
+MODEL = {"config": {"model_type": "llama"}}
+
+# Names of TrainingArguments in transformers 4.40 that 5.x has dropped or renamed.
+NAMES_OF_4_40 = [
+    "evaluation_strategy",
+    "warmup_ratio",
+    "overwrite_output_dir",
+    "per_gpu_train_batch_size",
+    "per_gpu_eval_batch_size",
+    "logging_dir",
+    "save_safetensors",
+    "no_cuda",
+    "use_mps_device",
+    "jit_mode_eval",
+    "use_ipex",
+    "fp16_opt_level",
+    "half_precision_backend",
+    "fp16_backend",
+    "tpu_num_cores",
+    "tpu_metrics_debug",
+    "past_index",
+    "group_by_length",
+    "length_column_name",
+    "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "adafactor",
+    "push_to_hub_model_id",
+    "push_to_hub_organization",
+    "push_to_hub_token",
+    "mp_parameters",
+    "ray_scope",
+    "torchdynamo",
+    "dispatch_batches",
+    "split_batches",
+    "include_inputs_for_metrics",
+    "include_tokens_per_second",
+]
+
+
+def is_known(name: str) -> bool:
+    moved = {move.source.removeprefix("training.") for move in MOVES}
+    return name in moved or name in TrainingConfig.known_names()
+
+
+@pytest.mark.parametrize("name", NAMES_OF_4_40)
+def test_names_of_transformers_4_40_are_known(name):
+    assert is_known(name)
+
+
+def test_every_name_of_the_installed_transformers_is_known():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.TrainingArguments.__dataclass_fields__
+    assert [name for name in theirs if not is_known(name)] == []
+
+
+def test_defaults_are_those_of_the_installed_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.TrainingArguments.__dataclass_fields__
+    ours = TrainingConfig()
+    # Left out means something of its own here; the docs of each field say what.
+    undecided = {"output_dir", "eval_strategy", "save_strategy", "save_steps", "bf16"}
+    shared = [n for n in TrainingConfig.field_names() if n in theirs and n not in undecided]
+    assert len(shared) > 15
+    assert {n: getattr(ours, n) for n in shared} == {n: theirs[n].default for n in shared}
+
+
+def test_no_name_is_both_honoured_and_not_yet():
+    assert not set(NOT_YET) & set(TrainingConfig.field_names())
+    assert not set(NOT_YET) & set(TrainingConfig.ALIASES)
+    assert set(INSTEAD) <= set(NOT_YET)
+
+
+def test_a_file_of_hugging_face_habits_is_read():
+    config = RunConfig(
+        model=MODEL,
+        training={
+            "evaluation_strategy": False,  # `no` to YAML
+            "save_strategy": "no",
+            "learning_rate": "5e-5",
+            "max_length": "1e3",
+            "lr_scheduler_type": "COSINE",
+            "optim": "adamw_torch",
+            "warmup_steps": 0.1,
+            "logging_steps": "10",
+            "report_to": "none",
+            "dataloader_num_workers": 0,
+            "fp16": "False",
+            "push_to_hub": False,
+            "packing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
+    )
+    training = config.training
+    assert training.eval_strategy is IntervalStrategy.NO
+    assert training.save_strategy is IntervalStrategy.NO
+    assert training.learning_rate == 5e-5
+    assert training.max_seq_length == 1000
+    assert training.lr_scheduler_type is LrSchedule.COSINE
+    assert training.optim is Optimizer.ADAMW_TORCH
+    assert training.warmup_steps == 0.1
+    assert training.logging_steps == 10
+
+
+def test_every_name_that_is_not_built_yet_says_so():
+    for name, neutral in NOT_YET.items():
+        with pytest.raises(ConfigError, match=rf"^{name}: 'so be it' is not yet supported\. \w"):
+            TrainingConfig(**{name: "so be it"})
+        for value in neutral:
+            assert TrainingConfig(**{name: value}) == TrainingConfig(), (name, value)
+
+
+def test_zero_and_false_are_different_neutral_values():
+    with pytest.raises(ConfigError, match=r"^dataloader_num_workers: false is not yet"):
+        TrainingConfig(dataloader_num_workers=False)
+    with pytest.raises(ConfigError, match=r"^label_smoothing_factor: 0.1 is not yet"):
+        TrainingConfig(label_smoothing_factor=0.1)
+
+
+def test_bf16_is_the_dtype_of_the_sharding():
+    config = RunConfig(model=MODEL, training={"bf16": True})
+    assert config.sharding.param_dtype is DType.BFLOAT16
+    assert config.training.bf16 is True
+    agreeing = {"param_dtype": "torch.bfloat16"}
+    assert RunConfig(model=MODEL, training={"bf16": True}, sharding=agreeing) == config
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(True, "fp32"), (True, "fp16"), (False, "bf16")])
+def test_bf16_that_contradicts_the_dtype_is_an_error(bf16, dtype):
+    with pytest.raises(ConfigError, match=r"^training.bf16: expected what sharding.param_dtype"):
+        RunConfig(model=MODEL, training={"bf16": bf16}, sharding={"param_dtype": dtype})
+
+
+def test_bf16_false_says_nothing_about_float32():
+    config = RunConfig(model=MODEL, training={"bf16": False}, sharding={"param_dtype": "fp32"})
+    assert config.sharding.param_dtype is DType.FLOAT32
+    assert RunConfig(model=MODEL, training={"bf16": False}).sharding.param_dtype is None
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_both_names_of_recompute_are_that_of_the_sharding(name):
+    config = RunConfig(model=MODEL, training={name: True})
+    assert config.sharding.activation_checkpointing == Recompute(RecomputeKind.BLOCK)
+    with pytest.raises(ConfigError, match=rf"^training.{name}: expected what sharding.activation"):
+        RunConfig(model=MODEL, training={name: True}, sharding={"activation_checkpointing": "none"})
+
+
+def test_keys_of_other_sections_get_there():
+    training = {"ddp_timeout": 5, "dataset_text_field": "story"}
+    config = RunConfig(model=MODEL, strategy="ddp", training=training)
+    assert config.launch.timeout == 5
+    assert config.data.text_column == "story"
+    assert config.strategy is config.sharding.strategy
+    assert config.strategy.value == "no_shard"
+
+
+def test_an_alias_beside_its_name_has_to_agree():
+    assert TrainingConfig(max_length=8, max_seq_length=8).max_seq_length == 8
+    with pytest.raises(ConfigError, match=r"^max_length: expected the same value as max_seq_len"):
+        TrainingConfig(max_length=8, max_seq_length=9)
+
+
+def test_evaluation_happens_where_steps_are_given_and_not_refused():
+    assert TrainingConfig().evaluates is IntervalStrategy.NO
+    assert TrainingConfig(eval_steps=5).evaluates is IntervalStrategy.STEPS
+    assert TrainingConfig(eval_steps=5, eval_strategy="no").evaluates is IntervalStrategy.NO
+    assert TrainingConfig(eval_strategy="epoch").evaluates is IntervalStrategy.EPOCH
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "x", None, True, float("nan")])
+def test_steps_are_whole_or_a_share(value):
+    with pytest.raises(ConfigError, match=r"^logging_steps: expected an integer >= 1, or a share"):
+        TrainingConfig(logging_steps=value)
+
+
+def test_processes_are_counted_over_all_machines():
+    assert LaunchConfig(num_machines=2, num_processes=4, machine_rank=1).num_processes == 4
+    with pytest.raises(ConfigError, match=r"^num_processes: expected a multiple of 2, because"):
+        LaunchConfig(num_machines=2, num_processes=3)
+    with pytest.raises(ConfigError, match=r"^machine_rank: expected an integer < 1, because"):
+        LaunchConfig(machine_rank=1)

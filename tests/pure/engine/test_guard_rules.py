@@ -1,0 +1,109 @@
+"""The guard's lists: what is on none of them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import get_overridable_functions, get_testing_overrides, resolve_name
+
+from fullshard.engine.guard import Rule, is_alias, rule_of, writes
+
+_WHOLE = """sum mean prod max min amax amin std var median any all cumsum sort topk argmax matmul mm
+bmm addmm einsum conv2d linear layer_norm softmax log_softmax cross_entropy cat stack split chunk
+index_select gather scatter flip roll transpose permute squeeze unsqueeze flatten dot outer cdist
+svd qr cholesky inverse det trace histc unique nonzero equal allclose renorm"""
+WHOLE = _WHOLE.split()
+_RANDOM = "normal_ uniform_ bernoulli_ exponential_ dropout rand_like randn_like multinomial"
+RANDOM = _RANDOM.split()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_functions_of_the_whole_tensor_are_refused(name):
+    function = getattr(torch, name, None) or getattr(nn.functional, name)
+    assert rule_of(function)[0] is Rule.REFUSED
+    if hasattr(torch.Tensor, name):
+        assert rule_of(getattr(torch.Tensor, name))[0] is Rule.REFUSED
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_fills_are_refused_everywhere(name):
+    function = getattr(torch.Tensor, name, None) or getattr(torch, name)
+    assert rule_of(function)[0] is Rule.RANDOM
+
+
+def test_initialisers_are_refused_but_for_constants():
+    assert rule_of(nn.init.normal_)[0] is Rule.RANDOM
+    assert rule_of(nn.init.kaiming_uniform_)[0] is Rule.RANDOM
+    assert rule_of(nn.init.constant_)[0] is Rule.ELEMENTWISE
+
+
+def test_properties_and_functions_of_one_name_are_told_apart():
+    assert rule_of(torch.Tensor.grad.__get__) == (Rule.PLAIN, "grad")
+    assert rule_of(torch.Tensor.grad.__set__) == (Rule.PLAIN, "grad=")
+    assert rule_of(torch.autograd.grad)[0] is Rule.AUTOGRAD
+    assert rule_of(torch.Tensor.data.__get__) == (Rule.ELEMENTWISE, "data")
+    assert rule_of(torch.Tensor.data.__set__) == (Rule.REPLACE, "data=")
+    assert rule_of(torch.Tensor.T.__get__)[0] is Rule.REFUSED
+
+
+def test_writes_are_told_by_name():
+    assert writes("mul_")
+    assert writes("_foreach_mul_")
+    assert writes("__setitem__")
+    assert not any(map(writes, ("mul", "__eq__", "__rsub__", "detach_", "requires_grad_")))
+    assert is_alias("data")
+    assert is_alias("detach")
+    assert not is_alias("clone")
+
+
+def test_elementwise_functions_give_what_they_give_on_parts():
+    """Every function that the guard passes, tried: f(parts) are the parts of f(whole)."""
+    torch.manual_seed(0)
+    whole = torch.rand(6, 4, dtype=torch.float64) + 0.5
+    tried = set()
+    for function in _one_tensor_functions():
+        try:
+            wanted = function(whole.clone())
+            parts = [function(part.clone()) for part in whole.split(3)]
+        except (TypeError, RuntimeError, ValueError):
+            continue  # needs more arguments, or whole numbers
+        if isinstance(wanted, torch.Tensor) and "empty" not in function.__name__:
+            assert wanted.shape == whole.shape, function
+            torch.testing.assert_close(
+                torch.cat(parts), wanted, rtol=1e-13, atol=1e-15, equal_nan=True
+            )
+            tried.add(function.__name__)
+    assert len(tried) > 80
+    assert {"sqrt", "sqrt_", "tanh", "nan_to_num", "zeros_like"} <= tried
+
+
+def _one_tensor_functions() -> Iterator[Any]:
+    """Overridable functions of torch that the guard lets pass as elementwise."""
+    seen = set()
+    for functions in get_overridable_functions().values():
+        for function in functions:
+            name = resolve_name(function) or ""
+            other = ("__get__", "__set__", "__delete__", "cuda")
+            passes = rule_of(function)[0] is Rule.ELEMENTWISE and "foreach" not in name
+            if passes and not name.endswith(other) and name not in seen:
+                seen.add(name)
+                yield function
+
+
+OLDER = {"names", "has_names"}  # until torch 2.12
+
+
+def test_every_listed_name_is_one_of_torchs():
+    """A misspelled name would be a rule for nothing."""
+    from fullshard.engine import guard
+
+    names = {rule_of(function)[1] for function in get_testing_overrides()}
+    names |= set(dir(torch)) | set(dir(torch.Tensor)) | set(dir(nn.functional))
+    for text in (guard._UNARY, guard._BINARY, guard._COPIES, guard._PLAIN, guard._RANDOM):
+        listed = {word for word in text.split() if not word.startswith("__")}
+        unknown = {w for w in listed if not {w, w + "_"} & names} - OLDER
+        assert not unknown, unknown

@@ -1,0 +1,111 @@
+"""A sharded model without other ranks: the degenerate case, and what the environment may say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.errors import ConfigError
+from support.scripts import Run, differences, train
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("dtype", [None, "float64"])
+def test_without_a_process_group_training_is_what_it_was(strategy, dtype):
+    alone, sharded = Run(1, None), Run(1, 0)
+    whole, model = alone.model(), sharded.model()
+    sharded.shard(model, strategy=strategy, param_dtype=dtype)
+    assert all(isinstance(param, ShardedParameter) for param in model.parameters())
+    for run, each in ((alone, whole), (sharded, model)):
+        train(run, each, torch.optim.AdamW(each.parameters(), lr=1e-2))
+    assert not list(differences(fs.full_state_dict(model), whole.state_dict(), 1e-13))
+
+
+def test_alone_every_shard_is_whole_and_keeps_its_shape():
+    model = Run(1, 0).shard(Run(1, 0).model())
+    weight = model.blocks[0].mid.weight
+    assert weight.shape == (22, 22)
+    assert model.scale.shape == ()
+    assert weight.detach().sum(0).shape == weight.detach()[0].shape == (22,)
+    place = fs.sharding(weight)
+    assert (place.start, place.stop) == (0, 484)
+    assert fs.num_parameters(model) == sum(param.numel() for param in model.parameters())
+
+
+def test_more_ranks_in_the_environment_than_in_the_group_are_an_error(monkeypatch):
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError) as caught:
+        fs.shard(model)
+    assert str(caught.value) == (
+        "WORLD_SIZE: expected a process group of 4 ranks; there is none. Call "
+        "torch.distributed.init_process_group before fs.shard."
+    )
+    assert type(model.weight) is nn.Parameter
+
+
+def test_one_rank_in_the_environment_needs_no_group(monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert fs.shard(nn.Linear(3, 3))(torch.ones(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ((1, 2), "expected 1 .the number of ranks.; got 1 x 2 = 2"),
+        ((2, 1), "replicate: 2 is not yet supported"),
+        ((0, 1), "replicate: expected an integer >= 1, got 0"),
+        ((1.5, 1), "replicate: expected an integer"),
+        (("a", 1), "replicate: expected an integer"),
+        ((1, 1, 1), "mesh: expected .replicate, shard. or .shard,.; got .1, 1, 1."),
+        ("shard", "mesh: expected a DeviceMesh"),
+        (2, "mesh: expected a DeviceMesh"),
+    ],
+)
+def test_a_mesh_that_is_no_mesh_of_the_ranks_is_an_error(mesh, text):
+    with pytest.raises(ConfigError, match=text):
+        fs.shard(nn.Linear(3, 3), mesh=mesh)
+
+
+def test_a_model_without_parameters_is_left_to_itself():
+    model = fs.shard(nn.Sequential(nn.ReLU(), nn.Flatten()))
+    assert torch.equal(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]))
+    assert fs.full_state_dict(model) == {}
+    assert fs.num_parameters(model) == 0
+    assert fs.clip_grad_norm_(model, 1.0).item() == 0.0
+
+
+def test_a_frozen_model_can_be_sharded_and_evaluated():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).requires_grad_(False)
+    wanted = model(torch.ones(2, 3))
+    fs.shard(model, poison=True)
+    assert torch.equal(model(torch.ones(2, 3)), wanted)
+    assert fs.memory_stats(model)["gradient_shards"] == {"now": 0, "peak": 0}
+
+
+def test_empty_and_odd_parameters_are_sharded():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 5))
+            self.number = nn.Parameter(torch.tensor(2.0))
+            self.one = nn.Parameter(torch.ones(1, 1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.number * self.one.sum() * x + self.empty.sum()
+
+    model = fs.shard(Odd(), poison=True)
+    model(torch.ones(())).backward()
+    assert [param.grad.item() for param in (model.number, model.one)] == [1.0, 2.0]
+    assert {n: tuple(v.shape) for n, v in fs.full_state_dict(model).items()} == {
+        "empty": (0, 5),
+        "number": (),
+        "one": (1, 1, 1),
+    }

@@ -1,0 +1,115 @@
+"""The probe tells optimizers that treat elements one by one from those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from fullshard.engine.optimizers import probe
+from fullshard.errors import NotElementwiseError
+
+
+class SignDescent(optim.Optimizer):
+    """Somebody's own, elementwise, with an argument that has no default."""
+
+    def __init__(self, params: Any, lr: float, *, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["average"] = state.get("average", 0.0) * group["momentum"] + param.grad
+                param.sub_(state["average"].sign(), alpha=group["lr"])
+
+
+class Normalized(SignDescent):
+    """Divides by the norm of the whole gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+class Late(SignDescent):
+    """Mixes elements from the third step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                mixed = param.grad.mean() if state["step"] > 2 else param.grad
+                param.sub_(mixed, alpha=group["lr"])
+
+
+class Wrapped(optim.Optimizer):
+    """Cannot be made from its groups alone."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+
+
+ELEMENTWISE = [
+    optim.AdamW,
+    optim.Adam,
+    optim.SGD,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.ASGD,
+    optim.Rprop,
+]
+
+
+def settings_of(optimizer: optim.Optimizer) -> dict[str, Any]:
+    return {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+
+
+def a_parameter() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, 2))]
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_elementwise_optimizers_pass(kind):
+    probe(kind, settings_of(kind(a_parameter(), lr=0.01)))
+
+
+def test_an_optimizer_of_ones_own_passes():
+    probe(SignDescent, settings_of(SignDescent(a_parameter(), 0.1, momentum=0.9)))
+
+
+@pytest.mark.parametrize("kind", [Normalized, Late])
+def test_an_optimizer_of_ones_own_that_mixes_elements_is_refused(kind):
+    with pytest.raises(NotElementwiseError, match=f"^{kind.__name__}: expected an elementwise"):
+        probe(kind, settings_of(kind(a_parameter(), 0.1, momentum=0.9)))
+
+
+@pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon])
+def test_whole_matrix_optimizers_are_refused(kind):
+    with pytest.raises(NotElementwiseError, match="strategy no_shard"):
+        probe(kind, settings_of(kind(a_parameter())))
+
+
+def test_what_cannot_be_tried_is_refused():
+    inner = optim.SGD(a_parameter(), lr=0.1)
+    with pytest.raises(NotElementwiseError, match="that can be tried on a small tensor"):
+        probe(Wrapped, settings_of(Wrapped(inner)))
+
+
+def test_the_probe_leaves_random_numbers_alone():
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    probe(optim.AdamW, {"lr": 0.1})
+    assert torch.equal(torch.rand(2), wanted)

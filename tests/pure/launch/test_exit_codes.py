@@ -1,0 +1,120 @@
+"""Which error means which exit code, and which of several failures came first."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+
+import pytest
+
+from fullshard import errors
+from fullshard.launch.exit_codes import (
+    ExitCode,
+    describe_status,
+    exit_code_of,
+    exit_code_of_signal,
+)
+from fullshard.launch.failure import RankFailure, first_cause
+from fullshard.launch.relay import LineCleaner
+
+
+class OutOfMemoryError(RuntimeError):
+    """Looks like torch's, without torch."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x"), 2),
+        (errors.WillNotFitError("x"), 3),
+        (errors.PreemptedError("x"), 75),
+        (errors.SlotError("x"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(), 0),
+        (SystemExit(9), 9),
+        (SystemExit("words"), 1),
+        (MemoryError(), 4),
+        (OutOfMemoryError("CUDA out of memory"), 4),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), 4),
+        (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), 5),
+        (ValueError("Timed out waiting"), 1),
+        (ZeroDivisionError(), 1),
+    ],
+)
+def test_errors_mean_exit_codes(error, code):
+    assert exit_code_of(error) == code
+
+
+def test_every_code_of_our_errors_has_a_name():
+    codes = {
+        cls.exit_code
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.FullshardError)
+    }
+    assert codes <= set(ExitCode)
+
+
+def test_ctrl_c_is_an_interrupt_and_sigterm_a_preemption():
+    assert exit_code_of_signal(signal.SIGINT) == 130
+    assert exit_code_of_signal(signal.SIGTERM) == 75
+    assert exit_code_of_signal(signal.SIGHUP) == 75
+
+
+def test_statuses_are_told_in_words():
+    assert describe_status(3) == "ended with exit code 3"
+    assert describe_status(-9) == "was killed by SIGKILL"
+    assert describe_status(-63) == "was killed by signal 63"
+
+
+def failure(rank, message, time_s, code=1):
+    return RankFailure(rank, "RuntimeError", message, code, "", time_s)
+
+
+def test_the_earliest_failure_is_the_cause():
+    late, early = failure(0, "no", 2.0), failure(1, "no", 1.0)
+    assert first_cause([late, early]) is early
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[pair.cc:553] Connection closed by peer [127.0.0.1]:18861.",
+        "Read error [127.0.0.1]:12703: Connection reset by peer.",
+        "NCCL communicator was aborted on rank 1.",
+        "Broken pipe",
+    ],
+)
+def test_a_lost_peer_is_a_consequence_even_if_it_was_noticed_first(message):
+    lost, cause = failure(0, message, 1.0), failure(1, "rank one says no", 2.0)
+    assert first_cause([lost, cause]) is cause
+
+
+def test_a_failure_survives_its_file(tmp_path):
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        error.add_note("a note")
+        written = RankFailure.of(error, 3)
+    written.write(tmp_path / "failure.json")
+    read = RankFailure.read(tmp_path / "failure.json")
+    assert read == written
+    assert read.message == "no\na note"
+    assert "ValueError: no" in read.text
+    assert RankFailure.read(tmp_path / "nothing.json") is None
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        ([b"a\nb", b"c\n"], b"a\nbc\n"),
+        ([b"a\r\n"], b"a\n"),
+        ([b"10%\r20%\r30%\n"], b"30%\n"),
+        ([b"\x1b[1;32mgreen\x1b[0m\n"], b"green\n"),
+        ([b"\x1b[2K\r\x1b]0;title\x07done\n"], b"done\n"),
+        ([b"no end"], b"no end\n"),
+        ([b"split \x1b[3", b"2mcode\n"], b"split code\n"),
+    ],
+)
+def test_logs_keep_what_a_reader_saw_last(chunks, text):
+    cleaner = LineCleaner()
+    assert b"".join([cleaner.feed(chunk) for chunk in chunks]) + cleaner.finish() == text

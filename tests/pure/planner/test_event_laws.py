@@ -1,0 +1,162 @@
+"""The events of a plan, replayed by a checker that knows nothing of the scheduler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fullshard as fs
+from fullshard.planner.events import EventKind
+from fullshard.planner.plan import Plan
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
+
+
+class Block(nn.Module):
+    """A block with a unit inside it where asked."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(width, width)
+        self.inner = Inner(width)
+
+
+class Inner(nn.Module):
+    """A nested unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Linear(width, width)
+
+
+class Model(nn.Module):
+    """An embedding, blocks, a head."""
+
+    def __init__(self, num_blocks: int, frozen: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, 8)
+        self.blocks = nn.ModuleList([Block(8) for _ in range(num_blocks)])
+        self.head = nn.Linear(8, 200)
+        for block in self.blocks[:frozen]:
+            block.requires_grad_(requires_grad=False)
+
+
+class Checker:
+    """Who holds each slot, and who fills each gradient slot."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.holder: dict[Any, int] = {}
+        self.filling: dict[Any, int] = {}
+        self.reduced: list[int] = []
+
+    def slots(self, unit: int) -> set[Any]:
+        groups = self.plan.units[unit].groups
+        return {(g.slot.ring, g.slot.index) for g in groups if g.slot}
+
+    def grad_slots(self, unit: int) -> set[Any]:
+        groups = self.plan.units[unit].groups
+        return {(g.grad_slot.ring, g.grad_slot.index) for g in groups if g.grad_slot}
+
+    def gather(self, unit: int) -> None:
+        assert all(self.holder.get(slot, unit) == unit for slot in self.slots(unit))
+        self.holder.update(dict.fromkeys(self.slots(unit), unit))
+
+    def forward(self, unit: int) -> None:
+        assert all(self.holder.get(slot) == unit for slot in self.slots(unit))
+
+    def backward(self, unit: int) -> None:
+        if self.plan.units[unit].reads_weight_in_backward:
+            self.forward(unit)
+
+    def release(self, unit: int) -> None:
+        for slot in self.slots(unit):
+            assert self.holder.pop(slot) == unit
+
+    def reduce(self, unit: int) -> None:
+        assert all(self.filling.get(slot, unit) == unit for slot in self.grad_slots(unit))
+        self.filling.update(dict.fromkeys(self.grad_slots(unit), unit))
+        self.reduced.append(unit)
+
+    def accumulate(self, unit: int) -> None:
+        for slot in self.grad_slots(unit):
+            assert self.filling.pop(slot) == unit
+
+
+def replay(plan: Plan) -> None:
+    """Assert that slots and gradient slots are never used for two things at once."""
+    checker = Checker(plan)
+    for event in plan.events:
+        if event.kind is not EventKind.SETTLE:
+            getattr(checker, event.kind.value)(event.unit)
+    assert not checker.holder, "a slot is held when the step is over"
+    assert not checker.filling, "a reduction has not landed when the step is over"
+    assert checker.reduced == list(plan.order.reduce)
+    assert sorted(checker.reduced) == [unit.index for unit in plan.units if unit.trainable]
+
+
+@settings(deadline=None)  # the first plan imports torch
+@given(
+    num_blocks=st.integers(2, 7),
+    frozen=st.integers(0, 3),
+    depths=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    strategy=st.sampled_from(STRATEGIES),
+    nested=st.booleans(),
+)
+def test_no_event_uses_a_slot_that_holds_something_else(
+    num_blocks: int, frozen: int, depths: tuple[int, int], strategy: str, nested: bool
+) -> None:
+    plan = fs.plan(
+        Model(num_blocks, min(frozen, num_blocks)),
+        world_size=4,
+        local_world_size=2,
+        strategy=strategy,
+        forward_prefetch=depths[0],
+        backward_prefetch=depths[1],
+        wrap=["Block", "Inner"] if nested else "auto",
+    )
+    replay(plan)
+
+
+def test_a_block_is_gathered_before_the_block_in_front_of_it_ends() -> None:
+    plan = fs.plan(Model(4, 0), world_size=2)
+    kinds = [(event.kind, plan.units[event.unit].name) for event in plan.events if event.unit >= 0]
+    for i in range(3):
+        ahead = kinds.index((EventKind.GATHER, f"blocks.{i + 1}"))
+        assert ahead < kinds.index((EventKind.FORWARD, f"blocks.{i}"))
+
+
+def test_a_ring_has_one_slot_more_than_the_larger_depth() -> None:
+    for forward, backward in [(0, 0), (1, 0), (2, 1), (1, 3)]:
+        plan = fs.plan(
+            Model(7, 0), world_size=2, forward_prefetch=forward, backward_prefetch=backward
+        )
+        counts = {r.name: r.count for r in plan.rings if r.name.startswith("block")}
+        assert counts["block0.0.float32"] == max(forward, backward) + 1
+
+
+def test_the_checker_finds_a_missing_gather() -> None:
+    from dataclasses import replace
+
+    plan = fs.plan(Model(4, 0), world_size=2)
+    at = next(i for i, e in enumerate(plan.events) if e.kind is EventKind.GATHER and e.unit == 3)
+    broken = replace(plan, events=plan.events[:at] + plan.events[at + 1 :])
+    with pytest.raises(AssertionError):
+        replay(broken)
+
+
+def test_strategies_are_rows_not_other_plans() -> None:
+    """Sharded strategies differ in slots and gathers alone: the same units, the same reductions."""
+    found = defaultdict(set)
+    for strategy in STRATEGIES[:2]:
+        plan = fs.plan(Model(4, 0), world_size=2, strategy=strategy)
+        found["units"].add(tuple(unit.name for unit in plan.units))
+        found["reductions"].add(plan.order.reduce)
+        found["slots"].add(sum(ring.count for ring in plan.rings))
+    assert len(found["units"]) == len(found["reductions"]) == 1
+    assert len(found["slots"]) == 2

@@ -1,0 +1,111 @@
+"""A plan is plain data: JSON and back, the same bytes in every process, every element somewhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import ConfigError, WrapError
+from fullshard.planner.plan import Plan
+
+SCRIPT = """
+import fullshard as fs
+config = dict(model_type="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+              num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
+print(fs.plan(config, world_size=8, param_dtype="bf16").to_json())
+"""
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def _plan_text(hash_seed: str) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_json_is_the_same_in_every_process_and_reads_back() -> None:
+    one, two = _plan_text("1"), _plan_text("2")
+    assert one == two
+    plan = Plan.from_json(one)
+    assert plan.to_json().strip() == one
+    assert plan == fs.plan(LLAMA, world_size=8, param_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("full_shard", {}),
+        ("shard_grad_op", {}),
+        ("hybrid_shard", {"replicate": 2}),
+        ("no_shard", {}),
+    ],
+)
+def test_the_ranks_hold_every_element_once_a_replica(strategy: str, sizes: dict[str, int]) -> None:
+    plan = fs.plan(LLAMA, world_size=6, strategy=strategy, **sizes)
+    held = sum(piece.numel for rank in range(6) for piece in plan.view(rank).all_slices())
+    assert held == plan.num_parameters * plan.mesh.replicate
+    shards = next(row["bytes"] for row in plan.rows() if row["name"] == "parameter shards")
+    whole = 4 * plan.num_parameters / plan.mesh.shard
+    assert whole <= shards <= whole + 4 * sum(unit.padding for unit in plan.units)
+
+
+def test_tied_weights_are_the_roots_and_counted_once() -> None:
+    tied = fs.plan({**LLAMA, "tie_word_embeddings": True}, world_size=2)
+    untied = fs.plan({**LLAMA, "tie_word_embeddings": False}, world_size=2)
+    assert untied.num_parameters - tied.num_parameters == 512 * 64
+    names = {names for group in tied.units[0].groups for names in group.names}
+    assert ("model.embed_tokens.weight", "lm_head.weight") in names
+
+
+def test_experts_stay_inside_their_block() -> None:
+    plan = fs.plan(
+        {
+            **LLAMA,
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_experts_per_tok": 2,
+        },
+        world_size=2,
+    )
+    blocks = [unit.name for unit in plan.units if unit.role == "block"]
+    assert blocks == ["model.layers.0", "model.layers.1", "model.layers.2"]
+
+
+def test_a_missing_class_names_the_nearest_and_those_present() -> None:
+    with pytest.raises(WrapError, match="Did you mean 'LlamaDecoderLayer'") as caught:
+        fs.plan(LLAMA, world_size=2, wrap=["LlamaDecodrLayer"])
+    assert "Present: " in str(caught.value)
+    assert "LlamaMLP" in str(caught.value)
+
+
+def test_one_unit_for_a_large_model_is_an_error_unless_asked_for() -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = nn.Linear(20_000, 20_000)
+    with pytest.raises(WrapError, match="more than one unit"):
+        fs.plan(model, world_size=2)
+    assert len(fs.plan(model, world_size=2, wrap="none").units) == 1
+
+
+def test_an_impossible_mesh_names_the_nearest_size() -> None:
+    with pytest.raises(ConfigError, match="divisor of 8"):
+        fs.plan(LLAMA, world_size=8, strategy="hybrid_shard", replicate=3)
+    with pytest.raises(ConfigError, match=r"expected 8 .*got 3 x 2 = 6"):
+        fs.plan(LLAMA, world_size=8, strategy="hybrid_shard", replicate=3, shard=2)

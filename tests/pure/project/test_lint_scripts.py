@@ -1,0 +1,82 @@
+"""The scripts of `make lint` find what they are for, and find nothing in this repository."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import check_collectives
+import check_sizes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _function(num_lines: int, docstring_lines: int = 0) -> str:
+    text = ['    """', *["    drawn"] * (docstring_lines - 2), '    """'] if docstring_lines else []
+    return "\n".join(["def long():", *text, *["    a = 1"] * (num_lines - 1)]) + "\n"
+
+
+def test_this_repository_keeps_its_size_limits():
+    assert check_sizes.main(ROOT) == 0
+
+
+def test_only_the_collectives_package_of_this_repository_calls_collectives():
+    assert check_collectives.main(ROOT) == 0
+
+
+@pytest.mark.parametrize(("lines", "is_found"), [(60, False), (61, True)])
+def test_a_function_above_sixty_lines_is_found(lines: int, is_found: bool):
+    assert bool(check_sizes.check_source(_function(lines), "a.py")) is is_found
+
+
+def test_a_drawing_in_a_docstring_does_not_count_as_length_of_the_function():
+    assert check_sizes.check_source(_function(60, docstring_lines=30), "a.py") == []
+
+
+@pytest.mark.parametrize(("lines", "is_found"), [(400, False), (401, True)])
+def test_a_file_above_four_hundred_lines_is_found(lines: int, is_found: bool):
+    assert bool(check_sizes.check_source("a = 1\n" * lines, "a.py")) is is_found
+
+
+@pytest.mark.parametrize(("methods", "is_found"), [(20, False), (21, True)])
+def test_a_class_above_twenty_methods_is_found(methods: int, is_found: bool):
+    body = "".join(f"    def m{i}(self): ...\n" for i in range(methods))
+    assert bool(check_sizes.check_source(f"class Big:\n{body}", "a.py")) is is_found
+
+
+def test_code_lines_leave_out_blank_lines_comments_and_docstrings_but_not_strings():
+    source = '"""Doc.\n\nMore."""\n\n# why\ndef f():\n    """Doc."""\n    return """a\nb"""  # c\n'
+    assert check_sizes.code_lines(source) == 3
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.barrier()",
+        "import torch.distributed\ntorch.distributed.broadcast(x, 0)",
+        "from torch import distributed as d\nd.all_gather_into_tensor(o, x)",
+        "from torch.distributed import reduce_scatter_tensor as rs\nrs(o, x)",
+        "from torch.distributed import _functional_collectives as f\nf.all_reduce(x, 'sum', g)",
+        "def f(group, x):\n    return group.allreduce(x)",
+        "from fullshard.engine._torch_compat import all_gather_single as g\ng(o, x)",
+        "import torch.distributed as dist\nops = {'sum': dist.all_reduce}",
+    ],
+)
+def test_a_collective_is_found_under_every_spelling(source: str):
+    assert len(check_collectives.check_source(textwrap.dedent(source), "a.py")) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist\ndist.get_rank(); dist.is_initialized()",
+        "import functools\nfunctools.reduce(f, xs)",
+        "sock.send(b''); x.gather(0, index); x.scatter(0, index, y)",
+        "from fullshard.engine.collectives import all_reduce\nall_reduce(x)",
+    ],
+)
+def test_what_is_no_collective_of_torch_is_left_alone(source: str):
+    assert check_collectives.check_source(source, "a.py") == []

@@ -1,0 +1,64 @@
+"""Every sample is seen once an epoch, by one rank, whatever the world size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.errors import DataError
+from fullshard.train.order import BatchShape, SampleOrder, evaluation_samples
+
+shapes = st.builds(BatchShape, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+
+
+@given(shapes, st.integers(0, 50), st.integers(0, 3))
+def test_an_epoch_visits_each_sample_at_most_once_and_drops_only_the_rest(shape, extra, seed):
+    order = SampleOrder(shape.global_batch + extra, shape, seed)
+    steps = [order.of_step(step) for step in range(order.steps_per_epoch)]
+    seen = np.concatenate([step.ravel() for step in steps])
+    assert len(set(seen.tolist())) == len(seen) == order.num_samples - order.num_dropped
+    assert steps[0].shape == (shape.accumulation, shape.world_size, shape.per_device)
+    assert order.num_dropped < shape.global_batch
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (4, 1, 2), (2, 2, 2), (1, 2, 4), (1, 8, 1)])
+def test_the_samples_of_a_step_do_not_depend_on_how_the_batch_is_divided(shape):
+    order = SampleOrder(50, BatchShape(*shape), seed=3)
+    reference = SampleOrder(50, BatchShape(8, 1, 1), seed=3)
+    for step in range(15):
+        assert set(order.of_step(step).ravel()) == set(reference.of_step(step).ravel())
+
+
+def test_epochs_are_shuffled_differently_and_seeds_too():
+    shape = BatchShape(4, 1, 1)
+    order = SampleOrder(8, shape, seed=0)
+    first = np.concatenate([order.of_step(0), order.of_step(1)]).ravel()
+    second = np.concatenate([order.of_step(2), order.of_step(3)]).ravel()
+    other = SampleOrder(8, shape, seed=1)
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first.tolist() != second.tolist()
+    assert other.of_step(0).tolist() != order.of_step(0).tolist()
+
+
+def test_a_step_can_be_asked_for_in_any_order():
+    order = SampleOrder(40, BatchShape(2, 2, 2), seed=5)
+    late = order.of_step(23).tolist()
+    for step in range(30):
+        order.of_step(step)
+    assert order.of_step(23).tolist() == late
+
+
+def test_fewer_samples_than_a_step_needs_are_refused():
+    with pytest.raises(DataError, match=r"at least 16 sequences .*4 a rank x 2 .*x 2 ranks.*got 5"):
+        SampleOrder(5, BatchShape(4, 2, 2), seed=0)
+
+
+@given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4))
+def test_evaluation_gives_ranks_equal_batches_and_each_sample_once(count, per_device, world_size):
+    samples = evaluation_samples(count, per_device, world_size)
+    assert samples.shape[1:] == (world_size, per_device)
+    real = samples[samples >= 0]
+    assert sorted(real.tolist()) == list(range(count))
+    assert samples.size - count < per_device * world_size

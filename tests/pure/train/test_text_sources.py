@@ -1,0 +1,163 @@
+"""Reading text: embedded, text files, JSONL, JSON, parquet; and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import DataError
+from fullshard.train.text import embedded_corpus, read_corpus
+from support.text import seeded_text
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def message(path: Path, **options: str) -> str:
+    with pytest.raises(DataError) as caught:
+        read_corpus(path, **options)
+    return str(caught.value)
+
+
+def test_embedded_text_is_one_document_a_topic_in_key_order():
+    from pydoc_data.topics import topics
+
+    corpus = embedded_corpus()
+    assert "".join(corpus.documents) == "".join(topics[name] for name in sorted(topics))
+    assert not corpus.are_records
+    assert read_corpus(None) == corpus
+
+
+def test_text_file_is_one_document_without_its_byte_order_mark(tmp_path):
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbf" + "gr\u00fc\u00dfe\r\nzwei\n".encode())
+    corpus = read_corpus(path)
+    assert corpus.documents == ("gr\u00fc\u00dfe\r\nzwei\n",)
+    assert not corpus.are_records
+
+
+def test_folder_of_text_is_read_in_name_order_without_hidden_files(tmp_path):
+    write(tmp_path / "b.md", "second")
+    write(tmp_path / "a" / "z.txt", "first")
+    write(tmp_path / ".cache" / "x.txt", "hidden")
+    write(tmp_path / "c.txt", "")
+    assert read_corpus(tmp_path).documents == ("first", "second")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json"])
+def test_jsonl_records_are_documents_and_blank_lines_none(tmp_path, name):
+    path = write(tmp_path / name, '{"text": "one"}\n\n{"text": "two\\u2028", "id": 3}\n')
+    corpus = read_corpus(path)
+    assert corpus.documents == ("one", "two\u2028")
+    assert corpus.are_records
+
+
+def test_json_list_is_read_as_records(tmp_path):
+    path = write(tmp_path / "a.json", json.dumps([{"body": "one"}, {"body": "two"}]))
+    assert read_corpus(path, text_column="body").documents == ("one", "two")
+
+
+def test_parquet_column_is_read_over_all_row_groups(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = seeded_text(50).splitlines()
+    table = pyarrow.table({"id": list(range(50)), "text": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    corpus = read_corpus(tmp_path / "a.parquet")
+    assert list(corpus.documents) == texts
+    assert corpus.are_records
+
+
+def test_missing_path_names_the_nearest_one(tmp_path):
+    write(tmp_path / "corpus.txt", "text")
+    said = message(tmp_path / "corpsu.txt")
+    assert f"got '{tmp_path / 'corpsu.txt'}'" in said
+    assert f"Did you mean '{tmp_path / 'corpus.txt'}'?" in said
+
+
+def test_missing_folder_on_the_way_is_the_one_that_is_named(tmp_path):
+    write(tmp_path / "books" / "a.txt", "text")
+    assert f"Did you mean '{tmp_path / 'books'}'?" in message(tmp_path / "boks" / "a.txt")
+
+
+def test_wrong_encoding_names_file_byte_offset_and_line(tmp_path):
+    path = write(tmp_path / "latin.txt", "eins\nzwei gr\xfc\xdfe\n".encode("latin-1"))
+    said = message(path)
+    assert f"byte 0xfc at offset 12 of '{path}' (line 2)" in said
+    assert "Convert the file to UTF-8." in said
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_empty_file_is_said_with_its_size(tmp_path, name):
+    said = message(write(tmp_path / name, ""))
+    assert "got none in" in said
+    assert "(1 file(s), 0 bytes)" in said
+
+
+def test_records_without_any_text_are_no_data(tmp_path):
+    assert "JSONL records with text" in message(write(tmp_path / "a.jsonl", '{"text": ""}\n'))
+
+
+def test_empty_folder_is_said(tmp_path):
+    assert "with no file in it" in message(tmp_path)
+
+
+def test_folder_with_two_kinds_of_file_names_one_of_each(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    write(tmp_path / "b.jsonl", '{"text": "x"}')
+    assert "got JSONL (b.jsonl), text (a.txt)" in message(tmp_path)
+
+
+def test_missing_column_names_place_columns_and_the_nearest(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "x"}\n{"texts": "y", "id": 1}\n')
+    said = message(path)
+    assert f"got 'texts', 'id' at {path}:2" in said
+    assert "Did you mean 'texts'?" in said
+
+
+def test_missing_parquet_column_names_the_columns(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"content": ["x"]}), tmp_path / "a.parquet")
+    assert "got 'content' at" in message(tmp_path / "a.parquet")
+    assert "expected text in column 'content'" not in message(tmp_path / "a.parquet")
+
+
+def test_parquet_column_of_numbers_is_refused(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    assert "expected text in column 'text', got int64" in message(tmp_path / "a.parquet")
+
+
+def test_null_record_is_refused_in_either_format(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array(["x", None], type=pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert "record 1" in message(tmp_path / "a.parquet")
+    path = write(tmp_path / "b.jsonl", '{"text": "x"}\n{"text": null}\n')
+    assert f"got NoneType at {path}:2" in message(path)
+
+
+def test_file_that_is_no_parquet_is_said(tmp_path):
+    assert "cannot be read" in message(write(tmp_path / "a.parquet", "not parquet"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"text": "x"', "column 13"),
+        ('["x"]', "expected a JSON object, got list at"),
+        ('{"text": 3}', "expected text in column 'text', got int at"),
+    ],
+)
+def test_broken_line_is_named_with_file_and_number(tmp_path, line, expected):
+    path = write(tmp_path / "a.jsonl", f'{{"text": "fine"}}\n{line}\n')
+    said = message(path)
+    assert expected in said
+    assert f"{path}:2" in said

@@ -1,0 +1,166 @@
+"""What the README shows is what happens: its Python, its commands, its tables and its links."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import readme_table
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.S | re.M)
+
+
+def _console() -> list[tuple[str, str]]:
+    """Every `$ command` of the README with the output shown under it."""
+    found = []
+    for block in _blocks("console"):
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((command.partition("  #")[0].strip(), output.strip("\n")))
+    return found
+
+
+CONSOLE = _console()
+
+
+def _shown(start: str) -> tuple[str, str]:
+    """The one command that starts so, and what is shown under it."""
+    (pair,) = [pair for pair in CONSOLE if pair[0].startswith(start)]
+    return pair
+
+
+def _run(command: str, folder: Path, *, timeout_s: float = 110.0) -> subprocess.CompletedProcess:
+    """Runs a command of the README in a folder, its program being this Python's."""
+    words = shlex.split(command)
+    modules = {"torchrun": "torch.distributed.run", "fullshard": "fullshard"}
+    if words[0] in modules:
+        words = [sys.executable, "-m", modules[words[0]], *words[1:]]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",
+    }
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def _succeed(command: str, folder: Path, *, timeout_s: float = 110.0) -> str:
+    done = _run(command, folder, timeout_s=timeout_s)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _masked(text: str) -> list[str]:
+    """The lines without what differs from run to run: numbers, and how many spaces align them."""
+    return [" ".join(NUMBER.sub("N", line).split()) for line in text.splitlines() if line.strip()]
+
+
+def _assert_in_order(shown: list[str], printed: list[str]) -> None:
+    """Every shown line was printed, in this order; `...` stands for lines left out."""
+    rest = iter(printed)
+    for line in shown:
+        assert line == "..." or line in rest, f"not printed: {line!r}\nprinted: {printed}"
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Path:
+    """A folder as a reader of the README has it: the files that it names, some texts."""
+    (configuration,) = _blocks("yaml")
+    name = configuration.splitlines()[0].removeprefix("# ")
+    (tmp_path / name).write_text(configuration)
+    (tmp_path / "texts").mkdir()
+    for page in ROOT.glob("docs/**/*.md"):
+        shutil.copy(page, tmp_path / "texts" / f"{page.stem}.txt")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    return tmp_path
+
+
+def test_the_python_of_the_readme_trains_under_torchrun_as_shown(tmp_path: Path):
+    command, shown = _shown("torchrun")
+    (script,) = [block for block in _blocks("python") if "fs.shard(" in block]
+    (tmp_path / command.split()[-1]).write_text(script)
+    lines = sorted(_succeed(command, tmp_path).splitlines())
+    expected = sorted(shown.splitlines())
+    assert [NUMBER.sub("N", line) for line in lines] == [NUMBER.sub("N", line) for line in expected]
+    numbers, promised = (
+        [float(n.replace(",", "")) for line in both for n in NUMBER.findall(line)]
+        for both in (lines, expected)
+    )
+    assert numbers == pytest.approx(promised, rel=1e-2)
+
+
+def test_sharding_a_model_takes_the_readme_about_ten_lines():
+    (script,) = [block for block in _blocks("python") if "fs.shard(" in block]
+    assert len([line for line in script.splitlines() if line.strip()]) <= 18
+
+
+@pytest.mark.parametrize("command", [c for c, _ in CONSOLE if c.startswith("make ")])
+def test_every_make_command_of_the_readme_exists(command: str):
+    assert _succeed(f"{command} --dry-run --no-print-directory", ROOT)
+
+
+@pytest.mark.timeout(330)
+def test_the_training_commands_of_the_readme_work_one_after_another(reader: Path):
+    long = "training.max_steps=300"
+    commands = [c for c, shown in CONSOLE if c.startswith("fullshard") and not shown]
+    assert [c for c in commands if long in c], commands
+    assert [c for c in commands if c.startswith("fullshard generate")], commands
+    for command in commands:
+        assert _succeed(command.replace(long, "training.max_steps=2"), reader)
+
+
+def test_the_mistake_in_the_readme_is_answered_as_shown(reader: Path):
+    command, shown = _shown("fullshard train mine.yaml sharding.strategy=")
+    done = _run(command, reader)
+    assert done.returncode == 2
+    assert done.stderr.strip() == shown
+
+
+def test_the_plan_in_the_readme_is_the_plan_that_is_printed(reader: Path):
+    command, shown = _shown("fullshard plan")
+    printed = _succeed(command, reader)
+    _assert_in_order(
+        [" ".join(line.split()) for line in shown.splitlines() if line.strip()],
+        [" ".join(line.split()) for line in printed.splitlines() if line.strip()],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_main_job_prints_what_the_readme_shows_and_beats_the_bigram(tmp_path: Path):
+    _, shown = _shown("make train")
+    printed = _succeed("fullshard train", tmp_path, timeout_s=1100)
+    head, _, _ = shown.partition("held-out loss  ")  # the sample after it is another one each time
+    _assert_in_order(_masked(head), _masked(printed))
+    losses = [
+        float(re.search(r"^held-out loss +([\d.]+) nats", text, re.M)[1])
+        for text in (shown, printed)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=3e-2)
+    baseline = float(re.search(r"^bigram baseline +([\d.]+) nats", printed, re.M)[1])
+    assert losses[1] < baseline
+
+
+def test_the_tables_of_the_readme_are_those_of_the_committed_results():
+    assert readme_table.PLACE.search(README)
+    assert readme_table.filled(README, ROOT) == README
+
+
+def test_every_link_of_the_readme_leads_to_a_file():
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []

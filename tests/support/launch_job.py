@@ -1,0 +1,156 @@
+"""What the ranks of launch tests run: `python -m support.launch_job WHAT [ARGUMENT ...]`.
+
+Only the jobs that need collectives import torch; the others start in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RANK = int(
+    os.environ.get("FULLSHARD_RANK")
+    or os.environ.get("RANK")
+    or os.environ.get("SLURM_PROCID", "0")
+)
+
+
+def meet(folder):
+    """All-reduce the ranks and leave the sum in a file a rank."""
+    import torch
+    import torch.distributed as dist
+
+    from fullshard.launch import rendezvous
+
+    rendezvous.init_process_group(timeout_s=60)
+    total = torch.tensor([RANK + 1.0])
+    dist.all_reduce(total)
+    words = [dist.get_backend(), os.environ["OMP_NUM_THREADS"], str(total.item())]
+    (Path(folder) / f"sum_{RANK}").write_text(" ".join(words))
+    rendezvous.shutdown()
+
+
+def meet_on_gpus(folder):
+    """All-reduce on the GPU of this rank, and on the CPU beside it."""
+    import torch
+    import torch.distributed as dist
+
+    from fullshard.launch import rendezvous
+
+    rendezvous.init_process_group(timeout_s=60)
+    device = torch.device("cuda", torch.cuda.current_device())
+    totals = [torch.tensor([RANK + 1.0], device=where) for where in (device, "cpu")]
+    for total in totals:
+        dist.all_reduce(total)
+    sums = " ".join(str(total.item()) for total in totals)
+    (Path(folder) / f"sum_{RANK}").write_text(f"{device} {sums}")
+    rendezvous.shutdown()
+
+
+def speak():
+    """Say which rank this is on both streams."""
+    print(f"stdout of rank {RANK}")
+    print(f"stderr of rank {RANK}", file=sys.stderr)
+
+
+def draw():
+    """Draw what a progress bar draws, and say what terminal there is."""
+    print(f"terminal {sys.stdout.isatty()} {shutil.get_terminal_size((1, 1)).columns}")
+    sys.stdout.write("\x1b[32mstep 1\x1b[0m\rstep 2\r\x1b[2Kstep 3\n")
+
+
+def raise_on_rank_one(kind):
+    """Fail on rank 1 while the others sleep."""
+    from fullshard.errors import DataError
+
+    if RANK == 1:
+        time.sleep(0.2)
+        raise {"value": ValueError, "data": DataError}[kind]("rank one says no")
+    time.sleep(600)
+
+
+def raise_in_a_collective():
+    """Fail on rank 1 while rank 0 waits for it in a barrier."""
+    import torch.distributed as dist
+
+    from fullshard.launch import rendezvous
+
+    rendezvous.init_process_group()
+    dist.barrier()
+    if RANK == 1:
+        raise ValueError("rank one says no")
+    dist.barrier()
+
+
+def raise_everywhere():
+    """Fail alike on every rank."""
+    raise ValueError("all say no")
+
+
+def exit_with(code):
+    """End rank 1 by sys.exit."""
+    if RANK == 1:
+        sys.exit(int(code))
+
+
+def die(name):
+    """Have rank 1 killed by a signal."""
+    if RANK == 1:
+        print("the last words of rank 1")
+        os.kill(os.getpid(), signal.Signals[name])
+    time.sleep(600)
+
+
+def ignore_sigterm(folder):
+    """Fail on rank 1; rank 0 refuses to be ended politely."""
+    if RANK == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (Path(folder) / "deaf").touch()
+        time.sleep(600)
+    while not (Path(folder) / "deaf").exists():
+        time.sleep(0.01)
+    raise ValueError("rank one says no")
+
+
+def fork_and_sleep(folder):
+    """Leave process ids of this rank and of a child in a file, then sleep; `finally` says so."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    partial = Path(folder) / f"partial_{RANK}"
+    partial.write_text(f"{os.getpid()} {child.pid}")
+    partial.rename(Path(folder) / f"pids_{RANK}")
+    try:
+        time.sleep(600)
+    finally:
+        (Path(folder) / f"finally_{RANK}").touch()
+
+
+def deaf(folder):
+    """Sleep through every polite signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fork_and_sleep(folder)
+
+
+def sleep_by_a_name_of_its_own():
+    """Hang."""
+    time.sleep(600)
+
+
+def fail_to_save():
+    """Fail with a typed error of its own while being interrupted."""
+    from fullshard.errors import CheckpointError
+
+    try:
+        Path(os.environ["READY"]).touch()
+        time.sleep(600)
+    except KeyboardInterrupt:
+        raise CheckpointError("checkpoint: expected a writable folder, got a full disk.") from None
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

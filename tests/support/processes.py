@@ -1,0 +1,37 @@
+"""Waiting for files and processes, with a deadline that fails the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Return once the condition holds; AssertionError naming `what` otherwise."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def read_pids(folder: Path, num_ranks: int) -> list[int]:
+    """Process ids that the ranks of `fork_and_sleep` left, waited for."""
+    files = [folder / f"pids_{rank}" for rank in range(num_ranks)]
+    wait_until(lambda: all(file.exists() for file in files), 30, "every rank has started")
+    return [int(word) for file in files for word in file.read_text().split()]
+
+
+def assert_all_end(pids: Iterable[int], timeout_s: float = 3.0) -> None:
+    """No process of `pids` is left."""
+    wait_until(lambda: not any(map(is_running, pids)), timeout_s, "all processes have ended")

@@ -1,0 +1,179 @@
+"""The process of one rank of a standing pool: waits for test bodies and runs them.
+
+    parent                                  rank (this file)
+    ------                                  ----------------
+    ("call", file, qualname, ...)  ---->    import the file once, call the function
+                                   <----    ("value", pickled) or ("error", text)
+    closes the pipe, or dies       ---->    exits
+    SIGUSR1                        ---->    writes its stacks into its dump file
+
+torch is imported here only, so that collecting the tests stays fast.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+import types
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from _pytest.assertion.rewrite import rewrite_asserts
+from _pytest.config import parse_warning_filter
+
+PR_SET_PDEATHSIG = 1
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # far above a call's time-out, which names the stacks
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which rank a process is, and where its pool keeps its files."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    parent: int
+    warning_filters: tuple[str, ...]
+
+    @property
+    def dump_file(self) -> Path:
+        """Where the rank writes its stacks when asked."""
+        return self.folder / f"stacks_{self.rank}.txt"
+
+
+@dataclass(frozen=True)
+class Body:
+    """A module-level function of a test file, and its pickled arguments."""
+
+    file: str
+    module: str
+    qualname: str
+    arguments: bytes
+    number: int
+
+
+def serve(seat: Seat, pipe: Connection) -> None:
+    """Join the process group, then run bodies until the pipe closes."""
+    _die_with(seat.parent)
+    with seat.dump_file.open("w") as dump:
+        faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
+        _join_group(seat, "start")
+        pipe.send("ready")
+        while True:
+            try:
+                body = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                break
+            if body is None:
+                break
+            pipe.send(_run(seat, body))
+    os._exit(0)  # threads of gloo or of a test must not keep an ended pool alive
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _join_group(seat: Seat, name: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(seat.folder / f"store_{name}"), seat.world_size),
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def _run(seat: Seat, body: Body) -> tuple[str, Any]:
+    environment = dict(os.environ)
+    try:
+        import torch.distributed as dist
+
+        _reset_torch()
+        dist.barrier()
+        with warnings.catch_warnings():
+            for line in seat.warning_filters:
+                warnings.filterwarnings(*parse_warning_filter(line, escape=False))
+            function = _find(body)
+            arguments = pickle.loads(body.arguments)
+            result = ("value", pickle.dumps(function(*arguments)))
+        _leave_as_found(seat, body)
+    except BaseException as error:  # noqa: BLE001  SystemExit too: a rank may not leave its seat
+        return ("error", "".join(traceback.format_exception(error)))
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    return result
+
+
+def _reset_torch() -> None:
+    """Give every body the same start: seeds, one thread, default modes."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _leave_as_found(seat: Seat, body: Body) -> None:
+    """Destroy the subgroups that the body made; join again if it left the pool's group."""
+    import torch.distributed as dist
+
+    gc.collect()
+    if not dist.is_initialized():
+        _join_group(seat, f"after_{body.number}")
+        return
+    groups = dist.distributed_c10d._world.pg_map
+    for group in list(groups):
+        if group is not dist.group.WORLD and group in groups:
+            dist.destroy_process_group(group)
+
+
+def _find(body: Body) -> Any:
+    found: Any = sys.modules.get(body.module)
+    if found is None or getattr(found, "__file__", None) != body.file:
+        found = _import_by_file(body)
+    for name in body.qualname.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _import_by_file(body: Body) -> types.ModuleType:
+    """Import under the parent's module name, so that classes of the file pickle both ways."""
+    spec = importlib.util.spec_from_file_location(body.module, body.file)
+    if spec is None:
+        raise ImportError(f"{body.file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    source = Path(body.file).read_bytes()
+    tree = ast.parse(source, filename=body.file)
+    rewrite_asserts(tree, source, body.file)  # `assert a == b` shows a and b here too
+    sys.modules[body.module] = module
+    try:
+        exec(compile(tree, body.file, "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
+        del sys.modules[body.module]
+        raise
+    return module

@@ -1,0 +1,98 @@
+"""What one process computes: the ranks' batches one after another. Nothing of fullshard in it.
+
+The ranks' local losses are kept apart, because a model with float32 islands gives another loss for
+one joined batch, by 1e-6, and that would be no fault of sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+MAX_NORM = 0.25
+NUM_STEPS = 3
+TOLERANCE = 1e-12
+
+Work = Callable[[nn.Module, int, int], torch.Tensor]  # forward and backward of (step, rank): loss
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step leaves behind.
+
+    Attributes:
+        losses: This process's losses, one a rank that it played.
+        gradients: Whole gradients by parameter name, before clipping; None as autograd left it.
+        norm: The norm before clipping.
+        params: Whole parameters after the update.
+    """
+
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    norm: torch.Tensor
+    params: dict[str, torch.Tensor]
+
+
+def make_optimizer(kind: str, params: object) -> torch.optim.Optimizer:
+    """SGD or AdamW with settings under which every gradient matters.
+
+    AdamW's eps is large: an update is gradient over root of its square, so that with the usual
+    1e-8 rounding noise in gradients that should be zero (a bias before a norm) moves weights.
+    """
+    if kind == "sgd":
+        return torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4, weight_decay=0.1)
+
+
+def train_alone(
+    build: Callable[[], nn.Module],
+    work: Work,
+    *,
+    world_size: int,
+    kind: str = "sgd",
+    num_steps: int = NUM_STEPS,
+) -> list[Step]:
+    """Train as `world_size` ranks would, in this process.
+
+    Args:
+        build: Makes the model.
+        work: Forward and backward of one rank's batch in one step.
+        world_size: Ranks to play.
+        kind: "sgd" or "adamw".
+        num_steps: Updates.
+    """
+    model = build()
+    optimizer = make_optimizer(kind, model.parameters())
+    steps = []
+    for step in range(num_steps):
+        losses = [work(model, step, rank) for rank in range(world_size)]
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= world_size
+        gradients = {n: copy_of(p.grad) for n, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        params = {name: param.detach().clone() for name, param in model.named_parameters()}
+        steps.append(Step(losses, gradients, norm, params))
+    return steps
+
+
+def copy_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient that the next step does not change."""
+    return None if gradient is None else gradient.detach().clone()
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest element where that is above one; NaN counts
+    as infinite."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    scale = max(1.0, float(wanted.abs().max()))
+    worst = float((found.to(torch.float64) - wanted.to(torch.float64)).abs().max()) / scale
+    return worst if worst == worst else float("inf")

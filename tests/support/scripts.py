@@ -1,0 +1,191 @@
+"""People's training scripts, run twice: on shards over the ranks, and whole in one process.
+
+    def script(run):                        # the lines as people write them
+        model = run.shard(run.model())      # the one line that sharding adds; whole: does nothing
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            run.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.result(model, ...)       # its weights, and whatever the script logged
+
+    ranks(2)(compare, script)               # both give the same, to 1e-12 in float64
+
+On a rank `run.loss` is the loss of the rank's own batch; in one process it is the mean of all
+ranks' losses, whose gradient is what the ranks' mean gradient should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import FullshardError
+from support.models import perturbed
+
+TOLERANCE = 1e-12
+NUM_TOKENS = 11
+WIDTH = 10
+
+
+class Block(nn.Module):
+    """A residual block; its unit of 1,344 elements is cut inside a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 22)
+        self.mid = nn.Linear(22, 22)
+        self.down = nn.Linear(22, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.mid(torch.tanh(self.up(self.norm(x))))))
+
+
+class Tiny(nn.Module):
+    """Embedding, blocks and a head; a scale without dimensions, and a parameter never used.
+
+    Args:
+        tied: Whether the head's weight is the embedding's.
+    """
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(NUM_TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.25))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.scale * hidden)
+
+
+class Run:
+    """One side of a comparison.
+
+    Args:
+        world_size: Ranks, or how many of them this process plays.
+        rank: This rank; None: one process plays all of them.
+    """
+
+    def __init__(self, world_size: int, rank: int | None) -> None:
+        self.world_size = world_size
+        self.rank = rank
+
+    @property
+    def sharded(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks whose batches this process works on."""
+        return range(self.world_size) if self.rank is None else range(self.rank, self.rank + 1)
+
+    def model(self, kind: Callable[..., nn.Module] = Tiny, **arguments: Any) -> nn.Module:
+        """A model of float64, the same everywhere."""
+        torch.manual_seed(0)
+        return perturbed(kind(**arguments).double())
+
+    def shard(self, model: nn.Module, **config: Any) -> nn.Module:
+        """Shard under poison; nothing in the one process."""
+        if self.sharded:
+            fs.shard(model, **{"poison": True, **config})
+        return model
+
+    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
+        """Next-token loss: of this rank's batch, or the mean over all ranks."""
+        return torch.stack([loss_of(model, step, rank) for rank in self.ranks]).mean()
+
+    def result(self, model: nn.Module, **logged: Any) -> dict[str, Any]:
+        """What is compared: the weights by name, and what the script logged."""
+        state = fs.full_state_dict(model, rank0_only=False) if self.sharded else model.state_dict()
+        return {"weights": {name: value.clone() for name, value in state.items()}, **logged}
+
+
+Script = Callable[[Run], Any]
+
+
+def tokens_of(step: int, rank: int) -> torch.Tensor:
+    """(3, 5) token ids."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, NUM_TOKENS, (3, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Next-token loss of one rank's batch."""
+    tokens = tokens_of(step, rank)
+    scores = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 4) -> None:
+    """Plain steps: backward, update, gradients to None."""
+    for step in range(num_steps):
+        run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def both(script: Script) -> tuple[Any, Any]:
+    """What the script gives on this rank's shards, and what it gives in one process."""
+    import torch.distributed as dist
+
+    world_size = dist.get_world_size()
+    found = script(Run(world_size, dist.get_rank()))
+    torch.manual_seed(0)
+    return found, script(Run(world_size, None))
+
+
+def compare(script: Script, tolerance: float = TOLERANCE) -> None:
+    """Run the script on this rank's shards and in one process: both give the same."""
+    found, wanted = both(script)
+    problems = list(differences(found, wanted, tolerance))
+    assert not problems, "\n".join(problems)
+
+
+def differences(found: Any, wanted: Any, tolerance: float, at: str = "result") -> Any:
+    """Every place where two nested results differ."""
+    if isinstance(wanted, Mapping):
+        assert list(found) == list(wanted), f"{at}: {list(found)} != {list(wanted)}"
+        for key, value in wanted.items():
+            yield from differences(found[key], value, tolerance, f"{at}[{key!r}]")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), f"{at}: {len(found)} != {len(wanted)} entries"
+        for index, value in enumerate(wanted):
+            yield from differences(found[index], value, tolerance, f"{at}[{index}]")
+    elif isinstance(wanted, float | torch.Tensor):
+        one, other = _as_float64(found), _as_float64(wanted)
+        if one.shape != other.shape:
+            yield f"{at}: shape {tuple(one.shape)} != {tuple(other.shape)}"
+        elif not torch.allclose(one, other, tolerance, tolerance, equal_nan=True):
+            yield f"{at}: up to {(one - other).abs().max():.2g} apart"
+    elif found != wanted:
+        yield f"{at}: {found!r} != {wanted!r}"
+
+
+def _as_float64(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value).to(torch.float64)
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    """Class and text of the typed error that a call raises, or what it did instead."""
+    try:
+        result = function()
+    except FullshardError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 the text shows what a user would meet
+        return f"UNTYPED {type(error).__name__}: {error}"
+    return f"NO ERROR: {type(result).__name__}"

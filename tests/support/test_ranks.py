@@ -1,0 +1,281 @@
+"""The standing pool of ranks keeps its promises: values, failures, hangs, deaths, cleanliness."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.ranks import RankError, RankPool, RankPools
+
+
+@pytest.fixture
+def pool(pytestconfig: pytest.Config):
+    """A pool of the test's own, so that failures do not cost the session's pool."""
+    pool = RankPool(2, pytestconfig.getini("filterwarnings") or ["error"])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def lone_pool(pytestconfig: pytest.Config):
+    """The same of one rank, which starts twice as fast."""
+    pool = RankPool(1, pytestconfig.getini("filterwarnings") or ["error"])
+    yield pool
+    pool.close()
+
+
+@dataclass
+class Pair:
+    """A class of a test file, sent to a rank and back."""
+
+    left: int
+    right: int
+
+
+def sum_over_ranks(value):
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(value + dist.get_rank())])
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+def seeded_draw():
+    import random
+
+    import torch
+
+    return torch.rand(()).item(), random.random(), torch.get_num_threads()
+
+
+def swap(pair):
+    return Pair(pair.right, pair.left)
+
+
+def raise_on_rank_one():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("rank one says no")
+    dist.barrier()  # never completes
+
+
+def raise_everywhere():
+    import torch.distributed as dist
+
+    raise ValueError(f"voice of rank {dist.get_rank()}")
+
+
+def failing_assert():
+    left, right = [1, 2], [1, 3]
+    assert left == right
+
+
+def hang_on_rank_zero():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        sleep_by_a_name_of_its_own()
+
+
+def sleep_by_a_name_of_its_own():
+    time.sleep(600)
+
+
+def exit_with_seven(hard):
+    if hard:
+        os._exit(7)
+    sys.exit(7)
+
+
+def warn():
+    warnings.warn("careless", UserWarning, stacklevel=1)
+
+
+def leave_a_mess():
+    import torch
+    import torch.distributed as dist
+
+    dist.new_group([0, 1])
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    os.environ["LEFT_BY_A_TEST"] = "1"
+
+
+def state():
+    import torch
+    import torch.distributed as dist
+
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return groups, str(torch.get_default_dtype()), "LEFT_BY_A_TEST" in os.environ
+
+
+def leave_the_group():
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def process_times():
+    time.sleep(0)
+    return os.getpid()
+
+
+def test_every_rank_returns_its_value_in_rank_order(ranks):
+    values = ranks(2)(sum_over_ranks, 10)
+    assert [rank for rank, _ in values] == [0, 1]
+    assert [total.item() for _, total in values] == [21.0, 21.0]
+
+
+def test_pools_of_two_sizes_live_side_by_side(ranks):
+    assert len(ranks(1)(sum_over_ranks, 0)) == 1
+    assert len(ranks(2)(sum_over_ranks, 0)) == 2
+    assert ranks(1).process_ids[0] not in ranks(2).process_ids
+
+
+def test_processes_are_started_once(ranks):
+    assert ranks(2)(process_times) == ranks(2)(process_times) == ranks(2).process_ids
+
+
+def test_each_call_starts_from_the_same_seed_on_one_thread(ranks):
+    first, second = ranks(2)(seeded_draw), ranks(2)(seeded_draw)
+    assert first == second
+    assert first[0] == first[1]
+    assert first[0][2] == 1
+
+
+def test_classes_of_the_test_file_travel_both_ways(ranks):
+    assert ranks(1)(swap, Pair(1, 2)) == [Pair(2, 1)]
+
+
+def test_what_a_body_leaves_behind_is_gone_at_the_next_call(ranks):
+    before = ranks(2)(state)
+    ranks(2)(leave_a_mess)
+    assert ranks(2)(state) == before == [(1, "torch.float32", False)] * 2
+    ranks(2)(leave_the_group)
+    assert ranks(2)(state) == before
+
+
+def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool):
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool(raise_on_rank_one)
+    assert time.monotonic() - started < 40
+    text = str(caught.value)
+    assert text.startswith("raise_on_rank_one failed on 1 rank(s)\n---- rank 1 of 2 raised ----")
+    assert text.index("ValueError: rank one says no") < text.index("rank 0 of 2 was still running")
+    assert "in raise_on_rank_one" in text
+
+
+def test_errors_of_all_ranks_are_joined(pool):
+    with pytest.raises(RankError, match=r"(?s)voice of rank 0.*voice of rank 1"):
+        pool(raise_everywhere)
+
+
+def test_a_failed_assert_shows_its_values(lone_pool):
+    with pytest.raises(RankError, match=r"assert \[1, 2\] == \[1, 3\]"):
+        lone_pool(failing_assert)
+
+
+def test_the_pool_is_respawned_after_a_failure(lone_pool):
+    lone_pool(sum_over_ranks, 1)
+    old = lone_pool.process_ids
+    with pytest.raises(RankError):
+        lone_pool(raise_everywhere)
+    assert lone_pool.process_ids == []
+    assert not any(psutil.pid_exists(pid) for pid in old)
+    assert len(lone_pool(sum_over_ranks, 1)) == 1
+
+
+def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
+    pool(sum_over_ranks, 1)
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool(hang_on_rank_zero, timeout=1)
+    assert time.monotonic() - started < 10
+    text = str(caught.value)
+    assert text.startswith("hang_on_rank_zero did not return within 1 s on 1 rank(s)")
+    assert "in sleep_by_a_name_of_its_own" in text
+    assert "rank 1" not in text
+    assert pool.process_ids == []
+
+
+@pytest.mark.parametrize(
+    ("hard", "words"), [(True, "ended with exit code 7"), (False, "SystemExit: 7")]
+)
+def test_a_rank_that_exits_is_a_failure(lone_pool, hard, words):
+    with pytest.raises(RankError, match=f"(?s)rank 0 of 1 .*{words}"):
+        lone_pool(exit_with_seven, hard)
+
+
+def test_a_warning_on_a_rank_is_an_error(lone_pool):
+    with pytest.raises(RankError, match="UserWarning: careless"):
+        lone_pool(warn)
+
+
+def test_local_functions_are_refused_by_name(ranks):
+    def local():
+        return 1
+
+    with pytest.raises(TypeError, match=r"module-level function, got .*<locals>\.local"):
+        ranks(1)(local)
+
+
+def test_idle_ranks_sleep(ranks):
+    processes = [psutil.Process(pid) for pid in ranks(2)(process_times)]
+    before = sum(sum(p.cpu_times()[:2]) for p in processes)
+    time.sleep(1.0)
+    assert sum(sum(p.cpu_times()[:2]) for p in processes) - before < 0.1
+
+
+def test_ranks_die_with_the_process_that_started_them(tmp_path):
+    script = tmp_path / "owner.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys, time
+        from support.ranks import RankPools
+        import bodies
+        if __name__ == "__main__":
+            pools = RankPools(["error"])
+            print(*pools(2)(bodies.pid), flush=True)
+            pools(2)(bodies.sleep)
+        """)
+    )
+    (tmp_path / "bodies.py").write_text(
+        "import os, time\ndef pid():\n    return os.getpid()\ndef sleep():\n    time.sleep(600)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    owner = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert owner.stdout is not None
+    children = [int(word) for word in owner.stdout.readline().split()]
+    assert len(children) == 2
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(psutil.pid_exists, children))
+
+
+def test_closing_ends_every_pool():
+    pools = RankPools(["error"])
+    pids = pools(1)(process_times)
+    pools.close()
+    assert not any(map(psutil.pid_exists, pids))

@@ -1,0 +1,94 @@
+"""Bad input ends a command before a rank starts, with its exit code, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
+
+CASES = {
+    "missing data": (["data.path=txet.txt"], 6, "txet.txt"),
+    "empty data": (["data.path=empty.txt"], 6, "got none in 'empty.txt'"),
+    "missing column": (["data.path=a.jsonl"], 6, "expected a column 'text', got 'body'"),
+    "too few tokens": (["max_seq_length=64", "data.path=short.txt"], 6, "at least 64 training"),
+    "too few held out": (
+        ["data.path=short.txt", "max_seq_length=4", "data.validation_fraction=0.01"],
+        6,
+        "at least 4 held-out tokens",
+    ),
+    "too few sequences": (["per_device_train_batch_size=100000"], 6, "at least 200,000 sequences"),
+    "unknown key": (["training.max_stepz=3"], 2, "Did you mean 'max_steps'?"),
+    "unknown model type": (["model.config.model_type=llamma"], 2, "Did you mean 'llama'?"),
+    "unknown model key": (["model.config.hiden_size=8"], 2, "Did you mean 'hidden_size'?"),
+    "no such model folder": (["model=nowhere/llama"], 2, "Nothing is downloaded during a run"),
+    "sequence too long": (["max_seq_length=65"], 2, "expected at most 64"),
+    "freeze without a match": (["freeze=[lm_haed.*]"], 2, "which matches none"),
+    "impossible mesh": (["sharding.shard=3"], 2, "shard"),
+    "vocabulary without bytes": (["data.vocab_size=200"], 2, "at least 257"),
+    "no such tokenizer": (["data.tokenizer=nowhere"], 2, "data.tokenizer: expected a local folder"),
+    "not yet": (["save_steps=5"], 2, "not yet supported"),
+    "resume from a path": (["--resume", "checkpoints/1"], 2, "--resume: expected auto or never"),
+    "place is taken": (["training.output_dir=."], 2, "other files"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_said_before_any_rank_starts(
+    name, tmp_path, monkeypatch, fullshard, write_config
+):
+    config = write_config(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("A few words only.")
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    words, code, expected = CASES[name]
+    done = fullshard("train", config, *words)
+    assert done.exit_code == code
+    assert expected in done.err
+    assert done.out == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_message_names_the_line_of_the_file(tmp_path, fullshard, write_config):
+    config = write_config(tmp_path)
+    config.write_text(config.read_text().replace("model_type: llama", "model_type: llamma"))
+    done = fullshard("train", config)
+    assert done.exit_code == 2
+    assert f"{config}:3: model.config.model_type" in done.err
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path, fullshard, write_config):
+    config = write_config(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    done = fullshard("train", config, "--dry-run", "--json")
+    assert done.exit_code == 0
+    planned = json.loads(done.out)["planned"]
+    assert (planned["world_size"], planned["num_steps"]) == (2, 6)
+    assert "2 ranks (replicate 1 x shard 2)" in done.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_hugging_face_flags_are_training_keys(tmp_path, fullshard, write_config):
+    config = write_config(tmp_path)
+    words = ("--max_steps", "3", "--per-device-train-batch-size=2", "--dry-run", "--json")
+    planned = json.loads(fullshard("train", config, *words).out)["planned"]
+    assert (planned["num_steps"], planned["samples_per_step"]) == (3, 4)
+
+
+def test_main_job_needs_no_file(fullshard):
+    planned = json.loads(fullshard("train", "--dry-run", "--json").out)["planned"]
+    assert planned["world_size"] == 2
+    assert 2e6 < planned["num_parameters"] < 4e6
+
+
+def test_epochs_are_resolved_to_steps(tmp_path, fullshard, write_config):
+    config = write_config(tmp_path)
+    words = ("max_steps=-1", "num_train_epochs=0.5", "--dry-run", "--json")
+    half = json.loads(fullshard("train", config, *words).out)["planned"]["num_steps"]
+    words = ("max_steps=-1", "num_train_epochs=1", "--dry-run", "--json")
+    whole = json.loads(fullshard("train", config, *words).out)["planned"]["num_steps"]
+    assert whole > 10
+    assert half == -(-whole // 2)

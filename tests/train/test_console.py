@@ -1,0 +1,72 @@
+"""What a run shows, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+
+from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.train.console import RunConsole
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def row(step: int, loss: float) -> StepRow:
+    return StepRow(
+        step=step,
+        epoch=0.1,
+        loss=loss,
+        grad_norm=1.25,
+        learning_rate=1e-3,
+        tokens_per_s=1000.0 * step,
+        samples_per_s=10.0,
+        step_time_s=1.0,
+        data_s=0.1,
+        compute_s=0.7,
+        comm_s=0.2,
+        memory_bytes=2**20,
+        memory_peak_bytes=2**21,
+    )
+
+
+def shown(*, terminal: bool) -> str:
+    file = io.StringIO()
+    console = RunConsole(
+        4, 2, Console(file=file, force_terminal=terminal, soft_wrap=True, width=60, highlight=False)
+    )
+    console.print_banner("fullshard train", [("mesh", "word " * 20), ("plan", "7 units")])
+    console.start()
+    for step in range(1, 5):
+        console.print_step(row(step, 5.0 - step))
+    console.print_evaluation(EvalRow(4, 1.5))
+    console.stop()
+    return file.getvalue()
+
+
+def test_lines_hold_means_since_the_last_line():
+    lines = shown(terminal=False).splitlines()
+    steps = [line for line in lines if "  loss " in line]
+    assert [line.split("loss ")[1].split()[0] for line in steps] == ["4.0000", "3.0000", "1.5000"]
+    speeds = [re.search(r"([\d,]+) tokens/s", line)[1] for line in steps]
+    assert speeds == ["1,000", "2,000", "3,500"]
+    assert steps[-1].startswith("step 4/4  loss 1.5000  grad norm 1.25  lr 1.0e-03")
+    assert steps[-1].endswith("2.0 MiB  data 10% compute 70% comm 20%")
+    assert lines[-1] == "step 4/4  held-out loss 1.5000"
+
+
+def test_without_a_terminal_there_is_no_bar_and_no_line_is_broken():
+    text = shown(terminal=False)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "left" not in text
+    assert "  mesh      " + "word " * 20 in text
+
+
+def test_on_a_terminal_there_is_a_bar_with_the_time_left_and_the_banner_is_wrapped():
+    text = ESCAPES.sub("", shown(terminal=True))
+    assert re.search(r"4/4 0:00:0\d left", text)
+    banner = text.splitlines()[1:4]
+    assert max(map(len, banner)) <= 60
+    assert banner[1].startswith(" " * 8 + "word")

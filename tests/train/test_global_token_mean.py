@@ -1,0 +1,228 @@
+"""The gradient of a step is that of the mean over all label tokens, however they are spread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.values import GradReduction, GradSync, LrSchedule
+from fullshard.engine.engine import engine_of
+from fullshard.errors import DivergedError
+from fullshard.train.loop import Batch, Loop, LoopSettings, Trainee
+from fullshard.train.loss import IGNORED, causal_lm_loss, num_label_tokens
+from fullshard.train.schedule import Schedule
+from fullshard.train.team import RankTeam
+
+VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
+RATE = 0.5
+
+
+class TinyLm(nn.Module):
+    """Embedding, two blocks, head: enough for units of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def tiny_model() -> TinyLm:
+    torch.manual_seed(1)
+    return TinyLm().double()
+
+
+def ragged_samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch whose samples have 0 to LENGTH - 1 label tokens each."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, VOCAB, (GLOBAL_BATCH, LENGTH), generator=generator)
+    labels = ids.clone()
+    for sample in range(GLOBAL_BATCH):
+        labels[sample, 1 + (sample + step) % LENGTH :] = IGNORED
+    return ids, labels
+
+
+class RaggedRecipe:
+    """This rank's part of the ragged samples; the loop has to count their tokens."""
+
+    samples_per_step = GLOBAL_BATCH
+    steps_per_epoch = 2
+    tokens_per_step = None
+
+    def __init__(self, rank: int, world_size: int, accumulation: int) -> None:
+        self._rank, self._world_size, self._accumulation = rank, world_size, accumulation
+        self.spoil_step = -1
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        ids, labels = ragged_samples(step)
+        shape = (self._accumulation, self._world_size, -1)
+        mine = torch.arange(GLOBAL_BATCH).reshape(shape)[:, self._rank]
+        return [{"input_ids": ids[chosen], "labels": labels[chosen]} for chosen in mine]
+
+    def held_out(self) -> Iterable[Batch]:
+        """One sample for rank 0, none that counts for the others."""
+        ids, labels = ragged_samples(1000)
+        mine = labels[4:6].clone()
+        if self._rank != 0:
+            mine[:] = IGNORED
+        return [{"input_ids": ids[4:6], "labels": mine}]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        total, count = causal_lm_loss(model(batch["input_ids"]), batch["labels"])
+        if self.spoil_step >= 0 and self._rank == 0:
+            total = total * float("nan")
+        return total, count
+
+
+class Rows:
+    """Keeps what the loop says."""
+
+    def __init__(self) -> None:
+        self.steps, self.evaluations = [], []
+
+    def stepped(self, row) -> None:
+        self.steps.append(row)
+
+    def evaluated(self, row) -> None:
+        self.evaluations.append(row)
+
+
+def reference() -> tuple[dict[str, torch.Tensor], list[float], float]:
+    """One process, one joined batch a step: parameters, losses, held-out loss."""
+    model = tiny_model()
+    losses = []
+    for step in range(NUM_STEPS):
+        ids, labels = ragged_samples(step)
+        total, count = causal_lm_loss(model(ids), labels)
+        losses.append(total.item() / count)
+        model.zero_grad()
+        (total / count).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= RATE * parameter.grad
+    ids, labels = ragged_samples(1000)
+    with torch.no_grad():
+        total, count = causal_lm_loss(model(ids[4:6]), labels[4:6])
+    return model.state_dict(), losses, total.item() / count
+
+
+def make_loop(
+    rank, world_size, accumulation, options, rows
+) -> tuple[nn.Module, Loop, RaggedRecipe]:
+    model = fs.shard(tiny_model(), poison=True, wrap=["Sequential"], **options)
+    engine = engine_of(model)
+    trainee = Trainee(
+        model,
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        communication_seconds=lambda: 0.0,
+        memory_bytes=lambda: (1000 * (rank + 1), 2000 * (rank + 1)),
+    )
+    settings = LoopSettings(
+        num_steps=NUM_STEPS,
+        eval_every=0,
+        max_grad_norm=0.0,
+        schedule=Schedule(LrSchedule.CONSTANT, RATE, 0, NUM_STEPS),
+        grad_sync=engine.config.grad_sync,
+        grad_reduction=engine.config.grad_reduction,
+    )
+    recipe = RaggedRecipe(rank, world_size, accumulation)
+    team = RankTeam(engine.transport, rank, world_size, engine.device)
+    return model, Loop(trainee, recipe, settings, team, rows), recipe
+
+
+def train_on_ranks(world_size: int, accumulation: int, options: dict[str, str]):
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    rows = Rows()
+    model, loop, _ = make_loop(rank, world_size, accumulation, options, rows)
+    loop.run()
+    state = fs.full_state_dict(model, rank0_only=False)
+    return state, [row.loss for row in rows.steps], rows.evaluations[-1].eval_loss, rows.steps[-1]
+
+
+COMBINATIONS = [
+    {"grad_sync": str(sync), "grad_reduction": str(reduction)}
+    for sync, reduction in itertools.product(
+        (GradSync.EVERY_MICRO_BATCH, GradSync.LAST_MICRO_BATCH), GradReduction
+    )
+]
+
+
+@pytest.mark.parametrize("options", COMBINATIONS, ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+def test_ranks_and_micro_batches_train_as_one_joined_batch(
+    ranks, world_size, accumulation, options
+):
+    expected, losses, held_out = reference()
+    results = (
+        [train_on_ranks(1, accumulation, options)]
+        if world_size == 1
+        else ranks(world_size)(train_on_ranks, world_size, accumulation, options)
+    )
+    for state, rank_losses, rank_held_out, row in results:
+        assert rank_losses == pytest.approx(losses, abs=1e-12)
+        assert rank_held_out == pytest.approx(held_out, abs=1e-12)
+        assert (row.memory_bytes, row.memory_peak_bytes) == (1000 * world_size, 2000 * world_size)
+        assert row.epoch == NUM_STEPS / 2
+        assert state.keys() == expected.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def test_mean_of_micro_batch_means_is_another_gradient():
+    ids, labels = ragged_samples(0)
+    total, count = causal_lm_loss(tiny_model()(ids), labels)
+    parts = [causal_lm_loss(tiny_model()(ids[i : i + 4]), labels[i : i + 4]) for i in (0, 4)]
+    naive = sum(part.item() / n for part, n in parts) / 2
+    assert abs(naive - total.item() / count) > 1e-3
+
+
+def test_loss_counts_what_transformers_counts():
+    ids, labels = ragged_samples(2)
+    logits = tiny_model()(ids)
+    total, count = causal_lm_loss(logits, labels)
+    mean = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
+    assert count == num_label_tokens(labels)
+    torch.testing.assert_close(total / count, mean)
+
+
+def test_loss_of_bfloat16_logits_is_summed_in_float32():
+    logits = tiny_model()(ragged_samples(0)[0]).bfloat16()
+    total, _ = causal_lm_loss(logits, ragged_samples(0)[1])
+    exact, _ = causal_lm_loss(logits.double(), ragged_samples(0)[1])
+    assert total.dtype is torch.float32
+    assert exact.dtype is torch.float64
+    assert total.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def spoil_on_rank_0(world_size: int) -> tuple[str, list[int], bool]:
+    rank, rows = torch.distributed.get_rank(), Rows()
+    model, loop, recipe = make_loop(rank, world_size, 1, {}, rows)
+    before = fs.full_state_dict(model, rank0_only=False)
+    recipe.spoil_step = 0
+    try:
+        loop.run()
+    except DivergedError as error:
+        after = fs.full_state_dict(model, rank0_only=False)
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        return str(error), [row.step for row in rows.steps], same
+    raise AssertionError("a NaN loss must end the run")
+
+
+def test_loss_that_is_nan_on_one_rank_ends_all_ranks_before_the_update(ranks):
+    for message, steps, same in ranks(2)(spoil_on_rank_0, 2):
+        assert message.startswith("loss of step 1: expected a finite number, got nan.")
+        assert steps == []
+        assert same

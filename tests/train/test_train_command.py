@@ -1,0 +1,318 @@
+"""`fullshard train` on real ranks: what it leaves, and that ranks do not change what is learnt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fullshard.config.load import load_config
+from fullshard.observe.metrics import StepRow, read_rows
+from fullshard.planner.plan import Plan
+from fullshard.train.loss import causal_lm_loss
+from support.processes import wait_until
+from support.text import seeded_text
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    folder: Path
+    exit_code: int
+    out: str
+    err: str
+
+    @property
+    def record(self) -> dict:
+        return json.loads((self.folder / "run.json").read_text())
+
+    @property
+    def steps(self) -> list[dict]:
+        return [row for row in read_rows(self.folder / "metrics.jsonl") if "loss" in row]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [row for row in read_rows(self.folder / "metrics.jsonl") if "eval_loss" in row]
+
+
+def start(fullshard, folder: Path, *words: str) -> Run:
+    """Runs `fullshard train`: checks in this process, ranks in processes of their own."""
+    done = fullshard("train", *words)
+    return Run(folder / "run", done.exit_code, done.out, done.err)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, fullshard, write_config) -> Run:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return start(fullshard, folder, write_config(folder))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, fullshard, write_config) -> Run:
+    folder = tmp_path_factory.mktemp("one_rank")
+    words = ("launch.num_processes=1", "gradient_accumulation_steps=2", "--json")
+    return start(fullshard, folder, write_config(folder), *words)
+
+
+def test_run_leaves_every_file_of_the_contract(two_ranks):
+    assert two_ranks.exit_code == 0, two_ranks.err
+    folder = two_ranks.folder
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names >= {
+        "config.yaml",
+        "run.json",
+        "plan.json",
+        "metrics.jsonl",
+        "report.html",
+        "sample.txt",
+        "model/config.json",
+        "model/generation_config.json",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+        "logs/rank_0.log",
+        "logs/rank_1.log",
+    }
+    assert not [name for name in names if Path(name).name.startswith(".")]
+
+
+def test_written_configuration_is_the_one_that_ran(two_ranks):
+    given = load_config(two_ranks.folder.with_name("config.yaml"))
+    written = load_config(two_ranks.folder / "config.yaml")
+    assert written.config == given.config
+    assert "# " in (two_ranks.folder / "config.yaml").read_text()
+
+
+def test_record_tells_what_was_planned_and_measured(two_ranks):
+    record = two_ranks.record
+    assert (record["schema_version"], record["status"], record["exit_code"]) == (1, "finished", 0)
+    assert record["error"] is None
+    assert record["planned"]["world_size"] == 2
+    assert record["planned"]["num_steps"] == record["measured"]["num_steps"] == 6
+    plan = Plan.from_json((two_ranks.folder / "plan.json").read_text())
+    assert record["planned"]["num_parameters"] == plan.num_parameters
+    assert record["planned"]["peak_bytes"] == plan.peak_bytes
+    assert record["measured"]["eval_loss"] == two_ranks.evaluations[-1]["eval_loss"]
+    assert record["measured"]["train_loss"] == two_ranks.steps[-1]["loss"]
+    assert record["measured"]["memory_peak_bytes"] > plan.peak_bytes["device"]
+    assert record["environment"]["torch"] == torch.__version__
+
+
+def test_metrics_have_a_row_a_step_with_exactly_the_fields_of_the_contract(two_ranks):
+    fields = {field.name for field in dataclasses.fields(StepRow)}
+    rows = two_ranks.steps
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in two_ranks.evaluations] == [3, 6]
+    assert all(set(row) == {"step", "eval_loss"} for row in two_ranks.evaluations)
+    for row in rows:
+        assert set(row) == fields
+        assert row["memory_peak_bytes"] >= row["memory_bytes"] > 2**20
+        assert row["tokens_per_s"] == pytest.approx(8 * 32 / row["step_time_s"])
+        assert row["samples_per_s"] == pytest.approx(8 / row["step_time_s"])
+        parts = row["data_s"] + row["compute_s"] + row["comm_s"]
+        assert parts == pytest.approx(row["step_time_s"])
+        assert row["comm_s"] > 0
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [2e-2 * (6 - step) / 6 for step in range(6)]
+    )
+
+
+def test_the_loss_falls_and_the_baseline_is_named(two_ranks):
+    assert two_ranks.steps[-1]["loss"] < two_ranks.steps[0]["loss"] - 0.3
+    baseline = two_ranks.record["measured"]["baseline_loss"]
+    assert f"bigram baseline   {baseline:.4f}" in two_ranks.out
+    assert f"held-out loss     {two_ranks.evaluations[-1]['eval_loss']:.4f}" in two_ranks.out
+
+
+def test_saved_model_reloads_in_transformers_with_the_loss_of_the_last_evaluation(two_ranks):
+    folder = two_ranks.folder
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    held_out = torch.from_numpy(np.load(folder / "data" / "held_out.npy").astype(np.int64))
+    with torch.no_grad():
+        total, count = causal_lm_loss(model(held_out).logits, held_out)
+    assert total.item() / count == pytest.approx(two_ranks.evaluations[-1]["eval_loss"], rel=1e-5)
+    assert count == two_ranks.record["measured"]["num_held_out_tokens"]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(tokenizer) == model.config.vocab_size == 300
+    assert tokenizer.decode(tokenizer("Ada has 3 boats")["input_ids"]) == "Ada has 3 boats"
+
+
+def test_tied_weight_is_saved_once(two_ranks):
+    from safetensors import safe_open
+
+    with safe_open(two_ranks.folder / "model" / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118  no mapping
+
+
+def test_output_without_a_terminal_is_plain_and_rank_0s_alone(two_ranks):
+    assert "\x1b" not in two_ranks.out
+    assert "\r" not in two_ranks.out
+    for label in ("model", "data", "mesh", "plan", "state", "dtypes", "batch", "steps"):
+        assert re.search(rf"^  {label} ", two_ranks.out, re.MULTILINE), label
+    assert "4 a rank x 1 micro-batch(es) x 2 rank(s) = 8 sequences, 256 tokens" in two_ranks.out
+    steps = re.findall(r"^step (\d)/6  loss", two_ranks.out, re.MULTILINE)
+    assert steps == ["1", "2", "4", "6"]
+    assert (two_ranks.folder / "logs" / "rank_1.log").read_text() == ""
+    assert two_ranks.err == ""
+    sample = (two_ranks.folder / "sample.txt").read_text().strip()
+    assert sample in two_ranks.out
+
+
+def test_report_is_one_file_that_loads_nothing(two_ranks):
+    page = (two_ranks.folder / "report.html").read_text()
+    assert page.count("<svg") == 6
+    assert not re.search(r"(src|href)\s*=|url\(|@import|<script", page)
+    assert "LlamaDecoderLayer" in page
+    assert "interpolated bigram" in page
+
+
+def test_generate_goes_on_from_a_prompt_and_depends_on_the_seed_alone(two_ranks, fullshard):
+    words = ("--prompt", "Ada has", "--max-new-tokens", "12", "--json", "--seed")
+    first, again = (
+        json.loads(fullshard("generate", two_ranks.folder, *words, "1").out) for _ in range(2)
+    )
+    other = json.loads(fullshard("generate", two_ranks.folder / "model", *words, "2").out)
+    assert first == again
+    assert first["prompt"] == "Ada has"
+    assert 1 <= first["num_new_tokens"] <= 12
+    assert other["continuation"] != first["continuation"]
+    assert first["model"] == other["model"] == str(two_ranks.folder / "model")
+
+
+def test_generate_at_temperature_zero_takes_the_likeliest_token_from_any_start(
+    two_ranks, fullshard
+):
+    words = ("--temperature", "0", "--json", "--seed")
+    results = [json.loads(fullshard("generate", two_ranks.folder, *words, n).out) for n in "12"]
+    assert results[0]["continuation"] == results[1]["continuation"]
+    assert results[0]["num_new_tokens"] <= 63  # 64 positions, one of which begins the text
+    assert results[0]["prompt"] == ""
+
+
+def test_generate_prints_the_text_and_nothing_else(two_ranks, fullshard):
+    done = fullshard("generate", two_ranks.folder, "--prompt", "Ada", "--max-new-tokens", 3)
+    assert done.out.startswith("Ada")
+    assert done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nowhere"], "FOLDER: expected a local model folder, got 'nowhere'"),
+        (["."], "got '.' without config.json"),
+        ([".", "--max-new-tokens", "0"], "--max-new-tokens: expected an integer >= 1, got 0"),
+        ([".", "--temperature", "-1"], "--temperature: expected a number >= 0, got -1"),
+    ],
+)
+def test_generate_says_what_it_cannot_use(tmp_path, monkeypatch, fullshard, words, expected):
+    monkeypatch.chdir(tmp_path)
+    done = fullshard("generate", *words)
+    assert done.exit_code == 2
+    assert expected in done.err
+    assert done.out == ""
+
+
+def test_one_rank_with_the_same_global_batch_learns_the_same(two_ranks, one_rank):
+    assert one_rank.exit_code == 0, one_rank.err
+    for ours, theirs in zip(one_rank.steps, two_ranks.steps, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+        assert ours["learning_rate"] == theirs["learning_rate"]
+    for ours, theirs in zip(one_rank.evaluations, two_ranks.evaluations, strict=True):
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-4)
+
+
+def test_json_is_the_record_alone_and_the_rest_goes_to_standard_error(one_rank):
+    result = json.loads(one_rank.out)
+    assert Path(result.pop("run_dir")) == one_rank.folder
+    assert result == one_rank.record
+    assert "held-out loss" in one_rank.err
+
+
+def test_finished_run_is_moved_and_its_model_can_be_trained_on(one_rank, fullshard):
+    place = one_rank.folder.parent
+    lines = seeded_text(200, seed=1).splitlines()
+    records = "".join(json.dumps({"story": line}) + "\n" for line in lines)
+    (place / "more.jsonl").write_text(records)
+    shutil.copytree(one_rank.folder, place / "run.1")  # where the older run will not go
+    again = start(
+        fullshard,
+        place,
+        place / "config.yaml",
+        f"model={place}/run.1/model",
+        f"data={{path: {place}/more.jsonl, text_column: story}}",
+        "freeze=[model.embed_tokens.*]",
+        "launch.num_processes=1",
+        "max_steps=2",
+        "eval_strategy=no",
+        "strategy=shard_grad_op",
+        "bf16=true",
+    )
+    assert again.exit_code == 0, again.err
+    assert f"the older run in {place / 'run'} is now in {place / 'run'}.2" in again.out
+    assert "(1 tensors frozen), weights of" in again.out
+    assert "master float32, compute bfloat16, reduce float32" in again.out
+    assert again.steps[0]["loss"] < 4.5  # a random model of 300 entries begins at ln 300 = 5.7
+    models = [
+        AutoModelForCausalLM.from_pretrained(place / run / "model") for run in ("run.2", "run")
+    ]
+    assert torch.equal(*(m.get_parameter("model.embed_tokens.weight") for m in models))
+    assert not torch.equal(*(m.get_parameter("model.norm.weight") for m in models))
+
+
+def test_diverged_run_ends_with_code_9_and_says_where(tmp_path, fullshard, write_config):
+    words = ("optim=sgd", "learning_rate=1e18", "max_grad_norm=0", "eval_strategy=no")
+    run = start(fullshard, tmp_path, write_config(tmp_path), *words)
+    assert run.exit_code == 9, run.err
+    assert run.record["exit_code"] == 9
+    assert run.record["status"] == "failed"
+    assert run.record["error"]["type"] == "DivergedError"
+    assert re.search(r"of step [23]: expected a finite number", run.record["error"]["message"])
+    assert run.record["error"]["message"] in run.err
+    assert "DivergedError" in (run.folder / "report.html").read_text()
+    assert not (run.folder / "model").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_run(tmp_path, write_config):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    config = write_config(tmp_path)
+    words = ("-m", "fullshard", "train", config, "max_steps=1", "eval_strategy=no")
+    done = subprocess.run(
+        [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    run = Run(tmp_path / "run", done.returncode, done.stdout, done.stderr)
+    assert run.exit_code == 0, run.err
+    assert run.record["status"] == "finished"
+    assert run.record["planned"]["world_size"] == 2
+    assert len(run.steps) == 1
+    assert run.out.count("step 1/1  loss") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_interrupted_run_is_recorded_with_code_130(tmp_path, write_config):
+    words = ("-m", "fullshard", "train", write_config(tmp_path), "max_steps=100000")
+    run = Run(tmp_path / "run", 0, "", "")
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=out, stderr=out)
+        try:
+            wait_until(lambda: len(run.steps) > 2, 300, "some steps have been made")
+        finally:
+            process.send_signal(signal.SIGINT)
+            exit_code = process.wait(60)
+    assert exit_code == 130
+    assert (run.record["status"], run.record["exit_code"]) == ("interrupted", 130)
+    assert (run.folder / "report.html").is_file()

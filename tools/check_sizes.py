@@ -1,0 +1,140 @@
+"""Checks the size limits of the house and prints how much code there is.
+
+    a file       <= 400 lines, all of them counted
+    a function   <=  60 lines, its docstring and decorators aside
+    a class      <=  20 methods
+
+The compat facades are exempt from the limits, since their shape is not ours; their code counts.
+"Code" in the totals means lines that hold code: no blank lines, no comments, no docstrings.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_METHODS = 20
+CHECKED = ("src", "tests", "tools", "benchmarks", "examples", "docs")
+EXEMPT = ("src/fullshard/compat/",)
+# Lines of code that a package, and all of them together, are meant to stay below.
+BUDGETS = {"engine": 2_500, "compat": 2_000, "in all": 12_000}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is too large, and where."""
+
+    path: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.what}"
+
+
+def docstring_of(node: ast.AST) -> ast.Expr | None:
+    """The statement that is the docstring of a module, class or function."""
+    body = getattr(node, "body", None)
+    if not isinstance(body, list) or not body:
+        return None
+    first = body[0]
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return first if is_text and isinstance(first.value.value, str) else None
+
+
+def num_lines(node: ast.stmt) -> int:
+    """Lines from the first to the last one of a statement."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: a string over five lines counts five, a docstring none."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        text = docstring_of(node)
+        if text is not None:
+            lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+    return len(lines)
+
+
+def check_source(source: str, path: str) -> list[Finding]:
+    """What in one file is above the limits."""
+    found = []
+    total = len(source.splitlines())
+    if total > MAX_FILE_LINES:
+        found.append(Finding(path, 1, f"expected a file of <= {MAX_FILE_LINES} lines, got {total}"))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Function):
+            text = docstring_of(node)
+            length = num_lines(node) - (num_lines(text) if text else 0)
+            if length > MAX_FUNCTION_LINES:
+                what = f"{node.name}: expected <= {MAX_FUNCTION_LINES} lines, got {length}"
+                found.append(Finding(path, node.lineno, what))
+        elif isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(child, Function) for child in node.body)
+            if methods > MAX_METHODS:
+                what = f"{node.name}: expected <= {MAX_METHODS} methods, got {methods}"
+                found.append(Finding(path, node.lineno, what))
+    return found
+
+
+def package_of(path: str) -> str:
+    """The name under which a file's code is counted: a package of fullshard, or the top folder."""
+    parts = path.split("/")
+    if parts[:2] == ["src", "fullshard"]:
+        return parts[2] if len(parts) > 3 else "(top level)"
+    return parts[0]
+
+
+def print_totals(totals: dict[str, int]) -> None:
+    """Prints lines of code for each package, those of fullshard first, beside their budgets."""
+    outside = [name for name in CHECKED if name in totals]
+    inside = sorted((name for name in totals if name not in outside), key=lambda n: -totals[n])
+    rows = [(name, totals[name]) for name in inside]
+    rows.append(("in all", sum(totals[name] for name in inside)))
+    rows.extend((f"{name}/", totals[name]) for name in outside)
+    for name, lines in rows:
+        budget = f"   of {BUDGETS[name]:>6,}" if name in BUDGETS else ""
+        print(f"  {name:<14}{lines:>7,} lines of code{budget}")
+
+
+def main(root: Path) -> int:
+    """Checks every Python file below the folders named in CHECKED; 1 where a limit is broken."""
+    totals: dict[str, int] = defaultdict(int)
+    found: list[Finding] = []
+    for folder in CHECKED:
+        for file in sorted((root / folder).rglob("*.py")):
+            path = file.relative_to(root).as_posix()
+            source = file.read_text(encoding="utf-8")
+            totals[package_of(path)] += code_lines(source)
+            if not path.startswith(EXEMPT):
+                found.extend(check_source(source, path))
+    print_totals(totals)
+    for finding in found:
+        print(finding)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parent.parent))
