@@ -43,7 +43,7 @@ def test_initialisers_are_refused_but_for_constants():
 
 def test_properties_and_functions_of_one_name_are_told_apart():
     assert rule_of(torch.Tensor.grad.__get__) == (Rule.PLAIN, "grad")
-    assert rule_of(torch.Tensor.grad.__set__) == (Rule.PLAIN, "grad=")
+    assert rule_of(torch.Tensor.grad.__set__) == (Rule.ASSIGN, "grad=")
     assert rule_of(torch.autograd.grad)[0] is Rule.AUTOGRAD
     assert rule_of(torch.Tensor.data.__get__) == (Rule.ELEMENTWISE, "data")
     assert rule_of(torch.Tensor.data.__set__) == (Rule.REPLACE, "data=")
