@@ -289,6 +289,7 @@ class Runtime:
     def _run(self, events: Sequence[Event]) -> None:
         with torch.no_grad():
             for event in events:
+                self.recorder.begin(event, self.step)
                 self._actions[event.kind](event)
                 self.recorder.record(event, self.step)
 

@@ -50,4 +50,10 @@ class Event:
 class Recorder(Protocol):
     """Told of every action that an engine takes; `observe` implements it."""
 
-    def record(self, event: Event, step: int) -> None: ...
+    def begin(self, event: Event, step: int) -> None:
+        """The action begins, and may wait for other ranks."""
+        ...
+
+    def record(self, event: Event, step: int) -> None:
+        """The action is done."""
+        ...
