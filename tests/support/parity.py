@@ -97,18 +97,18 @@ def train_sharded(
     kind: str = "sgd",
     num_steps: int = NUM_STEPS,
 ) -> tuple[nn.Module, list[Step]]:
-    """Train on this pool, under poison; AdamW is made before sharding and clipped by torch.
+    """Train on this pool; AdamW is made before sharding and clipped by torch.
 
     Args:
         build: Makes the model.
         work: Forward and backward of one rank's batch in one step.
-        settings: Fields of ShardConfig.
+        settings: Fields of ShardConfig; poison is on unless they say otherwise.
         kind: "sgd" or "adamw".
         num_steps: Updates.
     """
     model = build()
     early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
-    fs.shard(model, poison=True, **settings)
+    fs.shard(model, **{"poison": True, **settings})
     optimizer = early or make_optimizer(kind, model.parameters())
     steps = []
     for step in range(num_steps):

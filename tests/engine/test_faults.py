@@ -1,0 +1,337 @@
+"""Parity finds storage and reduction faults: each is injected from outside, once, and reported.
+
+A fault is put into the living objects of one run (the transport that the engine holds, a unit's
+own methods) after the first step, so that the step before it must be clean and the step with it
+must not be. Without a fault the same check passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of
+from fullshard.errors import FullshardError
+from support.models import CASES, generator_of, perturbed
+from support.parity import mismatches, train_sharded
+from support.reference import train_alone
+
+START = 1  # the step before which a fault is injected
+CALL = 3  # of fetch or reduce in that step: the second block's
+UNIT = 2  # the second block
+
+
+# ---- what may go wrong in a gather ---------------------------------------------------------------
+
+
+class Fetched:
+    """A gather that is done; `after` spoils its result."""
+
+    def __init__(self, fetch=None, after=None):
+        self.fetch, self.after = fetch, after
+
+    def wait(self):
+        if self.fetch is not None:
+            self.fetch.wait()
+        if self.after is not None:
+            self.after()
+
+
+def once(holder, name, faulty):
+    """Let `faulty(method, *args)` stand in for one call of a method, on this object alone."""
+    method, calls = getattr(holder, name), itertools.count(1)
+
+    def either(*args):
+        return faulty(method, *args) if next(calls) == CALL else method(*args)
+
+    setattr(holder, name, either)
+
+
+def is_last_rank():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def stale_slot(engine, note):
+    """On one rank a gather leaves in the slot what was there."""
+    unit = engine.units[UNIT]
+    gather = unit.gather
+
+    def leaves_it(transport):
+        kept = [group.full.clone() for group in unit.groups]
+        gather(transport)
+        unit.wait()  # the peers' messages have to go somewhere
+        for group, before in zip(unit.groups, kept, strict=True):
+            group.full.copy_(before)
+        note()
+
+    if is_last_rank():
+        unit.gather = leaves_it
+
+
+def old_weights(engine, note):
+    """On one rank a gather brings its own part as it was before the last update."""
+    unit = engine.units[UNIT]
+    old = [group.master.clone() for group in unit.groups]
+    gather = unit.gather
+
+    def brings_old(transport):
+        new = [group.master.clone() for group in unit.groups]
+        if not all(map(torch.equal, old, new)):
+            note()
+        for group, values in zip(unit.groups, old, strict=True):
+            group.master.copy_(values)
+        gather(transport)
+        for group, values in zip(unit.groups, new, strict=True):
+            group.master.copy_(values)
+
+    if is_last_rank():
+        unit.gather = brings_old
+
+
+class NextSlot:
+    """Rings that give the neighbour's slot, of weights or of gradients."""
+
+    def __init__(self, engine, gradients):
+        self.rings, self.gradients = engine.rings, gradients
+        self.counts = {ring.name: ring.count for ring in engine.plan.rings}
+
+    def view(self, ref, numel):
+        index = ref.index
+        if ref.ring.endswith(".grad") is self.gradients:
+            index = (index + 1) % self.counts[ref.ring]
+        return self.rings.view(type(ref)(ref.ring, index, ref.base), numel)
+
+
+def wrong_slot(engine, note, gradients=False):
+    """A unit is bound to its neighbour's slot."""
+    note()
+    rings = NextSlot(engine, gradients)
+    engine.units[UNIT].bind(rings, engine.part, engine.runtime.on_gradient)
+
+
+def skipped_gather(engine, note):
+    """No rank sends or receives anything."""
+
+    def skips(fetch, full):
+        note()
+        return Fetched()
+
+    once(engine.transport, "fetch", skips)
+
+
+def part_of_a_wrong_rank(engine, note):
+    """On one rank its own part stands where a peer's belongs."""
+
+    def spoils(fetch, full):
+        parts, own = full.chunk(engine.plan.mesh.shard), engine.part
+        note()
+        return Fetched(fetch(full), lambda: parts[own - 1].copy_(parts[own]))
+
+    if is_last_rank():
+        once(engine.transport, "fetch", spoils)
+
+
+# ---- what may go wrong in a reduction ------------------------------------------------------------
+
+
+class Landing:
+    """A reduction that lands as `land(out)` says."""
+
+    def __init__(self, land):
+        self.land = land
+
+
+def skipped_reduction(engine, note):
+    """Every rank keeps its own gradient."""
+
+    def skips(reduce, full, dtype):
+        own = full.chunk(engine.plan.mesh.shard)[engine.part].clone()
+        note()
+        return Landing(lambda out: out.copy_(own))
+
+    once(engine.transport, "reduce", skips)
+
+
+def lost_landing(engine, note):
+    """On one rank nothing is written where the sum belongs."""
+
+    def loses(reduce, full, dtype):
+        under_way = reduce(full, dtype)
+        note()
+        return Landing(lambda out: under_way.land(torch.empty_like(out)))
+
+    if is_last_rank():
+        once(engine.transport, "reduce", loses)
+
+
+def wrong_divisor(engine, note):
+    """The mean is taken over one rank more than there are."""
+    note()
+    engine.gradients._divisor += 1
+
+
+def repeated_gradient(engine, note):
+    """One rank's gradient is counted twice."""
+
+    def doubles(reduce, full, dtype):
+        note()
+        return reduce(2 * full, dtype)
+
+    if is_last_rank():
+        once(engine.transport, "reduce", doubles)
+
+
+def gradient_of_a_wrong_part(engine, note):
+    """On one rank the parts of a gradient go to the wrong ranks."""
+
+    def rolls(reduce, full, dtype):
+        note()
+        return reduce(full.roll(full.numel() // engine.plan.mesh.shard), dtype)
+
+    if is_last_rank():
+        once(engine.transport, "reduce", rolls)
+
+
+def skipped_settling(engine, note):
+    """The norms of the parts are not summed over ranks."""
+    note()
+    engine.transport.all_reduce = lambda values, **_: None
+
+
+def lost_gradient(engine, note):
+    """On one rank a gradient is not collected, though its slot is reduced."""
+    gradients, unit = engine.gradients, engine.units[UNIT]
+    collect = gradients.collect
+
+    def loses(of, group, member):
+        if of is unit and member is group.members[0]:
+            member.compute.grad.zero_()
+            note()
+        return collect(of, group, member)
+
+    if is_last_rank():
+        gradients.collect = loses
+
+
+wrong_gradient_slot = partial(wrong_slot, gradients=True)
+GATHERS = {
+    "stale slot": stale_slot,
+    "weights of the step before": old_weights,
+    "wrong slot": wrong_slot,
+    "skipped gather": skipped_gather,
+    "part of a wrong rank": part_of_a_wrong_rank,
+}
+REDUCTIONS = {
+    "wrong gradient slot": wrong_gradient_slot,
+    "skipped reduction": skipped_reduction,
+    "lost landing": lost_landing,
+    "wrong divisor": wrong_divisor,
+    "repeated gradient": repeated_gradient,
+    "gradient of a wrong part": gradient_of_a_wrong_part,
+    "skipped settling": skipped_settling,
+    "lost gradient": lost_gradient,
+}
+FAULTS = {**GATHERS, **REDUCTIONS}
+SHOWN_BY_POISON = ("stale slot", "skipped gather")  # what was not written is NaN
+NOT_THERE = {  # where nothing is gathered or cut, and replicas sum whole buffers
+    "no_shard": (*GATHERS, "gradient of a wrong part", "skipped settling"),
+}
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def report_of(case, settings, fault):
+    """What the parity check says of a run with a fault, and how often the fault struck here."""
+    struck = []
+
+    def work(model, step, rank):
+        if step == START and fault is not None:
+            fault(engine_of(model), lambda: struck.append(step))
+        return case.work(model, step, rank)
+
+    wanted = train_alone(case.build, case.work, world_size=dist.get_world_size())
+    try:
+        _, found = train_sharded(case.build, work, settings)
+        lines = mismatches(found, wanted)
+    except (AssertionError, FullshardError) as error:
+        lines = [f"step ?: {type(error).__name__}: {error}"]
+    return lines, len(struck)
+
+
+def reports(name, strategy, poison, which):
+    """(lines, strikes) by fault on this rank; first of all, without one."""
+    settings = {"strategy": strategy, "poison": poison}
+    case = CASES[name]
+    assert report_of(case, settings, None) == ([], 0)
+    return {fault: report_of(case, settings, FAULTS[fault]) for fault in which}
+
+
+def assert_caught(found, poison):
+    """Each fault struck, and was reported on every rank that the check runs on."""
+    for fault in found[0]:
+        strikes = sum(by_rank[fault][1] for by_rank in found)
+        assert strikes, f"{fault} was never injected"
+        everything = [line for by_rank in found for line in by_rank[fault][0]]
+        for rank, by_rank in enumerate(found):
+            lines = by_rank[fault][0]
+            assert lines, f"{fault}: rank {rank} saw nothing"
+            early = [line for line in lines if line.startswith("step 0")]
+            assert not early, f"{fault}: reported before it was injected: {early}"
+        if fault in SHOWN_BY_POISON:
+            is_nan = any("differs by inf" in line for line in everything)
+            assert is_nan is poison, (fault, everything[:5])
+
+
+@pytest.mark.parametrize("poison", [True, False], ids=["poison", "plain"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_every_injected_fault_is_reported(ranks, strategy, world_size, poison):
+    which = [name for name in FAULTS if name not in NOT_THERE.get(strategy, ())]
+    found = ranks(world_size)(reports, "chain", strategy, poison, which, timeout=100)
+    assert_caught(found, poison)
+
+
+def test_faults_are_reported_on_a_language_model(ranks):
+    found = ranks(2)(reports, "llama", "full_shard", True, list(FAULTS), timeout=100)
+    assert_caught(found, poison=True)
+
+
+# ---- what no engine does wrong: data that come twice, weights that hide a fault ------------------
+
+
+def report_of_repeated_data():
+    """Every rank is given the first rank's batch."""
+    case = CASES["chain"]
+    world_size = dist.get_world_size()
+    wanted = train_alone(case.build, case.work, world_size=world_size)
+    _, found = train_sharded(case.build, lambda model, step, _: case.work(model, step, 0), {})
+    return mismatches(found, wanted)
+
+
+def test_a_rank_that_is_given_anothers_data_is_reported(ranks):
+    for lines in ranks(2)(report_of_repeated_data):
+        assert any("gradient of" in line for line in lines)
+
+
+def report_of_unperturbed_weights():
+    """Whether the output is the same with a part of a wrong rank: weights all ones, perturbed."""
+    found = []
+    for disturb in (False, True):
+        norm = torch.nn.RMSNorm(256, dtype=torch.float64)
+        model = fs.shard(perturbed(norm) if disturb else norm, wrap="none", poison=True)
+        part_of_a_wrong_rank(engine_of(model), lambda: None)
+        x = torch.randn(4, 256, generator=generator_of(0, 0), dtype=torch.float64)
+        with torch.no_grad():
+            outputs = [model(x) for _ in range(CALL)]
+        found.append(torch.equal(outputs[0], outputs[-1]))
+    return found
+
+
+def test_weights_that_are_all_alike_hide_a_wrong_part(ranks):
+    assert ranks(2)(report_of_unperturbed_weights)[-1] == [True, False]
