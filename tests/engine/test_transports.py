@@ -1,0 +1,243 @@
+"""Transports move the same bits: sums have an order, and it is the ranks'."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.config.values import Transport
+from fullshard.engine import _torch_compat
+from fullshard.engine.engine import engine_of
+from support.models import CASES, Case, chain, mean_square, vectors
+from support.parity import assert_planned_events, train_sharded
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+ORDERED = {"transport": "c10d", "reduction": "ordered"}
+NATIVE = {"transport": "c10d", "reduction": "native"}
+
+
+def in_float32(name):
+    """A case whose sums round, so that another order of them shows."""
+    case = CASES[name]
+
+    def batch(step, rank):
+        made = case.batch(step, rank)
+        return {k: v.float() if v.is_floating_point() else v for k, v in made.items()}
+
+    return Case(lambda: case.build().float(), batch, case.loss, case.blocks)
+
+
+def bits_of(case, settings):
+    """Gradients, norms and parameters after each step."""
+    model, steps = train_sharded(case.build, case.work, settings)
+    assert engine_of(model).transport.name == settings["transport"]
+    return steps
+
+
+def differing(ours, theirs):
+    """Which tensors differ in any bit."""
+    wrong = []
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for kind in ("gradients", "params"):
+            left, right = getattr(a, kind), getattr(b, kind)
+            assert left.keys() == right.keys()
+            wrong += [f"{number} {n}" for n in left if not torch.equal(left[n], right[n])]
+        if not torch.equal(a.norm, b.norm):
+            wrong.append(f"{number} norm")
+    return wrong
+
+
+def check_bits(name, settings):
+    """Direct exchange and ordered c10d agree in every bit; the native sum is counted apart."""
+    case = in_float32(name)
+    direct = bits_of(case, {**settings, "transport": "direct"})
+    assert not differing(direct, bits_of(case, {**settings, **ORDERED}))
+    native = bits_of(case, {**settings, **NATIVE})
+    for ours, theirs in zip(native, direct, strict=True):
+        for wanted in ("gradients", "params"):
+            for key, value in getattr(theirs, wanted).items():
+                torch.testing.assert_close(
+                    getattr(ours, wanted)[key], value, rtol=1e-4, atol=1e-6, msg=key
+                )
+    return len(differing(native, direct))
+
+
+def in_every_strategy(name):
+    return {strategy: check_bits(name, {"strategy": strategy}) for strategy in STRATEGIES}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("chain", 2),
+        ("chain", 3),
+        ("llama", 2),
+        pytest.param("chain", 4, marks=pytest.mark.slow),
+        pytest.param("llama", 3, marks=pytest.mark.slow),
+        pytest.param("llama", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_direct_is_c10d_ordered_bit_for_bit_and_native_within_rounding(ranks, name, world_size):
+    found = ranks(world_size)(in_every_strategy, name, timeout=100)
+    if world_size == 2:  # a sum of two has one order
+        assert found == [dict.fromkeys(STRATEGIES, 0)] * 2
+
+
+def with_bfloat16_on_the_wire(name):
+    settings = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+    case = in_float32(name)
+    direct = bits_of(case, {**settings, "transport": "direct"})
+    return differing(direct, bits_of(case, {**settings, **ORDERED}))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bits_agree_with_bfloat16_on_the_wire(ranks, world_size):
+    assert ranks(world_size)(with_bfloat16_on_the_wire, "chain") == [[]] * world_size
+
+
+# ---- runs repeat ---------------------------------------------------------------------------------
+
+
+def twice(transport):
+    case = in_float32("chain")
+    first, again = (bits_of(case, transport) for _ in range(2))
+    return differing(first, again)
+
+
+@pytest.mark.parametrize("transport", [{"transport": "direct"}, ORDERED, NATIVE])
+def test_the_same_ranks_give_the_same_bits_again(ranks, transport):
+    assert ranks(3)(twice, transport) == [[]] * 3
+
+
+# ---- one process plays a rank of any world -------------------------------------------------------
+
+
+def step_alone(model, step):
+    """The gradients of one step on the batch of rank 0; `p.grad` as one process shows it."""
+    loss = mean_square(model(**vectors(step, 0)))
+    loss.backward()
+    return [p.grad.to_local().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    [
+        ({"shard": 1}, "full_shard"),
+        ({"shard": 3}, "full_shard"),
+        ({"shard": 64}, "full_shard"),
+        ({"shard": 1000}, "full_shard"),
+        ({"shard": 64}, "shard_grad_op"),
+        ({"replicate": 64}, "no_shard"),
+    ],
+)
+def test_fake_ranks_run_the_plan_of_any_world(sizes, strategy):
+    model = fs.shard(chain(), transport="fake", poison=True, strategy=strategy, **sizes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    world_size = next(iter(sizes.values()))
+    engine = engine_of(model)
+    assert engine.plan.mesh.world_size == world_size
+    assert engine.plan.transport is Transport.FAKE
+    wanted = fs.plan(chain(), world_size=world_size, transport="fake", strategy=strategy)
+    for step in range(3):
+        step_alone(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_planned_events(model, step)
+    assert engine.plan.events == wanted.events
+    assert all(torch.isfinite(p.to_local()).all() for p in model.parameters())
+
+
+def test_fake_ranks_receive_what_the_plan_says():
+    """Bytes of a gather grow towards the whole unit, bytes of a rank's part go to nothing."""
+    for size in (2, 8, 64):
+        plan = fs.plan(chain(), world_size=size, transport="fake")
+        layout = plan.units[1].groups[0].layout
+        gathers = {e.num_bytes for e in plan.events if e.kind == "gather" and e.unit == 1}
+        reduces = {e.num_bytes for e in plan.events if e.kind == "reduce" and e.unit == 1}
+        assert gathers == reduces == {8 * (layout.numel - layout.part_numel)}
+
+
+def equal_ranks(world_size):
+    """Every rank is given the first rank's batch; three steps, in float32."""
+    case = in_float32("chain")
+    model = fs.shard(case.build(), strategy="no_shard", transport="direct")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return [_stepped(model, optimizer, case, step) for step in range(3)]
+
+
+def _stepped(model, optimizer, case, step):
+    case.work(model, step, 0)
+    found = [p.grad.to_local().clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*found, *(p.to_local().clone() for p in model.parameters())]
+
+
+def test_a_fake_reduction_has_the_bits_of_equal_ranks(ranks):
+    case = in_float32("chain")
+    settings = {"strategy": "no_shard", "transport": "fake", "replicate": 3}
+    model = fs.shard(case.build(), **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fake = [_stepped(model, optimizer, case, step) for step in range(3)]
+    for real in ranks(3)(equal_ranks, 3):
+        for ours, theirs in zip(itertools.chain(*fake), itertools.chain(*real), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+# ---- both spellings of torch's single-tensor collectives -----------------------------------------
+
+SPELLINGS = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+def compat_without_new_names():
+    """The module as a torch that lacks the new names imports it."""
+    kept = {name: vars(dist).pop(name) for name in SPELLINGS if name in vars(dist)}
+    try:
+        spec = importlib.util.spec_from_file_location("old_compat", _torch_compat.__file__)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        vars(dist).update(kept)
+    return module
+
+
+def test_the_new_name_is_taken_where_there_is_one_and_the_old_one_else():
+    old = compat_without_new_names()
+    for new_name, old_name in SPELLINGS.items():
+        assert getattr(old, new_name) is getattr(dist, old_name)
+        newest = getattr(dist, new_name, getattr(dist, old_name))
+        assert getattr(_torch_compat, new_name) is newest
+
+
+def gathered_and_scattered(compat):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.arange(4.0) + 10 * rank
+    whole, part = torch.empty(4 * size), torch.empty(4)
+    compat.all_gather_single(whole, own)
+    compat.reduce_scatter_single(part, whole * (rank + 1))
+    return whole, part
+
+
+def both_spellings():
+    import warnings
+
+    now = gathered_and_scattered(_torch_compat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # what torch 2.13 says of the old names
+        old = gathered_and_scattered(compat_without_new_names())
+    assert all(map(torch.equal, now, old))
+    return now
+
+
+def test_both_spellings_do_the_same(ranks):
+    for rank, (whole, part) in enumerate(ranks(2)(both_spellings)):
+        assert torch.equal(whole, torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13]))
+        assert torch.equal(part, 3 * whole[4 * rank : 4 * rank + 4])
