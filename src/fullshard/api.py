@@ -18,6 +18,7 @@ from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, ShardedTensorError
+from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Topology
 from fullshard.planner.plan import Plan
@@ -75,7 +76,9 @@ def shard(
     settings = ShardConfig.of(config, **overrides)
     settings = _with_mesh(settings, mesh)
     check_supported(settings)
-    engine_shard.shard_model(model, settings, _topology(settings), EventRing(), sample=sample)
+    ring = EventRing()
+    engine = engine_shard.shard_model(model, settings, _topology(settings), ring, sample=sample)
+    watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     return model
 
 

@@ -54,7 +54,7 @@ def train(
     folder, moved = start.make_folder(checked, COMMAND)
     if moved is not None:
         print(f"the older run in {folder.path} is now in {moved}")
-    local, result = start.start_ranks(folder, world_size)
+    local, result = start.start_ranks(folder, world_size, resolved.config.launch.timeout)
     return launch_outcome(local, result, run_dir=folder.path, **folder.read_record())
 
 

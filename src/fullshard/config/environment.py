@@ -39,11 +39,13 @@ class LaunchEnvironment:
         world_size: ranks of all machines.
         local_rank: rank among those of this machine; picks the device.
         local_world_size: ranks on this machine.
-        master_addr: host of the rendezvous; None where a store file is used.
-        master_port: its port; None where a store file is used, or where nobody chose one.
-        store_path: file of the FileStore rendezvous (our own launcher).
+        master_addr: host of the rendezvous; None where nobody said.
+        master_port: its port; None where nobody chose one.
+        launch_dir: through which launcher and ranks talk (our own launcher).
         run_dir: the run's folder (our own launcher).
         run_id: names the launch, equal on every rank and different for every launch; None unknown.
+        attempt: how often the launch was started again before.
+        timeout_s: after which a rank counts as stuck (our own launcher); None: not said.
     """
 
     launcher: Launcher
@@ -53,14 +55,17 @@ class LaunchEnvironment:
     local_world_size: int
     master_addr: str | None = None
     master_port: int | None = None
-    store_path: Path | None = None
+    launch_dir: Path | None = None
     run_dir: Path | None = None
     run_id: str | None = None
+    attempt: int = 0
+    timeout_s: float | None = None
 
     def to_variables(self) -> dict[str, str]:
         """The environment that makes a child this rank (our own launcher's names and torch's).
 
-        Torch's names are set too, so that libraries that read LOCAL_RANK find it.
+        Torch's names are set too, so that libraries that read LOCAL_RANK find it, and a script's
+        own `init_process_group` meets at our launcher's store.
         """
         sizes = {
             "RANK": self.rank,
@@ -69,7 +74,9 @@ class LaunchEnvironment:
             "LOCAL_WORLD_SIZE": self.local_world_size,
         }
         places = {
-            "STORE_PATH": self.store_path,
+            "LAUNCH_DIR": self.launch_dir,
+            "TIMEOUT": self.timeout_s,
+            "ATTEMPT": self.attempt,
             "RUN_DIR": self.run_dir,
             "RUN_ID": self.run_id,
             "MASTER_ADDR": self.master_addr,
@@ -77,7 +84,11 @@ class LaunchEnvironment:
         }
         ours = {**sizes, **{name: p for name, p in places.items() if p is not None}}
         variables = {OURS + name: str(value) for name, value in ours.items()}
-        return variables | {name: str(value) for name, value in sizes.items()}
+        theirs: dict[str, object] = dict(sizes)
+        if self.master_port is not None:
+            theirs |= {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
+            theirs |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # the launcher serves, no rank does
+        return variables | {name: str(value) for name, value in theirs.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +180,10 @@ class _Variables:
             _refuse(name, f"an integer >= {at_least}", repr(value))
         return int(value)
 
+    def number(self, name: str) -> float | None:
+        value = self._variables.get(name)
+        return float(value) if value else None
+
     def needed(self, name: str, *, at_least: int, because: str) -> int:
         value = self.integer(name, at_least=at_least)
         if value is None:
@@ -188,9 +203,11 @@ def _read_ours(reader: _Variables) -> LaunchEnvironment:
             local_world_size=local[1],
             master_addr=reader.text(OURS + "MASTER_ADDR"),
             master_port=reader.integer(OURS + "MASTER_PORT", at_least=1),
-            store_path=reader.path(OURS + "STORE_PATH"),
+            launch_dir=reader.path(OURS + "LAUNCH_DIR"),
             run_dir=reader.path(OURS + "RUN_DIR"),
             run_id=reader.text(OURS + "RUN_ID"),
+            attempt=reader.integer(OURS + "ATTEMPT", at_least=0) or 0,
+            timeout_s=reader.number(OURS + "TIMEOUT"),
         ),
         OURS,
     )
@@ -222,6 +239,7 @@ def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
             master_port=port,
             run_dir=reader.path(OURS + "RUN_DIR"),
             run_id=reader.text("TORCHELASTIC_RUN_ID"),
+            attempt=reader.integer("TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
         ),
         "",
     )
@@ -305,3 +323,8 @@ def _visible(text: str) -> tuple[str, ...]:
 
 def _refuse(name: str, expected: str, got: str, advice: str = "") -> Never:
     raise ConfigProblems([Problem(name, expected, got, advice, place="environment")])
+
+
+def hide_accelerators() -> None:
+    """Make this process see no GPU: for more local ranks than there are. Before CUDA is used."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,9 +1,9 @@
 """The private folder through which a launcher and its ranks talk; gone when the launch ends.
 
-store               rendezvous (torch's FileStore)
 failure_<k>.json    why rank k failed, written by the rank itself
 stacks_<k>.txt      what rank k was doing when the launcher asked (SIGUSR2)
 log_<k>             link to logs/rank_<k>.log
+hang.json           why all ranks were ended, written by the one whose watchdog judged
 ending              exists once a rank has failed: the others need not explain their end
 """
 
@@ -24,14 +24,14 @@ class LaunchFolder:
     @classmethod
     def of(cls, launch: LaunchEnvironment | None) -> LaunchFolder | None:
         """The folder of a rank that our launcher started; None for any other process."""
-        if launch is None or launch.launcher is not Launcher.FULLSHARD or not launch.store_path:
+        if launch is None or launch.launcher is not Launcher.FULLSHARD or not launch.launch_dir:
             return None
-        return cls(launch.store_path.parent)
+        return cls(launch.launch_dir)
 
     @property
-    def store(self) -> Path:
-        """The file by which the ranks meet."""
-        return self.path / "store"
+    def hang(self) -> Path:
+        """The verdict of the ranks' watchdogs; before any failure of a single rank."""
+        return self.path / "hang.json"
 
     @property
     def ending(self) -> Path:

@@ -17,14 +17,20 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.errors import PreemptedError
+from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import RankFailure
 from fullshard.launch.folder import LaunchFolder
+from fullshard.observe import watchdog
+from fullshard.observe.position import Verdict
+from fullshard.observe.watchdog import Seat
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 _PR_SET_PDEATHSIG = 1
@@ -52,8 +58,25 @@ def run_rank(main: Callable[[], None]) -> None:
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
+        failure = _explained(failure, error, folder)
         _report(failure, folder)
         _end_now(failure.exit_code)
+
+
+def _explained(
+    failure: RankFailure, error: BaseException, folder: LaunchFolder | None
+) -> RankFailure:
+    """Errors of a collective say little; the watchdog may know which rank is to blame."""
+    dog = watchdog.current()
+    verdict = dog.explain(error.__traceback__) if dog and isinstance(error, RuntimeError) else None
+    if verdict is None:
+        return failure
+    message = f"{verdict.message}\nRank {failure.rank} noticed it by this error:\n{failure.text}"
+    found = RankFailure(verdict.rank, "HangError", message, ExitCode.HANG, "", failure.time_s)
+    if folder is not None:
+        with contextlib.suppress(FileNotFoundError):
+            found.write(folder.hang)
+    return replace(found, rank=failure.rank)
 
 
 def die_with_parent(parent: int) -> None:
@@ -124,8 +147,25 @@ def _main() -> None:
     if launch is not None and folder is not None:
         dump = folder.stacks(launch.rank).open("w")  # stays open
         faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
+        _watch(launch, folder)
     sys.argv = [module, *arguments]
     run_rank(lambda: _run_module(module))
+
+
+def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
+    """Start the watchdog, which waits for a process group, whoever makes it."""
+    seat = Seat.of(launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir)
+    if seat is None:
+        return
+    dog = watchdog.start(replace(seat, stacks_file=folder.stacks, supervised=True))
+
+    def report(verdict: Verdict) -> None:
+        text = f"{verdict.message}\nThe stacks of all ranks: {seat.hang_file}"
+        failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.time())
+        with contextlib.suppress(FileNotFoundError):
+            failure.write(folder.hang)
+
+    dog.on_hang.append(report)
 
 
 def _run_module(module: str) -> None:

@@ -1,31 +1,40 @@
 """How the ranks meet: torch's default process group, from whoever launched this process.
 
-our launcher   FileStore in the launch's private folder    no port, nothing to collide with
+our launcher   env://                                      the launcher's store
 torchrun       env://                                      the agent's store
 srun           TCPStore at MASTER_ADDR:MASTER_PORT         rank 0 serves it
 nobody         no group at all                             one rank; fullshard needs none
+
+The watchdog meets the other ranks at the same store, by a connection of its own.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
 from fullshard.errors import ConfigError
+from fullshard.observe import watchdog
+from fullshard.observe.watchdog import Seat
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
+TIMEOUT_MARGIN_S = 60.0  # torch's error would end a rank before all have told where they are
 
-def init_process_group(timeout_s: float = 600.0) -> None:
+
+def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) -> None:
     """Make the default process group: gloo on CPUs, and NCCL beside it where CUDA is visible.
 
     Does nothing where this process is no rank of anything.
 
     Args:
-        timeout_s: after which a collective whose peers do not come is an error.
+        timeout_s: after which a rank whose peers do not come is stuck; the watchdog then names the
+            one that is missed, and torch's own error comes later.
+        run_dir: the run's folder, for the watchdog's report.
 
     Raises:
         ConfigError: the launch cannot be used, such as more local ranks than GPUs.
@@ -36,21 +45,18 @@ def init_process_group(timeout_s: float = 600.0) -> None:
     launch = read_launch_environment()
     if launch is None:
         return
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s + TIMEOUT_MARGIN_S)
     backend, device = "gloo", None
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
-    if launch.launcher is Launcher.TORCHRUN:
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
-        return
-    dist.init_process_group(
-        backend,
-        store=_store(launch, timeout),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=device,
-    )
+    place: dict[str, Any] = {}
+    if launch.launcher not in (Launcher.FULLSHARD, Launcher.TORCHRUN):
+        store = _store(launch, timeout)
+        place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
+    dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
+    seat = Seat.of(launch, timeout_s, run_dir)
+    if seat is not None:
+        watchdog.start(seat)
 
 
 def shutdown() -> None:
@@ -62,10 +68,8 @@ def shutdown() -> None:
 
 
 def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
-    from torch._C._distributed_c10d import FileStore, TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
-    if launch.store_path is not None:
-        return FileStore(str(launch.store_path), launch.world_size)
     if launch.master_addr is None or launch.master_port is None:
         raise ConfigError(
             f"MASTER_PORT: expected a free port on {launch.master_addr or 'the first host'} under "

@@ -22,6 +22,7 @@ import textwrap
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
@@ -29,7 +30,9 @@ from fullshard.errors import ConfigError
 from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.relay import Relay
 from fullshard.launch.signals import caught_stop_signals
+from fullshard.launch.store import LaunchStore
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
+from fullshard.observe import watchdog
 
 ENTRY = "fullshard.launch.rank_entry"
 
@@ -43,7 +46,8 @@ class LocalLaunch:
         args: its arguments, the same for every rank.
         num_processes: how many ranks.
         log_dir: `<run's folder>/logs`; made if missing, logs of an earlier launch are continued.
-        timeout_s: after which the ranks count as stuck; None: never.
+        timeout_s: for the whole run; None: it may take for ever.
+        stuck_s: after which a rank that others wait for counts as stuck (`launch.timeout`).
     """
 
     module: str
@@ -51,6 +55,7 @@ class LocalLaunch:
     num_processes: int
     log_dir: Path
     timeout_s: float | None = None
+    stuck_s: float = 600.0
 
     def log(self, rank: int) -> Path:
         """Where a rank's output is kept."""
@@ -89,16 +94,25 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     with _private_folder() as folder, caught_stop_signals() as caught:
         relay = Relay(launch.log(0))
         ranks: list[RankProcess] = []
-        supervisor = Supervisor(ranks, folder, timeout_s=launch.timeout_s, on_failure=relay.mute)
+        store, run_id = LaunchStore(), uuid.uuid4().hex
+        supervisor = Supervisor(
+            ranks,
+            folder,
+            timeout_s=launch.timeout_s,
+            on_failure=relay.mute,
+            positions=partial(_positions, launch, store, run_id),
+        )
         try:
-            run_id = uuid.uuid4().hex
             for rank in range(launch.num_processes):
-                ranks.append(_start(launch, rank, folder, relay, run_id))
+                environment = _environment(launch, rank, folder, store, run_id)
+                ranks.append(_start(launch, environment, folder, relay))
             relay.start()
+            store.serve()
             return supervisor.watch(caught)
         finally:
             supervisor.end_all()
             relay.close()
+            store.close()
 
 
 def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
@@ -128,41 +142,53 @@ def _private_folder() -> Iterator[LaunchFolder]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _environment(
+    launch: LocalLaunch, rank: int, folder: LaunchFolder, store: LaunchStore, run_id: str
+) -> LaunchEnvironment:
+    """What a rank is told of itself."""
+    return LaunchEnvironment(
+        launcher=Launcher.FULLSHARD,
+        rank=rank,
+        world_size=launch.num_processes,
+        local_rank=rank,
+        local_world_size=launch.num_processes,
+        master_addr=store.host,
+        master_port=store.port,
+        launch_dir=folder.path,
+        run_dir=launch.log_dir.absolute().parent,
+        run_id=run_id,
+        timeout_s=launch.stuck_s,
+    )
+
+
 def _start(
-    launch: LocalLaunch, rank: int, folder: LaunchFolder, relay: Relay, run_id: str
+    launch: LocalLaunch, environment: LaunchEnvironment, folder: LaunchFolder, relay: Relay
 ) -> RankProcess:
+    rank = environment.rank
     log = launch.log(rank).absolute()
     folder.log(rank).symlink_to(log)
     command = [sys.executable, "-u", "-m", ENTRY, str(os.getpid()), launch.module, *launch.args]
-    variables = _variables(launch, rank, folder, run_id)
+    # One thread a rank: more of them fight for the cores that the other ranks use.
+    # gloo would bind to the address of the host's name, which may not resolve or be firewalled.
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=relay.stdout_fd if rank == 0 else file,
             stderr=relay.stderr_fd if rank == 0 else file,
-            env=variables,
+            env=defaults | current_variables() | environment.to_variables(),
             process_group=0,
         )
     return RankProcess(rank, process, log)
 
 
-def _variables(launch: LocalLaunch, rank: int, folder: LaunchFolder, run_id: str) -> dict[str, str]:
-    """The environment of a rank: ours, and defaults that the user's own values override."""
-    environment = LaunchEnvironment(
-        launcher=Launcher.FULLSHARD,
-        rank=rank,
-        world_size=launch.num_processes,
-        local_rank=rank,
-        local_world_size=launch.num_processes,
-        store_path=folder.store,
-        run_dir=launch.log_dir.absolute().parent,
-        run_id=run_id,
-    )
-    # One thread a rank: more of them fight for the cores that the other ranks use.
-    # gloo would bind to the address of the host's name, which may not resolve or be firewalled.
-    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
-    return defaults | current_variables() | environment.to_variables()
+def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str]:
+    """Where the ranks were when they last spoke; also left in the file that a hang leaves."""
+    if store.store is None:
+        return []
+    seen = watchdog.read_positions(store.store, f"{run_id}.0", launch.num_processes)
+    return watchdog.describe(seen)
 
 
 def _loopback() -> str:

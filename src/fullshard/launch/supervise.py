@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
@@ -96,6 +96,7 @@ class Supervisor:
         folder: through which they report.
         timeout_s: after which they count as stuck; None: never.
         on_failure: called once, as soon as a rank has failed.
+        positions: tells where each rank last was, a line a rank.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class Supervisor:
         *,
         timeout_s: float | None,
         on_failure: Callable[[], None],
+        positions: Callable[[], list[str]],
     ) -> None:
         self._ranks = ranks
         self._folder = folder
         self._timeout_s = timeout_s
         self._on_failure = on_failure
+        self._positions = positions
 
     def watch(self, caught: Caught) -> LaunchResult:
         """Return when every rank has ended, for whatever reason."""
@@ -144,10 +147,24 @@ class Supervisor:
         """End the ranks and find the failure that was first."""
         ended = [rank for rank in self._ranks if rank.poll()]
         self.end_all()
+        hang = RankFailure.read(self._folder.hang)
+        if hang is not None:  # the watchdogs have judged and ended all ranks
+            return LaunchResult(hang.exit_code, hang)
         failures = [self._failure_of(rank) for rank in ended]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
-        return LaunchResult(cause.exit_code, cause, others)
+        return LaunchResult(cause.exit_code, self._placed(cause), others)
+
+    def _placed(self, failure: RankFailure) -> RankFailure:
+        """A rank that died without a word: with where all were; also written beside the logs."""
+        lines = self._positions() if failure.type == "HangError" else []
+        if not lines:
+            return failure
+        file = self._ranks[0].log.with_name("hang.txt")
+        file.write_text("\n".join([failure.message, "", *lines]) + "\n", encoding="utf-8")
+        places = [line for line in lines if line.startswith("rank ")]
+        message = "\n".join([failure.message, "Where the ranks were last seen:", *places])
+        return replace(failure, message=message)
 
     def _failure_of(self, rank: RankProcess) -> RankFailure:
         """What the rank reported, or what its death and its log tell."""

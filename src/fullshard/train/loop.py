@@ -71,7 +71,9 @@ class Team(Protocol):
 
 
 class Watcher(Protocol):
-    """Told of every step and evaluation."""
+    """Told of every step and evaluation, and of what the loop does now."""
+
+    def entered(self, phase: str, step: int) -> None: ...
 
     def stepped(self, row: StepRow) -> None: ...
 
@@ -141,6 +143,7 @@ class Loop:
 
     def evaluate(self, step: int) -> None:
         """Held-out loss; without held-out data nothing happens."""
+        self._watcher.entered("evaluation", step)
         model = self._trainee.model
         total, count, num_batches = 0.0, 0, 0
         model.eval()
@@ -161,11 +164,14 @@ class Loop:
     def _step(self, step: int) -> StepRow:
         """One update and what it was like."""
         trainee, settings = self._trainee, self._settings
+        self._watcher.entered("data loading", step)
         began, comm_before = time.perf_counter(), trainee.communication_seconds()
         batches = self._recipe.micro_batches(step - 1)
         data_s = time.perf_counter() - began
+        self._watcher.entered("forward and backward", step)
         num_tokens = self._num_tokens(batches)
         total = self._accumulate(batches, num_tokens)
+        self._watcher.entered("optimizer", step)
         grad_norm = float(fs.clip_grad_norm_(trainee.model, settings.max_grad_norm or math.inf))
         if not math.isfinite(grad_norm):
             loss = self._mean_loss(self._team.exchange([total.item()]), num_tokens)
@@ -179,6 +185,7 @@ class Loop:
         trainee.optimizer.zero_grad(set_to_none=True)
         comm_s = trainee.communication_seconds() - comm_before
         elapsed_s = time.perf_counter() - began
+        self._watcher.entered("end of step", step)
         parts = self._team.exchange(
             [total.item(), elapsed_s, data_s, comm_s, *trainee.memory_bytes()]
         )

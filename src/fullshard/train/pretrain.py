@@ -22,10 +22,13 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
+from fullshard.errors import HangError
 from fullshard.launch import rendezvous
 from fullshard.launch.exit_codes import exit_code_of
+from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
 from fullshard.observe.metrics import EvalRow, MetricsWriter, StepRow
+from fullshard.observe.position import Verdict
 from fullshard.train.banner import RunFacts, banner
 from fullshard.train.causal_lm import PackedText, Sequences
 from fullshard.train.console import RunConsole
@@ -77,7 +80,8 @@ def run(config: RunConfig, run_dir: Path) -> None:
     launch = read_launch_environment()
     rank = launch.rank if launch else 0
     try:
-        rendezvous.init_process_group(config.launch.timeout)
+        rendezvous.init_process_group(config.launch.timeout, run_dir)
+        watchdog.on_hang(partial(_record_hang, folder))
         seat = Seat(rank, launch.world_size if launch else 1, _device())
         _train(config, folder, seat)
     except BaseException as error:
@@ -85,6 +89,10 @@ def run(config: RunConfig, run_dir: Path) -> None:
         folder.fail(type(error).__name__, message, exit_code_of(error), rank)
         raise
     rendezvous.shutdown()
+
+
+def _record_hang(folder: RunFolder, verdict: Verdict) -> None:
+    folder.fail("HangError", verdict.message, HangError.exit_code, verdict.rank, final=True)
 
 
 def _device() -> torch.device:
@@ -111,7 +119,9 @@ def _train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
     recipe = PackedText(sequences, steps.order, seat.rank, seat.device)
     with _Watcher(console, folder) as watcher:
         Loop(_trainee(config, model, seat), recipe, _settings(config, steps), team, watcher).run()
+    watchdog.phase("saving", steps.num_steps)
     save_model(model, model_config, dataset.tokenizer, folder.model, seat.rank)
+    watchdog.phase("")
     if console is None:
         return
     assert watcher.step is not None, "a run has at least one step"
@@ -199,6 +209,9 @@ class _Watcher:
         if self._console is not None and self._metrics is not None:
             self._console.stop()
             self._metrics.close()
+
+    def entered(self, phase: str, step: int) -> None:
+        watchdog.phase(phase, step)
 
     def stepped(self, row: StepRow) -> None:
         self.step = row

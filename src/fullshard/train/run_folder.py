@@ -94,12 +94,20 @@ class RunFolder:
         record = self.read_record() if self.record.is_file() else {}
         _write_json(self.record, {**record, **fields})
 
-    def fail(self, kind: str, message: str, exit_code: int, rank: int | None = None) -> None:
-        """Records why a run ended; the first reason stays."""
+    def fail(
+        self,
+        kind: str,
+        message: str,
+        exit_code: int,
+        rank: int | None = None,
+        *,
+        final: bool = False,
+    ) -> None:
+        """Records why a run ended; the first reason stays, unless a later one is `final`."""
         if not self.record.is_file():
             return
         record = self.read_record()
-        if record.get("status") not in (RunStatus.PREPARING, RunStatus.RUNNING):
+        if not final and record.get("status") not in (RunStatus.PREPARING, RunStatus.RUNNING):
             return
         interrupted = exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
         self.update_record(

@@ -90,9 +90,12 @@ def make_folder(checked: CheckedRun, command: str) -> tuple[RunFolder, Path | No
     return folder, moved
 
 
-def start_ranks(folder: RunFolder, world_size: int) -> tuple[LocalLaunch, LaunchResult]:
+def start_ranks(
+    folder: RunFolder, world_size: int, stuck_s: float
+) -> tuple[LocalLaunch, LaunchResult]:
     """Runs the ranks of a prepared run on this machine until they end."""
-    launch = LocalLaunch(RANK_MODULE, (str(folder.path),), world_size, folder.logs)
+    arguments = (str(folder.path),)
+    launch = LocalLaunch(RANK_MODULE, arguments, world_size, folder.logs, stuck_s=stuck_s)
     result = launch_local_ranks(launch)
     if result.exit_code != ExitCode.OK:
         _record_failure(folder, result)
@@ -100,12 +103,12 @@ def start_ranks(folder: RunFolder, world_size: int) -> tuple[LocalLaunch, Launch
 
 
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
-    """For ranks that had no chance to record it themselves."""
+    """What the launcher knows goes before what a rank wrote: it has seen all of them end."""
     cause = result.failure
     if cause is None:
-        folder.fail("Interrupted", "stopped by a signal", result.exit_code)
+        folder.fail("Interrupted", "stopped by a signal", result.exit_code, final=True)
     else:
-        folder.fail(cause.type, cause.message, result.exit_code, cause.rank)
+        folder.fail(cause.type, cause.message, result.exit_code, cause.rank, final=True)
     write_report(folder.path)
 
 

@@ -85,7 +85,7 @@ def test_a_single_process_of_slurm_starts_its_own_ranks(variables):
 
 
 def test_our_own_variables_come_before_those_around_them():
-    ours = LaunchEnvironment(Launcher.FULLSHARD, 1, 2, 1, 2, store_path=Path("/s"), run_id="x")
+    ours = LaunchEnvironment(Launcher.FULLSHARD, 1, 2, 1, 2, launch_dir=Path("/s"), run_id="x")
     found = read_launch_environment({**SRUN, **TORCHRUN, **ours.to_variables()})
     assert found == ours
 
@@ -107,7 +107,7 @@ def test_what_is_written_for_a_child_is_what_it_reads(size, run_id):
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        store_path=Path("/tmp/store"),
+        launch_dir=Path("/tmp/launch"),
         run_dir=Path("runs/a b"),
         run_id=run_id,
     )

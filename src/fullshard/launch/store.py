@@ -1,0 +1,59 @@
+"""The store of a launch: ranks meet at it, and their watchdogs speak over it.
+
+The launcher serves it, so it outlives every rank. The port is bound before the first rank starts
+and never freed in between; who comes before the store is there waits in the socket's backlog.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 4096
+
+
+class LaunchStore:
+    """A port, and from `serve` on torch's store behind it.
+
+    Args:
+        host: This machine's address; the loopback where all ranks are here.
+        port: 0: any that is free.
+
+    Raises:
+        ConfigError: The port is taken.
+    """
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+        self.host = host
+        self.store: Any = None
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host if host == LOOPBACK else "", port))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"MASTER_PORT: expected a free port, got {port} ({error.strerror}). Take another."
+            ) from error
+        self._socket.listen(_BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+
+    def serve(self) -> None:
+        """Answer. Imports torch, which takes seconds: call it once the ranks have started."""
+        from torch._C._distributed_c10d import TCPStore
+
+        self.store = TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+    def close(self) -> None:
+        """Free the port."""
+        self._socket.close()
+        self.store = None

@@ -1,0 +1,377 @@
+"""Where every rank is, and what is wrong when one stays there: records and judgement, no processes.
+
+    rank 0   step 412   waits in reduce of layers.17        61 s
+    rank 3   step 412   data loading (corpus.py:57 in read) 61 s   <- named
+
+[Note: who waits for whom]
+A stream is what a rank issued of one kind (gathers, reductions) in one step of one model, in order.
+Streams of two ranks must be equal as far as both go: the n-th gather of one meets the n-th gather
+of the other. Ranks that stand still disagree if their streams differ, or if each waits for a
+collective that the other has not issued, which no patience heals. Any other wait may be a slow
+peer and counts as stuck after the timeout alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from fullshard.planner.events import Event, EventKind
+
+SETTLED_S = 3.0  # ranks that stood still for so long are compared
+MAX_STREAM = 256  # names of a stream that are kept, the last ones
+
+GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
+
+# What a rank waits for while an event is under way: the kind, and how it is said.
+_WAITS = {
+    EventKind.GATHER: (GATHER, "gather of {}"),
+    EventKind.FORWARD: (GATHER, "gather of {}"),
+    EventKind.BACKWARD: (GATHER, "gather of {}"),
+    EventKind.RELEASE: (GATHER, "gather of {}"),
+    EventKind.REDUCE: (REDUCE, "reduce of {}"),
+    EventKind.ACCUMULATE: (REDUCE, "reduce of {}"),
+    EventKind.SETTLE: (EXCHANGE, "end of backward"),
+}
+
+_STREAMS = {EventKind.GATHER: GATHER, EventKind.REDUCE: REDUCE}
+
+Entry = tuple[Event, int, float]  # an event, its step, when
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank says that it is.
+
+    Attributes:
+        beat: Grows with every message: a rank whose beat stands is silent.
+        step: As users count: the first is 1.
+        doing: In words: "data loading", or what it waits in: "reduce of layers.17".
+        where: The line of the user's code, or the innermost one.
+        since_s: For how long, when this was sent.
+        kind: Of the collective that it waits in; "" where it does not wait.
+        stream: Where the awaited one is issued: "model/step/kind"; "" where unknown.
+        number: Its place in that stream.
+        limited: Whether the timeout holds for what it does; user code between steps may take long.
+        ended: The rank has left in order.
+        digests: Of the last complete steps' streams.
+        streams: The names that were issued, by stream: [how many before, names ...].
+        events: The last ones, in words.
+    """
+
+    rank: int
+    pid: int = 0
+    host: str = ""
+    beat: int = 0
+    step: int = 0
+    doing: str = "start"
+    where: str = ""
+    since_s: float = 0.0
+    kind: str = ""
+    stream: str = ""
+    number: int = -1
+    limited: bool = False
+    ended: bool = False
+    digests: dict[str, int] = field(default_factory=dict)
+    streams: dict[str, list[str | int]] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """For the side channel."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Position:
+        """What another rank sent."""
+        return cls(**json.loads(text))
+
+    @property
+    def words(self) -> str:
+        """One phrase."""
+        step = f", step {self.step}" if self.step else ""
+        where = f" ({self.where})" if self.where and not self.kind else ""
+        return f"{'wait in ' if self.kind else 'in '}{self.doing}{step}{where}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank as the judge sees it.
+
+    Attributes:
+        silent_s: Since its last message, by the judge's clock.
+        gone: Its process does not exist any more.
+    """
+
+    position: Position
+    silent_s: float = 0.0
+    gone: bool = False
+
+    @property
+    def stands_s(self) -> float:
+        """For how long nothing changed there."""
+        return self.position.since_s + self.silent_s
+
+    @property
+    def words(self) -> str:
+        """Where it is, and whether it answers."""
+        told = f"{self.position.words}, {self.stands_s:.0f} s"
+        if self.gone:
+            return f"gone: its process has died; it was last seen {told}"
+        if self.silent_s > SETTLED_S:
+            return f"silent for {self.silent_s:.0f} s (stopped, or in C code); last seen {told}"
+        return told
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, and with which rank."""
+
+    rank: int
+    message: str
+
+
+# ---- what a rank says of itself
+
+
+def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model: int) -> dict:
+    """Fields of a Position for an event that has begun and not ended."""
+    event, step, _ = open_
+    kind, words = _WAITS.get(event.kind, ("", event.kind.value + " of {}"))
+    title = titles[event.unit] if event.unit >= 0 else "the model"
+    fields = {"doing": words.format(title), "kind": kind, "step": step + 1}
+    if kind in (GATHER, REDUCE):
+        issued = streams(entries, titles, model, step)[_stream(model, step, kind)]
+        names, before = issued[1:], int(issued[0])
+        last = max((i for i, name in enumerate(names) if name == title), default=len(names))
+        issuing = event.kind in (EventKind.GATHER, EventKind.REDUCE)
+        number = before + (len(names) if issuing else last)
+        fields |= {"stream": _stream(model, step, kind), "number": number}
+    return fields
+
+
+def streams(
+    entries: Iterable[Entry], titles: Sequence[str], model: int, step: int
+) -> dict[str, list[str | int]]:
+    """What was issued in a step, by stream. Only what travels: the rest concerns no other rank."""
+    found: dict[str, list[str | int]] = {}
+    for of, kind in _STREAMS.items():
+        names = [
+            titles[event.unit]
+            for event, at, _ in entries
+            if at == step and event.kind is of and event.num_bytes
+        ]
+        kept = names[-MAX_STREAM:]
+        found[_stream(model, step, kind)] = [len(names) - len(kept), *kept]
+    return found
+
+
+class Digests:
+    """A number for all that travelled in each complete step of a model.
+
+    Ranks look at their rings at different times. So that they speak of the same steps, each tells
+    the newest complete step, and the newest that 2, 4, 8 ... divide.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, str], int] = {}
+        self._last: Entry | None = None
+        self._begin = 0  # the first step that was seen whole
+
+    def feed(self, entries: Sequence[Entry]) -> None:
+        """Take what is new among a ring's entries."""
+        new: list[Entry] = []
+        for entry in reversed(entries):
+            if entry is self._last:
+                break
+            new.append(entry)
+        else:
+            if self._last is not None and entries:
+                self._begin = entries[0][1] + 1
+        for event, step, _ in reversed(new):
+            if event.num_bytes and event.kind in _STREAMS:
+                key = step, _STREAMS[event.kind]  # the order between the two kinds is free
+                self._sums[key] = zlib.crc32(b"%d" % event.unit, self._sums.get(key, 0))
+        if new:
+            self._last = new[0]
+
+    def tell(self, model: int) -> dict[str, int]:
+        """By stream."""
+        if self._last is None:
+            return {}
+        newest = self._last[1] - 1
+        steps = {newest >> k << k for k in range(9)}
+        self._sums = {key: s for key, s in self._sums.items() if key[0] >= newest - 512}
+        return {
+            _stream(model, step, kind): value
+            for (step, kind), value in self._sums.items()
+            if step in steps and step >= self._begin
+        }
+
+
+def last_words(entries: Sequence[Entry], titles: Sequence[str], count: int = 16) -> list[str]:
+    """The last events in words."""
+    return [
+        f"step {step + 1}: {event.kind.value} {titles[event.unit] if event.unit >= 0 else ''}"
+        for event, step, _ in entries[-count:]
+    ]
+
+
+def _stream(model: int, step: int, kind: str) -> str:
+    return f"{model}/{step}/{kind}"
+
+
+# ---- what is wrong
+
+
+def judge(seen: Mapping[int, Seen], timeout_s: float) -> Verdict | None:
+    """The first thing that is wrong, or None."""
+    here = [seen[rank] for rank in sorted(seen)]
+    for one in here:
+        if one.gone and not one.position.ended:
+            return _verdict("every rank to live", [one], here)
+    disagreement = _different_streams(here) or _left_early(here) or _deadlock(here)
+    if disagreement is not None:
+        return disagreement
+    alive = [one for one in here if not one.position.ended]
+    silent = [one for one in alive if one.silent_s > timeout_s]
+    over = [one for one in alive if one.position.limited and one.stands_s > timeout_s]
+    if not silent and not over:
+        return None
+    busy = [one for one in alive if not one.position.kind]
+    expected = f"every rank to move on within {timeout_s:g} s"
+    return _verdict(expected, silent or busy or over, here)
+
+
+def _verdict(expected: str, named: Sequence[Seen], all_: Sequence[Seen]) -> Verdict:
+    culprits = "; ".join(f"rank {one.position.rank} is {one.words}" for one in named)
+    rest = [one for one in all_ if one not in named and not one.position.ended]
+    groups = Counter(one.position.words for one in rest)
+    others = "; ".join(f"{_names(rest, words, groups)} {words}" for words in groups)
+    message = f"run: expected {expected}, but {culprits}{'; ' if others else '.'}{others}"
+    return Verdict(named[0].position.rank, message)
+
+
+def _names(rest: Sequence[Seen], words: str, groups: Counter[str]) -> str:
+    ranks = [one.position.rank for one in rest if one.position.words == words]
+    if len(groups) == 1 and len(ranks) > 1:
+        return "the others"
+    text = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def unequal_digests(seen: Iterable[Seen]) -> set[str]:
+    """Streams of complete steps that differ between ranks."""
+    found: dict[str, set[int]] = {}
+    for one in seen:
+        for key, value in one.position.digests.items():
+            found.setdefault(key, set()).add(value)
+    return {key for key, values in found.items() if len(values) > 1}
+
+
+def _different_streams(here: Sequence[Seen]) -> Verdict | None:
+    complete = unequal_digests(here)
+    for key in sorted({key for one in here for key in one.position.streams}):
+        told = {one.position.rank: one.position.streams.get(key) for one in here}
+        lists = {rank: stream for rank, stream in told.items() if stream is not None}
+        whole = key in complete and len(lists) == len(here)
+        place = _first_difference(list(lists.values()), whole=whole)
+        if place is None and not whole:
+            continue
+        at = {rank: _name_at(stream, place) for rank, stream in lists.items()}
+        usual = Counter(at.values()).most_common(1)[0][0]
+        rank = next((rank for rank in reversed(at) if at[rank] != usual), max(at))
+        _, step, kind = key.split("/")
+        fellows = [other for other in at if at[other] == usual and other != rank]
+        who = "the others" if len(fellows) > 1 else f"rank {fellows[0]}"
+        number = f"{kind} number {place + 1}" if place is not None else kind
+        return Verdict(
+            rank,
+            f"run: expected all ranks to issue the same collectives, but in backward "
+            f"{int(step) + 1} or its forward rank {rank} issues {_issued(kind, at[rank])} as its "
+            f"{number}, {who} {_issued(kind, usual)}. {_ADVICE}",
+        )
+    return None
+
+
+_ADVICE = (
+    "Every rank must run the same units in the same order, and the same number of forwards and "
+    "backwards: look for a condition on the rank, or for ranks with different numbers of batches."
+)
+
+
+def _issued(kind: str, name: str) -> str:
+    return f"{kind} of {name}" if name else "nothing"
+
+
+def _first_difference(lists: Sequence[Sequence[str | int]], *, whole: bool) -> int | None:
+    if len(lists) < 2:
+        return None
+    ends = [int(stream[0]) + len(stream) - 1 for stream in lists]
+    for place in range(max(int(stream[0]) for stream in lists), max(ends) if whole else min(ends)):
+        if len({_name_at(stream, place) for stream in lists}) > 1:
+            return place
+    return None
+
+
+def _name_at(stream: Sequence[str | int], place: int | None) -> str:
+    if place is None:
+        return "another unit"
+    index = place - int(stream[0]) + 1
+    return str(stream[index]) if 1 <= index < len(stream) else ""
+
+
+def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:
+    """Whether a rank has left while another still waits for it."""
+    left = [one.position for one in seen.values() if one.position.ended]
+    if not left:
+        return None
+    return Verdict(
+        left[0].rank,
+        f"run: expected all ranks to end together, but rank {left[0].rank} has ended "
+        f"(step {left[0].step}) while rank {waiting.rank} waits in {waiting.doing}, "
+        f"step {waiting.step}. {_ADVICE}",
+    )
+
+
+def _left_early(here: Sequence[Seen]) -> Verdict | None:
+    alive = [one for one in here if not one.position.ended]
+    if not all(one.position.kind and one.stands_s > SETTLED_S for one in alive) or not alive:
+        return None
+    return left_early({one.position.rank: one for one in here}, alive[0].position)
+
+
+def _deadlock(here: Sequence[Seen]) -> Verdict | None:
+    still = [
+        one
+        for one in here
+        if one.position.kind and one.stands_s > SETTLED_S and one.silent_s <= SETTLED_S
+    ]
+    for one, other in combinations(still, 2):
+        first, second = one.position, other.position
+        if _lacks(first, second) and _lacks(second, first):
+            return Verdict(
+                second.rank,
+                f"run: expected all ranks to issue the same collectives, but rank {second.rank} "
+                f"waits in {second.doing}, step {second.step}, which rank {first.rank} has not "
+                f"come to; that one waits in {first.doing}, step {first.step}. {_ADVICE}",
+            )
+    return None
+
+
+def _lacks(one: Position, other: Position) -> bool:
+    """Whether `other` has not issued what `one` waits in (see the note at the top)."""
+    if one.kind == EXCHANGE or not one.stream:
+        return (one.kind, one.doing) != (other.kind, other.doing)
+    model, step, _ = one.stream.split("/")
+    issued = other.streams.get(one.stream)
+    if issued is not None:
+        return one.number >= int(issued[0]) + len(issued) - 1
+    last = max(
+        (int(key.split("/")[1]) for key in other.streams if key.startswith(model)), default=0
+    )
+    return last < int(step)
