@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch.distributed as dist
 
 from support.models import CASES
 from support.parity import assert_parity, assert_planned_events
@@ -64,6 +65,42 @@ def check_wraps(strategy):
 @pytest.mark.parametrize("name", CASES)
 def test_model_trains_as_in_one_process(ranks, name, world_size):
     ranks(world_size)(check_model, name, timeout=100)
+
+
+HYBRID = (
+    {"strategy": "hybrid_shard", "replicate": 2},
+    {"strategy": "hybrid_shard_zero2", "replicate": 2},
+    {"strategy": "hybrid_shard", "replicate": 4},
+    {"strategy": "hybrid_shard_zero2", "shard": 4},
+    {"strategy": "full_shard", "replicate": 2, "transport": "c10d"},
+    {"strategy": "hybrid_shard", "replicate": 2, "transport": "c10d", "reduction": "ordered"},
+)
+MIXED = (
+    {"strategies": {"blocks.1": "no_shard"}},
+    {"strategies": {"blocks.*": "no_shard", "blocks.2": "shard_grad_op"}},
+    {"strategy": "shard_grad_op", "strategies": {"blocks.0": "full_shard"}},
+    {"strategy": "no_shard", "strategies": {"blocks.3": "no_shard"}},
+    {"strategy": "hybrid_shard", "replicate": 2, "strategies": {"blocks.1": "no_shard"}},
+)
+
+
+def check_meshes(name, settings):
+    case = CASES[name]
+    for fields in settings:
+        if dist.get_world_size() % fields.get("replicate", 1):
+            continue
+        model = assert_parity(case.build, case.work, fields, kinds=("adamw",))
+        assert_planned_events(model, 1)
+
+
+@pytest.mark.parametrize("name", ["tied llama", "mixture of experts", "convolutional net"])
+def test_copies_of_shards_train_as_in_one_process(ranks, name):
+    ranks(4)(check_meshes, name, HYBRID, timeout=100)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_units_of_different_strategies_train_as_in_one_process(ranks, world_size):
+    ranks(world_size)(check_meshes, "chain", MIXED, timeout=100)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

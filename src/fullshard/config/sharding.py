@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from fullshard.config.fields import (
     Count,
@@ -14,6 +14,7 @@ from fullshard.config.fields import (
     Names,
     Number,
     Rejected,
+    Text,
     Word,
     to_names,
     to_number,
@@ -166,6 +167,10 @@ class ShardConfig(Section):
     strategy: Word[Strategy] = Strategy.FULL_SHARD
     """full_shard (ZeRO-3) | shard_grad_op (ZeRO-2) | no_shard (DDP) | hybrid_shard |
     hybrid_shard_zero2 | auto (the planner chooses, where a batch is known)."""
+
+    strategies: dict[Text, Word[Strategy]] = Field(default_factory=dict)
+    """Other strategies for some units, by module name (globs); the last that fits counts. On the
+    same mesh: sharded ones differ in when slots are given back, no_shard copies over all ranks."""
 
     replicate: Count | None = None
     """Ranks that hold copies of the same shard. None: hybrid strategies replicate over hosts,

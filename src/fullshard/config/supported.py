@@ -63,19 +63,6 @@ def _any(key: str) -> Callable[[Any], object]:
 
 SHARDING = (
     NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy"),
-    NotYet(
-        "strategy",
-        _among("strategy", Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2),
-        "Use full_shard, shard_grad_op or no_shard",
-        plans=True,
-    ),
-    NotYet(
-        "replicate",
-        lambda c: _replicas_of_shards(c),
-        "Leave it out: one copy, sharded over all ranks",
-        plans=True,
-    ),
-    NotYet("master_dtype", _among("master_dtype", DType.BFLOAT16, DType.FLOAT16), "Use float32"),
     NotYet("buffer_dtype", _any("buffer_dtype"), "Leave it out"),
     NotYet("output_dtype", _any("output_dtype"), "Leave it out"),
     NotYet("fp32_modules", _any("fp32_modules"), "Leave it out"),
@@ -173,12 +160,6 @@ def _named(value: object) -> str:
     if isinstance(value, Section):
         return "a mapping"
     return show(str(value)) if isinstance(value, str) else show(value)
-
-
-def _replicas_of_shards(config: ShardConfig) -> int | None:
-    """Copies of a sharded strategy's shards are what makes it a hybrid one."""
-    shards = config.strategy in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP)
-    return config.replicate if shards and (config.replicate or 1) > 1 else None
 
 
 def _unless_none(recompute: tuple[RecomputeKind, int]) -> str | None:

@@ -5,7 +5,7 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,28 @@ all_gather_single: Callable[..., Any] = (
 reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+def all_gather_many(fulls: Sequence[Any], parts: Sequence[Any], group: Any) -> Any:
+    """All-gather several buffers in one collective; the work to wait for."""
+    if len(fulls) == 1:
+        return all_gather_single(fulls[0], parts[0], group=group, async_op=True)
+    return _coalesced(group, "all_gather_single", "allgather_into_tensor")(list(fulls), list(parts))
+
+
+def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) -> Any:
+    """Reduce-scatter several buffers in one collective; the work to wait for."""
+    if len(fulls) == 1:
+        return reduce_scatter_single(parts[0], fulls[0], group=group, async_op=True)
+    return _coalesced(group, "reduce_scatter_single", "reduce_scatter_tensor")(
+        list(parts), list(fulls)
+    )
+
+
+def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
+    """A process group's own call for lists of tensors: dist has no public name for it."""
+    return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
+
 
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]

@@ -42,8 +42,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     order = norm_order(norm_type)
     norm = engine.norms.known_total(shown) if order == 2.0 else None
     if norm is None:
-        plain = [grad.as_subclass(torch.Tensor) for grad in shown]
-        norm = engine.norms.total(plain, order)
+        norm = engine.norms.total(shown, order)
     if others:
         norms = [torch.linalg.vector_norm(grad, order).to(norm) for grad in others]
         norm = torch.linalg.vector_norm(torch.stack([norm, *norms]), order)
@@ -51,15 +50,16 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if not factor >= 1.0:  # also where it is NaN, which then shows in every weight, as in torch
         ours = {id(m.grad) for g in groups for m in g.members}
         for group in groups:
-            assert group.grad_shard is not None
-            group.grad_shard.mul_(factor.to(group.grad_shard.dtype))
+            assert group.grads is not None
+            group.grads.scale(factor)
         for grad in shown:
             if id(grad) not in ours:  # replaced by the user since the backward
-                grad.mul_(factor.to(grad.dtype))
+                grad.mul_(factor.to(grad.device, grad.dtype))
         for grad in others:
-            grad.mul_(factor.to(grad.dtype))
+            grad.mul_(factor.to(grad.device, grad.dtype))
         engine.norms.scale(factor)
-    return norm.to((shown + others)[0].dtype)
+    like = (shown + others)[0]
+    return norm.to(like.device, like.dtype)
 
 
 def _left_out(model: nn.Module) -> list[torch.Tensor]:
@@ -87,4 +87,4 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
                 "norm is torch.linalg.vector_norm."
             )
         return torch.zeros((), dtype=torch.float64)
-    return guards[0].record.norms.total([g.to_local() for g in guards], norm_order(norm_type))
+    return guards[0].record.norms.total(guards, norm_order(norm_type))

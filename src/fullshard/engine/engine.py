@@ -18,14 +18,18 @@ from fullshard.config.values import GradReduction
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.collectives import Transport
 from fullshard.engine.gradients import Gradients
+from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import ShardRecord
+from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.ring import Rings, torch_dtype
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Group, Member, Swap, Unit, cut_group
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import EngineError, ShardedTensorError, UnsupportedModelError
 from fullshard.planner.events import Event, EventKind, Recorder
+from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
+from fullshard.planner.units import UnitPlan
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
 
@@ -37,7 +41,7 @@ class Engine:
         model: The user's module, whole parameters.
         plan: What to do.
         config: What was asked for.
-        transport: Moves bytes.
+        transports: Move bytes, one a mesh of the plan.
         recorder: Told of every event.
     """
 
@@ -46,32 +50,32 @@ class Engine:
         model: nn.Module,
         plan: Plan,
         config: ShardConfig,
-        transport: Transport,
+        transports: dict[Mesh, Transport],
         recorder: Recorder,
     ) -> None:
+        transport = transports[plan.mesh]
         self.plan = plan
         self.config = config
         self.transport = transport
+        self.transports = transports
         self.recorder = recorder
         self.unsharded = False
         self.rank = transport.rank
-        self.part = plan.mesh.coordinates(self.rank)[1]
         params = dict(model.named_parameters(remove_duplicate=False))
-        self.device = next(iter(params.values())).device if params else torch.device("cpu")
-        self.norms = GradientNorms(transport, plan.mesh, self.device)
+        self.device = compute_device(model)
+        self.norms = GradientNorms(transport, self.device)
         self.units = [self._cut(unit, params) for unit in plan.units]
         self._attach_records()
         self._find_swaps(model)
         divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1
-        self.gradients = Gradients(
-            transport, self.norms, divisor, plan.mesh.replicate, self._on_spill
-        )
+        self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
         self.runtime = Runtime(
             self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
         )
         self.runtime.before_step = self._before_step
         self.rings = self._bind()
         self._agreed = False
+        self._looked = -1  # the step at which replicas were compared last
         self._hook(model)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -89,12 +93,15 @@ class Engine:
 
     # ---- building
 
-    def _cut(self, plan: Any, params: dict[str, nn.Parameter]) -> Unit:
+    def _cut(self, plan: UnitPlan, params: dict[str, nn.Parameter]) -> Unit:
+        transport = self.transports[plan.mesh]
+        part = plan.mesh.coordinates(self.rank)[1]
+        homes = DeviceHomes.of(self.plan.homes, self.device)
         groups = [
-            cut_group(group, [params[names[0]] for names in group.names], self.part)
+            cut_group(group, [params[names[0]] for names in group.names], part, homes)
             for group in plan.groups
         ]
-        return Unit(plan, groups)
+        return Unit(plan, groups, transport)
 
     def _attach_records(self) -> None:
         trained = [m for u in self.units for g in u.trained for m in g.members]
@@ -107,8 +114,9 @@ class Engine:
                         unit=unit.plan.title,
                         index=index.get(id(member), -1),
                         is_cut=group.plan.layout.num_parts > 1,
+                        copies=unit.plan.mesh.replicate,
                         norms=self.norms,
-                        gather=_weak_gather(self, group, member),
+                        gather=_weak_gather(self, unit, group, member),
                         post_accumulate=_taken_hooks(member.param),
                     )
                     member.param.record = record
@@ -127,7 +135,7 @@ class Engine:
     def _bind(self) -> Rings:
         rings = Rings(self.plan.rings, self.device, poison=self.config.poison)
         for unit in self.units:
-            unit.bind(rings, self.part, self.runtime.on_gradient)
+            unit.bind(rings, self.runtime.on_gradient)
         return rings
 
     def _hook(self, model: nn.Module) -> None:
@@ -181,6 +189,9 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
+        if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
+            self._looked = self.runtime.step
+            check_replicas(self.units, self.transport)
         if self.runtime.observed.done and not self._agreed:
             with torch.inference_mode(mode=False):  # slots may be made now, and outlive the block
                 self._agree_on_order()
@@ -241,48 +252,74 @@ class Engine:
 
     # ---- whole tensors
 
-    def gather_group(self, group: Group) -> torch.Tensor:
+    def gather_group(self, unit: Unit, group: Group) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
         layout = group.plan.layout
-        full = group.master.new_empty(layout.numel)
-        full.chunk(layout.num_parts)[self.part].copy_(group.master)
-        self.transport.fetch(full).wait()
+        full = torch.empty(layout.numel, dtype=group.master.dtype, device=self.device)
+        full.chunk(layout.num_parts)[unit.part].copy_(group.master)
+        unit.transport.fetch([full]).wait()
         return full
 
-    def gather_member(self, group: Group, member: Member, local: torch.Tensor) -> torch.Tensor:
+    def gather_member(
+        self, unit: Unit, group: Group, member: Member, local: torch.Tensor
+    ) -> torch.Tensor:
         """A whole tensor of a parameter's shape, newly allocated. A collective.
 
         Args:
+            unit: The parameter's.
             group: The parameter's.
             member: The parameter.
             local: (n_local,), this rank's elements of it, its gradient or a state of its.
         """
         layout, piece = group.plan.layout, member.piece
-        full = local.new_zeros(layout.numel)
-        own = full.chunk(layout.num_parts)[self.part]
+        full = torch.zeros(layout.numel, dtype=local.dtype, device=self.device)
+        own = full.chunk(layout.num_parts)[unit.part]
         own[piece.offset : piece.offset + piece.numel].copy_(local)
-        self.transport.fetch(full).wait()
+        unit.transport.fetch([full]).wait()
         return full[member.offset : member.offset + member.numel].view(piece.shape).clone()
 
 
 def _weak_gather(
-    engine: Engine, group: Group, member: Member
+    engine: Engine, unit: Unit, group: Group, member: Member
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """`engine.gather_member` without holding the engine.
 
     The way from a parameter to its gradient's record leads through C++, where the garbage
     collector sees no cycle.
     """
-    weak_engine, weak_group = weakref.ref(engine), weakref.ref(group)
-    weak_member = weakref.ref(member)
+    weak_engine, weak_unit = weakref.ref(engine), weakref.ref(unit)
+    weak_group, weak_member = weakref.ref(group), weakref.ref(member)
 
     def gather(local: torch.Tensor) -> torch.Tensor:
-        alive, of, which = weak_engine(), weak_group(), weak_member()
-        if alive is None or of is None or which is None:
+        alive, within, of, which = weak_engine(), weak_unit(), weak_group(), weak_member()
+        if alive is None or within is None or of is None or which is None:
             raise EngineError("full_tensor: expected the sharded model to exist; it was deleted.")
-        return alive.gather_member(of, which, local)
+        return alive.gather_member(within, of, which, local)
 
     return gather
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where a model computes: where its parameters are; from meta, the accelerator if there is one.
+
+    Raises:
+        UnsupportedModelError: The parameters are on several devices.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        (one, first), (other, second), *_ = devices.items()
+        raise UnsupportedModelError(
+            f"{second}: expected all parameters on one device; it is on {other}, {first} on {one}. "
+            "Move the model before fs.shard."
+        )
+    if devices:
+        return next(iter(devices))
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def engine_of(model: nn.Module) -> Engine:

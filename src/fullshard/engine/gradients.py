@@ -21,7 +21,7 @@ import torch
 
 from fullshard.engine._torch_compat import no_guard, will_execute
 from fullshard.engine.collectives import Transport
-from fullshard.engine.norms import GradientNorms, local_powers
+from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, UnsupportedModelError
@@ -34,7 +34,6 @@ class Gradients:
         transport: Reduces.
         norms: Cache of global norms, filled at the end of each backward.
         divisor: What the sum over ranks is divided by.
-        replicate: Ranks that hold the same part.
         on_spill: Told when gradients came so far out of order that a unit got an own buffer.
     """
 
@@ -43,7 +42,6 @@ class Gradients:
         transport: Transport,
         norms: GradientNorms,
         divisor: int,
-        replicate: int,
         on_spill: Callable[[Unit], None],
     ) -> None:
         self.transport = transport
@@ -51,7 +49,6 @@ class Gradients:
         self.deferring = False
         self.expects_any = False
         self._divisor = divisor
-        self._replicate = replicate
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self.peak_deferred_bytes = 0
@@ -146,23 +143,28 @@ class Gradients:
                         buffer[member.offset : member.offset + member.numel].zero_()
             wire = torch_dtype(group.plan.dtypes.reduce)
             group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
-            accumulate = torch_dtype(group.plan.dtypes.accumulate)
-            group.reduction = self.transport.reduce(group.grad_full, accumulate)
+        fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
+        unit.reduction = unit.transport.reduce(fulls)
 
     def accumulate(self, unit: Unit) -> None:
-        """Land the reduction in the gradient shard; the gradient slot is free."""
-        for group in unit.trained:
-            assert group.reduction is not None
-            assert group.grad_shard is not None
-            if self._carries_gradients(group):
-                landed = self.transport.scratch.take(group.grad_shard, group.grad_shard.numel())
-                group.reduction.land(landed)
-                group.grad_shard.add_(landed.div_(self._divisor))
-                self.transport.scratch.give(landed)
-            else:
-                group.reduction.land(group.grad_shard)
-                group.grad_shard.div_(self._divisor)
-            group.reduction = group.grad_full = group.deferred = None
+        """Land the reduction in the gradient shards; the gradient slots are free."""
+        assert unit.reduction is not None
+        scratch = unit.transport.scratch
+        carries = [self._carries_gradients(group) for group in unit.trained]
+        outs: list[torch.Tensor] = []
+        for group, carry in zip(unit.trained, carries, strict=True):
+            assert group.grads is not None
+            sums = group.grads.sums
+            lands_aside = carry or group.grads.is_far
+            outs.append(scratch.take(group.grads.like, sums.numel()) if lands_aside else sums)
+        unit.reduction.land(outs)
+        unit.reduction = None
+        for group, carry, out in zip(unit.trained, carries, outs, strict=True):
+            assert group.grads is not None
+            group.grads.take(out, self._divisor, carry=carry)
+            if out is not group.grads.sums:
+                scratch.give(out)
+            group.grad_full = group.deferred = None
             self._free_slot(group)
 
     def _free_slot(self, group: Group) -> None:
@@ -196,14 +198,10 @@ class Gradients:
         members = [m for unit in units for group in unit.trained for m in group.members]
         if not members:
             return
-        device = members[0].param.device
         plain = [member.grad.to_local() for member in members if member.grad is not None]
-        vector = torch.cat(
-            [
-                torch.tensor([float(m.touched) for m in members], dtype=torch.float64).to(device),
-                local_powers(plain, 2.0, device) / self._replicate,
-            ]
-        )
+        touched = torch.tensor([float(m.touched) for m in members], dtype=torch.float64)
+        squares = self.norms.local_squares(plain, [m.param.record for m in members])
+        vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
         shown: dict[int, Any] = {}
@@ -223,10 +221,13 @@ class Gradients:
         """Forget a backward that did not end."""
         for unit in units:
             unit.left = 0
+            if unit.reduction is not None:
+                unit.reduction.land(
+                    [torch.empty_like(g.grads.sums) for g in unit.trained if g.grads]
+                )
+                unit.reduction = None
             for group in unit.trained:
-                if group.reduction is not None:
-                    group.reduction.land(torch.empty_like(group.master, dtype=torch.float64))
-                group.reduction = group.grad_full = group.deferred = None
+                group.grad_full = group.deferred = None
                 for member in group.members:
                     member.touched = member.expected = False
                     member.compute.grad = None

@@ -1,11 +1,11 @@
 """Initial weights of a model on meta: its own initialisation, one tensor in memory at a time.
 
 [Note: birth]
-A Hugging Face model on meta is built a second time, and a module on meta runs its `init_weights` or
-`reset_parameters`, under a dispatch mode in which uninitialised memory stays on meta until it is
-written. A write (`normal_`, `zero_`, ...) makes the tensor real on the CPU, runs, and draws the very
-random numbers that it draws without sharding. When the next tensor is written, the one before goes
-to the sink, which keeps this rank's part, and is freed.
+A Hugging Face model on meta is built a second time, and a module on meta runs its `init_weights`
+or `reset_parameters`, under a dispatch mode in which uninitialised memory stays on meta until it is
+written. A write (`normal_`, `zero_`, ...) makes the tensor real on the CPU, runs, and draws the
+very random numbers that it draws without sharding. When the next tensor is written, the one before
+goes to the sink, which keeps this rank's part, and is freed.
 
     empty(1024, 64)   meta
     normal_           real: 64 Ki draws ----------------> sink("embed.weight") --> this rank's part
@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fullshard.errors import UnsupportedModelError
 
@@ -79,7 +79,7 @@ class Birth(TorchDispatchMode):
         storage.name = storage.name or name
 
     def take_real(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Put what was made real at once (`torch.ones`) under the same rule; returns its stand-in."""
+        """Put what was real at once (`torch.ones`) under the same rule; returns its stand-in."""
         with _outside():
             base = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
@@ -108,7 +108,11 @@ class Birth(TorchDispatchMode):
         return None if storage.real is None else _place(storage, tensor)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None  # noqa: ARG002 torch's
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty.memory_format and _on_cpu(kwargs):
@@ -137,7 +141,7 @@ class Birth(TorchDispatchMode):
         return result
 
     def _make_real(self, storage: _Storage, func: Any, written: list[torch.Tensor]) -> None:
-        """Real memory for a tensor; one that was given away is fetched, unless it is overwritten."""
+        """Real memory for a tensor; one that was given away is fetched, unless overwritten."""
         name = func._schema.name.rpartition("::")[2]
         whole = name in _OVERWRITES and any(
             self._find(w) is storage and w.numel() == storage.base.numel() for w in written
@@ -184,7 +188,7 @@ class _Disguise(TorchFunctionMode):
         super().__init__()
         self._birth = birth
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUESTIONS and self._birth.knows(args[0]):
             return _QUESTIONS[func]
         if func == _SET_DATA and self._birth.knows(args[0]) and not args[1].is_meta:
@@ -210,7 +214,7 @@ def _place(storage: _Storage, like: torch.Tensor) -> torch.Tensor:
 
 def _outside() -> Any:
     """Our own tensors are no part of a birth."""
-    return torch.utils._python_dispatch._disable_current_modes()
+    return _disable_current_modes()
 
 
 def _on_cpu(kwargs: Mapping[str, Any]) -> bool:
@@ -272,9 +276,9 @@ def initialise(
             buffers[name] = real.detach()
     if missing:
         raise UnsupportedModelError(
-            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}: expected a model on meta "
-            "whose modules initialise all of it (reset_parameters, init_weights); nothing wrote "
-            f"these. {_ADVICE}."
+            f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}: expected a model on "
+            "meta whose modules initialise all of it (reset_parameters, init_weights); nothing "
+            f"wrote these. {_ADVICE}."
         )
     return buffers
 

@@ -9,13 +9,15 @@ hang. An in-place change of any gradient makes the next norm a collective again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, no_guard
 from fullshard.engine.collectives import Transport
-from fullshard.planner.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fullshard.engine.parameter import ShardRecord
 
 
 class GradientNorms:
@@ -23,14 +25,11 @@ class GradientNorms:
 
     Args:
         transport: Sums over ranks.
-        mesh: Ranks that hold the same part count it several times; where nothing is cut, every rank
-            knows the norms by itself.
-        device: Of the gradients.
+        device: That collectives work on.
     """
 
-    def __init__(self, transport: Transport, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
-        self._mesh = mesh
         self._device = device
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
@@ -72,16 +71,28 @@ class GradientNorms:
         else:
             found = self._collect(gradients, order)
         with no_guard():
-            return [norm.to(g.dtype) for norm, g in zip(found.unbind(), gradients, strict=True)]
+            return [norm.to(g) for norm, g in zip(found.unbind(), gradients, strict=True)]
 
-    def total(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-        """The norm of all tensors together, a plain float64 scalar. A collective.
+    def total(self, shards: Sequence[Any], order: float) -> torch.Tensor:
+        """The norm of all shards together, a plain float64 scalar. A collective.
+
+        Args:
+            shards: Parameters, gradients or states of one model.
+            order: p of the p-norm; `inf` for the largest absolute value.
+        """
+        return _join(self._powers(shards, order), order)
+
+    def local_squares(
+        self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
+    ) -> torch.Tensor:
+        """(len(tensors),): this rank's share of the squared norms: their sum over ranks is whole.
 
         Args:
             tensors: Plain local parts.
-            order: p of the p-norm; `inf` for the largest absolute value.
+            records: Of the shards that they are.
         """
-        return _join(self._powers(tensors, order), order)
+        squares = local_powers(tensors, 2.0, self._device)
+        return squares / self._copies(records)
 
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         """The 2-norm of all gradients together if the cache has it."""
@@ -91,23 +102,30 @@ class GradientNorms:
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
         """One rank's infinity is every rank's: all take the same step or none."""
-        self._transport.all_reduce(found_inf, maximum=True)
+        shared = found_inf.to(self._device)
+        self._transport.all_reduce(shared, maximum=True)
+        found_inf.copy_(shared)
 
     def _collect(self, gradients: Sequence[Any], order: float) -> torch.Tensor:
-        powers = self._powers([gradient.to_local() for gradient in gradients], order)
+        powers = self._powers(gradients, order)
         return powers if order == float("inf") else powers ** (1.0 / order)
 
-    def _powers(self, tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-        """(len(tensors),): sums of |x|^order over all ranks, or maxima for inf."""
-        powers = local_powers(tensors, order, self._device)
-        if self._mesh.shard == 1:
-            return powers
+    def _powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
+        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf."""
+        powers = local_powers([shard.to_local() for shard in shards], order, self._device)
+        if not any(shard.record.is_cut for shard in shards):
+            return powers  # every rank knows them by itself
         if order == float("inf"):
             self._transport.all_reduce(powers, maximum=True)
         else:
+            powers = powers / self._copies([shard.record for shard in shards])
             self._transport.all_reduce(powers)
-            powers /= self._mesh.replicate
         return powers
+
+    def _copies(self, records: Sequence[ShardRecord]) -> torch.Tensor:
+        """Ranks that hold the same elements count them several times."""
+        counts = [record.copies for record in records]
+        return torch.tensor(counts, dtype=torch.float64).to(self._device)
 
 
 def local_powers(
@@ -118,7 +136,7 @@ def local_powers(
     filled = [i for i, tensor in enumerate(tensors) if tensor.numel()]
     if filled:
         norms = foreach_norm([tensors[i] for i in filled], order)
-        values = torch.stack(list(norms)).to(torch.float64)
+        values = torch.stack([norm.to(device, torch.float64) for norm in norms])
         powers[filled] = values if order == float("inf") else values**order
     return powers
 

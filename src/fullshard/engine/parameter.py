@@ -49,6 +49,7 @@ class ShardRecord:
         unit: Title of the unit that gathers it.
         index: Place among the model's trained parameters, for cached norms.
         is_cut: Whether some rank holds only a part of the parameter.
+        copies: Ranks that hold the same elements.
         norms: Global norms of the model's gradients.
         gather: Collective: the full tensor of (n_local,) plain elements.
         post_accumulate: The user's hooks, called when the reduced gradient is there.
@@ -58,6 +59,7 @@ class ShardRecord:
     unit: str
     index: int
     is_cut: bool
+    copies: int
     norms: GradientNorms
     gather: Callable[[torch.Tensor], torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]

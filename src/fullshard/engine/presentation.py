@@ -38,7 +38,22 @@ def present(
             "Leave it out of sharding (ignore) or convert it first."
         )
     param.grad = None
+    shown = data.view(shard_shape(piece, whole=whole))
+    if param.is_meta or param.device != data.device:
+        _swap(param, nn.Parameter(shown, requires_grad=param.requires_grad), piece)
     param.__class__ = ShardedParameter
     with no_guard():
-        param.data = data.view(shard_shape(piece, whole=whole))
+        param.data = shown
     return param  # type: ignore[return-value]
+
+
+def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
+    """Move the object to another device, which `.data =` cannot."""
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise UnsupportedModelError(
+            f"{piece.name}: expected a parameter that can move from {param.device} to "
+            f"{other.device}; something holds a weak reference to it: {error} Drop that, or move "
+            "the model before fs.shard."
+        ) from error

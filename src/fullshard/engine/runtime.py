@@ -303,7 +303,7 @@ class Runtime:
                 if previous is not None:
                     previous.wait()  # gathered ahead and never entered
                 self._filling[key] = unit
-        unit.gather(self.transport)
+        unit.gather()
         self.communication_s += perf_counter() - start
 
     def _ready(self, event: Event) -> None:

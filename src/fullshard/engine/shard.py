@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,16 +14,20 @@ from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import register_guard_types
 from fullshard.engine.collectives import make_transport, resolve_transport
-from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
+from fullshard.engine.engine import ATTRIBUTE, Engine, compute_device, engine_of
 from fullshard.engine.model_spec import chosen_modules, spec_of
 from fullshard.engine.optimizers import watch_optimizers
 from fullshard.engine.order import trace_order
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
+from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
-from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
+from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.events import Recorder
 from fullshard.planner.mesh import Topology
 from fullshard.planner.plan import Plan, make_plan
+from fullshard.planner.strategy import ROWS
+
+logger = logging.getLogger(__name__)
 
 
 def shard_model(
@@ -53,18 +57,21 @@ def shard_model(
             "Call fs.shard once a model."
         )
     _refuse_nested_engine(model)
-    _check_devices(model)
+    device = compute_device(model)
     if config.transport is not TransportKind.FAKE:
         _check_world(topology)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     kind = resolve_transport(config.transport, topology.world_size, device)
     config = ShardConfig.of(config, transport=kind)
     plan = plan_model(model, config, topology)
     if sample is not None:
         plan = trace_order(model, plan, sample)
-    transport = make_transport(config, plan.mesh)
+    meshes = dict.fromkeys([plan.mesh, *(unit.mesh for unit in plan.units)])
+    if ROWS[plan.strategy].hybrid and plan.mesh.replicate == 1 and config.replicate is None:
+        _say_one_host(plan)
+    transports = {mesh: make_transport(config, mesh) for mesh in meshes}
+    check_equal_start(model, plan, transports[plan.mesh])
     register_guard_types(ShardedParameter, ShardedGradient, ShardedTensor)
-    engine = Engine(model, plan, config, transport, recorder)
+    engine = Engine(model, plan, config, transports, recorder)
     object.__setattr__(model, ATTRIBUTE, engine)
     hook_loading(model, engine)
     watch_optimizers(engine)
@@ -79,6 +86,16 @@ def plan_model(model: nn.Module, config: ShardConfig, topology: Topology) -> Pla
     return make_plan(spec_of(model, config.ignore), config, topology, chosen)
 
 
+def _say_one_host(plan: Plan) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info(
+            "%s: all %d ranks are on one host, so there is one copy, sharded over all of them "
+            "(replicate 1). Set replicate for several.",
+            plan.strategy,
+            plan.mesh.world_size,
+        )
+
+
 def plan_of(model: nn.Module) -> Plan:
     """The plan that a sharded model runs."""
     return engine_of(model).plan
@@ -91,26 +108,6 @@ def _refuse_nested_engine(model: nn.Module) -> None:
                 f"fs.shard: {name} inside {type(model).__name__} is sharded already. "
                 "Shard the outermost model alone; its units are found inside."
             )
-
-
-def _check_devices(model: nn.Module) -> None:
-    on_meta = [name for name, param in model.named_parameters() if param.is_meta]
-    if on_meta:
-        others = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
-        raise UnsupportedModelError(
-            f"{on_meta[0]}{others}: expected parameters with values; got some on meta. "
-            "Initialising a meta model shard by shard is not yet supported; materialise it first "
-            "(model.to_empty, then its own initialisation or load_state_dict)."
-        )
-    devices: dict[torch.device, str] = {}
-    for name, param in model.named_parameters():
-        devices.setdefault(param.device, name)
-    if len(devices) > 1:
-        (one, first), (other, second), *_ = devices.items()
-        raise UnsupportedModelError(
-            f"{second}: expected all parameters on one device; it is on {other}, {first} on {one}. "
-            "Move the model before fs.shard."
-        )
 
 
 def _check_world(topology: Topology) -> None:

@@ -42,7 +42,7 @@ def full_state_dict(
     whole: dict[str, torch.Tensor] = {}
     for unit in engine.units:
         for group in unit.groups:
-            full = engine.gather_group(group)
+            full = engine.gather_group(unit, group)
             if not keep:
                 continue
             for member in group.members:
@@ -129,13 +129,13 @@ def unsharded(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     finally:
         engine.unsharded = False
         for unit, buffers in zip(engine.units, whole, strict=True):
-            _show_shards(engine, unit, buffers if writeback else None)
+            _show_shards(unit, buffers if writeback else None)
 
 
 def _show_whole(engine: Engine, unit: Unit) -> list[torch.Tensor]:
     buffers = []
     for group in unit.groups:
-        full = engine.gather_group(group)
+        full = engine.gather_group(unit, group)
         buffers.append(full)
         for member in group.members:
             stop = member.offset + member.numel
@@ -144,11 +144,11 @@ def _show_whole(engine: Engine, unit: Unit) -> list[torch.Tensor]:
     return buffers
 
 
-def _show_shards(engine: Engine, unit: Unit, buffers: list[torch.Tensor] | None) -> None:
-    whole = engine.plan.mesh.shard == 1
+def _show_shards(unit: Unit, buffers: list[torch.Tensor] | None) -> None:
+    whole = unit.plan.mesh.shard == 1
     for index, group in enumerate(unit.groups):
         if buffers is not None:
-            own = buffers[index].chunk(group.plan.layout.num_parts)[engine.part]
+            own = buffers[index].chunk(group.plan.layout.num_parts)[unit.part]
             group.master.copy_(own)
         for member in group.members:
             piece = member.piece

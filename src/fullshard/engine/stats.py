@@ -16,14 +16,14 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     """
     engine = engine_of(model)
     groups = [group for unit in engine.units for group in unit.groups]
-    grads = [g.grad_shard.nbytes for g in groups if g.grad_shard is not None]
+    grads = [group.grads.nbytes for group in groups if group.grads is not None]
     deferred = sum(g.deferred.nbytes for g in groups if g.deferred is not None)
     fixed = {
         "parameter_shards": sum(group.master.nbytes for group in groups),
         "gradient_shards": sum(grads),
         "slots": engine.rings.num_bytes(gradients=False),
         "gradient_slots": engine.rings.num_bytes(gradients=True),
-        "communication_buffers": engine.transport.scratch.num_bytes,
+        "communication_buffers": sum(t.scratch.num_bytes for t in engine.transports.values()),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
     }
     rows = {kind: {"now": size, "peak": size} for kind, size in fixed.items()}

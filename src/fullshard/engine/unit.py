@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.collectives import Fetch, Reduction, Transport
+from fullshard.engine.homes import DeviceHomes, GradientShard
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.engine.presentation import present
 from fullshard.engine.ring import Rings, torch_dtype
@@ -59,10 +60,10 @@ class Group:
     """One flat buffer on this rank.
 
     Attributes:
-        master: (part_numel,), master dtype: the only copy at rest.
+        master: (part_numel,), master dtype: the only copy at rest, where the plan has its home.
         part: (part_numel,): this rank's part of the slot, compute dtype.
         full: (numel,): the slot, or the master itself where nothing is gathered.
-        grad_shard: (part_numel,), accumulate dtype; None where frozen.
+        grads: Reduced gradients; None where frozen.
         grad_full: (numel,), reduce dtype: where gradients are collected now.
         deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
     """
@@ -72,12 +73,10 @@ class Group:
     full: torch.Tensor
     part: torch.Tensor
     members: list[Member]
-    grad_shard: torch.Tensor | None = None
+    grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     grad_full: torch.Tensor | None = None
     deferred: torch.Tensor | None = None
-    fetch: Fetch | None = None
-    reduction: Reduction | None = None
     padding: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -98,35 +97,38 @@ class Swap:
 class Unit:
     """A unit on one rank."""
 
-    def __init__(self, plan: UnitPlan, groups: list[Group]) -> None:
+    def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
         self.plan = plan
         self.groups = groups
-        self.trained = [group for group in groups if group.grad_shard is not None]
+        self.trained = [group for group in groups if group.grads is not None]
+        self.gathered = [group for group in groups if group.gathers]
+        self.transport: Transport = transport
+        self.part = plan.mesh.coordinates(transport.rank)[1]
+        self.fetch: Fetch | None = None
+        self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
         self.left = 0  # gradients still expected in this backward
         self.on_gradient: OnGradient = _unbound
 
-    def gather(self, transport: Transport) -> None:
+    def gather(self) -> None:
         """Place this rank's part in the slot and start to fetch the others'."""
-        for group in self.groups:
-            if group.gathers:
-                group.part.copy_(group.master)  # casts to the compute dtype in the same write
-                group.fetch = transport.fetch(group.full)
+        for group in self.gathered:
+            group.part.copy_(group.master, non_blocking=True)  # casts in the same write
+        if self.gathered:
+            self.fetch = self.transport.fetch([group.full for group in self.gathered])
 
     def wait(self) -> None:
         """Return when the slot holds the whole unit."""
-        for group in self.groups:
-            if group.fetch is not None:
-                group.fetch.wait()
-                group.fetch = None
+        if self.fetch is not None:
+            self.fetch.wait()
+            self.fetch = None
 
     def poison(self) -> None:
         """Fill the slot with NaN, so that reading it now is seen (law 2)."""
-        for group in self.groups:
-            if group.gathers:
-                group.full.fill_(float("nan"))
+        for group in self.gathered:
+            group.full.fill_(float("nan"))
 
     def check_params(self) -> None:
         """The modules must hold what they held when they were sharded.
@@ -179,7 +181,7 @@ class Unit:
         for swap in self.swaps:
             swap.module._parameters[swap.name] = swap.member.param
 
-    def bind(self, rings: Rings, shard_index: int, on_gradient: OnGradient) -> None:
+    def bind(self, rings: Rings, on_gradient: OnGradient) -> None:
         """Point the compute parameters at their slot, and listen for their gradients.
 
         The compute parameter is made once and gets its `.data`: a parameter made *of* a slot view
@@ -190,7 +192,7 @@ class Unit:
             numel = group.plan.layout.numel
             if group.plan.slot is not None:
                 group.full = rings.view(group.plan.slot, numel)
-                group.part = group.full.chunk(group.plan.layout.num_parts)[shard_index]
+                group.part = group.full.chunk(group.plan.layout.num_parts)[self.part]
             if group.plan.grad_slot is not None:
                 group.grad_slot = rings.view(group.plan.grad_slot, numel)
             for index, member in enumerate(group.members):
@@ -227,38 +229,40 @@ def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tenso
     return hook
 
 
-def cut_group(plan: GroupPlan, params: Sequence[nn.Parameter], part: int) -> Group:
+def cut_group(
+    plan: GroupPlan, params: Sequence[nn.Parameter], part: int, homes: DeviceHomes
+) -> Group:
     """Cut a group's parameters: keep this rank's part, free the rest.
 
     Args:
         plan: The group's layout.
-        params: The user's parameters in the layout's order, whole.
+        params: The user's parameters in the layout's order: whole, or on meta, which become zero.
         part: This rank's index on the shard axis.
+        homes: Where things live.
     """
     layout = plan.layout
-    device = params[0].device
     dtypes = plan.dtypes
-    master = torch.zeros(layout.part_numel, dtype=torch_dtype(dtypes.master), device=device)
-    grad_shard = None
+    master = homes.zeros(layout.part_numel, dtypes.master, homes.parameters)
+    grads = None
     if plan.trainable:
-        accumulate = torch_dtype(dtypes.accumulate)
-        grad_shard = torch.zeros(layout.part_numel, dtype=accumulate, device=device)
+        grads = GradientShard(layout.part_numel, dtypes, homes)
     members = []
     whole = layout.num_parts == 1
     for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
         local = slice(piece.offset, piece.offset + piece.numel)
-        with torch.no_grad():
-            master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
+        if not param.is_meta:
+            with torch.no_grad():
+                master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
         sharded = present(param, master[local], piece, whole=whole)
         grad = None
-        if grad_shard is not None:
+        if grads is not None:
             with no_guard():
-                grad = grad_shard[local].view(sharded.shape).as_subclass(ShardedGradient)
-        compute = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+                grad = grads.shown[local].view(sharded.shape).as_subclass(ShardedGradient)
+        compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
         members.append(Member(sharded, piece, compute, placement.offset, grad))
-    empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=device)
+    empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
     full = master if plan.slot is None else empty
-    group = Group(plan, master, full, empty, members, grad_shard)
+    group = Group(plan, master, full, empty, members, grads)
     group.padding = _padding(plan)
     return group
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fullshard.config.values import DType, Transport
 from fullshard.planner.events import Event, EventKind
+from fullshard.planner.homes import Homes, Place
 from fullshard.planner.layout import ALIGNMENT
 from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
@@ -21,10 +22,15 @@ class MemoryRow:
 
     name: str
     num_bytes: int
+    place: Place = Place.DEVICE
 
 
 def state_rows(
-    units: Sequence[UnitPlan], rings: Sequence[Ring], buffer_bytes: int, received_bytes: int
+    units: Sequence[UnitPlan],
+    rings: Sequence[Ring],
+    buffer_bytes: int,
+    received_bytes: int,
+    homes: Homes,
 ) -> tuple[MemoryRow, ...]:
     """Bytes per rank that a run with AdamW holds: shards, slots, optimizer, buffers.
 
@@ -33,12 +39,12 @@ def state_rows(
     groups = [group for unit in units for group in unit.groups]
     trained = [group for group in groups if group.trainable]
     master = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in groups)
-    grads = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.accumulate] for g in trained)
+    grads = sum(g.layout.part_numel * gradient_bytes(g) for g in trained)
     adam = sum(ADAM_STATES * g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
     return (
-        MemoryRow("parameter shards", master),
-        MemoryRow("gradient shards", grads),
-        MemoryRow("optimizer (AdamW)", adam),
+        MemoryRow("parameter shards", master, homes.parameters),
+        MemoryRow("gradient shards", grads, homes.gradients),
+        MemoryRow("optimizer (AdamW)", adam, homes.optimizer),
         MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
         MemoryRow("communication buffers", received_bytes),
@@ -46,8 +52,15 @@ def state_rows(
     )
 
 
+def gradient_bytes(group: GroupPlan) -> int:
+    """Bytes of a reduced gradient's element: its sum, and what `p.grad` shows where it differs."""
+    dtypes = group.dtypes
+    shown = ITEMSIZE[dtypes.master] if dtypes.master is not dtypes.accumulate else 0
+    return ITEMSIZE[dtypes.accumulate] + shown
+
+
 def communication_bytes(
-    units: Sequence[UnitPlan], events: Sequence[Event], transport: Transport, replicate: int
+    units: Sequence[UnitPlan], events: Sequence[Event], transport: Transport
 ) -> int:
     """Bytes of the receive buffers that a transport keeps, found by replaying a step's events.
 
@@ -65,7 +78,7 @@ def communication_bytes(
             for group in units[event.unit].groups:
                 pool.give(lent[event.unit])
                 lent[event.unit] = []
-                chunks = _outer_chunks(group, transport, replicate)
+                chunks = _outer_chunks(group, transport, units[event.unit].mesh.replicate)
                 pool.give([pool.take(dtype, numel) for dtype, numel in chunks])
     return pool.num_bytes
 

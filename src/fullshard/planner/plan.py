@@ -12,15 +12,16 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Strategy, Transport
-from fullshard.errors import ConfigError
+from fullshard.config.values import Home, Strategy, Transport, did_you_mean
+from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.events import Event
+from fullshard.planner.homes import DEFAULT_HOMES, Homes, Place
 from fullshard.planner.memory import MemoryRow, communication_bytes, state_rows
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.render import render_tree
 from fullshard.planner.schedule import (
     Depths,
@@ -32,28 +33,10 @@ from fullshard.planner.schedule import (
 )
 from fullshard.planner.slices import Slice
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
-from fullshard.planner.spec import ModelSpec
-from fullshard.planner.strategy import row_of
+from fullshard.planner.spec import ModelSpec, matches
+from fullshard.planner.strategy import StrategyRow, row_of
 from fullshard.planner.units import ContractRule, UnitPlan, assign_params, group_params
-from fullshard.planner.wrap import ModuleNames, Wrap, choose_units
-
-
-class Place(StrEnum):
-    """Memory that state can live in; `shared` is one mapping for all ranks of a host."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-    SHARED = "shared"
-
-
-@dataclass(frozen=True, slots=True)
-class Homes:
-    """Where each kind of state lives at rest."""
-
-    parameters: Place = Place.DEVICE
-    gradients: Place = Place.DEVICE
-    optimizer: Place = Place.DEVICE
+from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +45,7 @@ class Plan:
 
     Attributes:
         model_kind: The model's class.
-        strategy: What was asked for.
+        strategy: What was asked for; units may have others.
         mesh: Sizes of the axes.
         units: Units in registration order, the root first.
         rings: The persistent buffers.
@@ -70,9 +53,9 @@ class Plan:
         depths: Prefetch depths.
         events: One training step, action by action.
         memory: Bytes per rank by kind.
-        reshard_after_forward: Whether gathered units give their slot back after forward.
         transport: Who moves the bytes; `auto` where the plan was made without a device.
         buffer_bytes: Of the model's buffers.
+        recompute: Modules whose forward runs again in backward.
         homes: Where state lives.
     """
 
@@ -85,18 +68,18 @@ class Plan:
     depths: Depths
     events: tuple[Event, ...]
     memory: tuple[MemoryRow, ...]
-    reshard_after_forward: bool
     transport: Transport
     buffer_bytes: int
-    homes: Homes = Homes()
+    recompute: tuple[str, ...] = ()
+    homes: Homes = DEFAULT_HOMES
 
     def view(self, rank: int) -> RankView:
         """One rank's part."""
-        _, part = self.mesh.coordinates(rank)
         slices = tuple(
-            tuple(group.layout.slices(part) for group in unit.groups) for unit in self.units
+            tuple(group.layout.slices(unit.mesh.coordinates(rank)[1]) for group in unit.groups)
+            for unit in self.units
         )
-        return RankView(rank, part, slices)
+        return RankView(rank, self.mesh.coordinates(rank)[1], slices)
 
     @property
     def num_parameters(self) -> int:
@@ -106,8 +89,8 @@ class Plan:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """State bytes of the largest rank by place (activations are not in here yet)."""
-        device = sum(row.num_bytes for row in self.memory)
-        return {"device": device, "host": 0, "disk": 0}
+        places = (Place.DEVICE, Place.HOST, Place.DISK)
+        return {p: sum(row.num_bytes for row in self.memory if row.place is p) for p in places}
 
     def rows(self) -> list[dict[str, str | int]]:
         """The memory table: [{"name", "bytes"}]."""
@@ -115,7 +98,7 @@ class Plan:
 
     def scheduler(self) -> Scheduler:
         """A fresh slot table for this plan."""
-        return Scheduler(self.units, self.order, self.depths, self.mesh.replicate)
+        return Scheduler(self.units, self.order, self.depths)
 
     def tree(self) -> str:
         """Units, sizes, padding, slots and dtypes as text."""
@@ -155,7 +138,8 @@ class Plan:
         """
         order = Order(tuple(forward), tuple(backward), reduce_order(self.units, forward), learned)
         resident = {index for index, uses in Counter(forward).items() if uses > 1}
-        rules = SlotRules(self.reshard_after_forward, num_slots(self.depths), resident)
+        offloaded = self.homes.parameters is not Place.DEVICE
+        rules = SlotRules(num_slots(self.depths), resident, offloaded)
         entered = [*forward, *range(len(self.units))]  # never entered: in registration order
         units, rings = assign_slots(self.units, entered, rules)
         return _finish(replace(self, units=units, rings=rings, order=order))
@@ -200,22 +184,10 @@ def make_plan(
     mesh = resolve_mesh(row, topology, config.replicate, config.shard)
     spec = spec.without(config.ignore)
     choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params)
-    contract = ContractRule(config.master_dtype, config.param_dtype, config.reduce_dtype)
-    modules = {module.name: module for module in spec.modules}
-    units = tuple(
-        UnitPlan(
-            index=index,
-            name=choice.module,
-            kind=modules[choice.module].kind,
-            role=choice.role,
-            parent=parent,
-            groups=group_params(params, contract, mesh.shard),
-            reads_weight_in_backward=modules[choice.module].reads_weight_in_backward,
-        )
-        for index, (choice, parent, params) in enumerate(assign_params(spec, choices))
-    )
+    units = _bare_units(spec, config, choices, mesh)
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
-    rules = SlotRules(row.reshard_after_forward, num_slots(depths))
+    homes = _homes(config)
+    rules = SlotRules(num_slots(depths), offloaded=homes.parameters is not Place.DEVICE)
     units, rings = assign_slots(units, range(len(units)), rules)
     unfinished = Plan(
         model_kind=spec.kind,
@@ -227,11 +199,76 @@ def make_plan(
         depths=depths,
         events=(),
         memory=(),
-        reshard_after_forward=row.reshard_after_forward,
         transport=config.transport,
         buffer_bytes=spec.buffer_bytes,
+        recompute=recomputed_modules(spec, config.activation_checkpointing),
+        homes=homes,
     )
     return _finish(unfinished)
+
+
+def _bare_units(
+    spec: ModelSpec, config: ShardConfig, choices: Sequence[UnitChoice], mesh: Mesh
+) -> tuple[UnitPlan, ...]:
+    """Units with their layouts, without slots."""
+    rows = _rows_of(config, [choice.module for choice in choices])
+    contract = ContractRule(
+        config.master_dtype, config.param_dtype, config.reduce_dtype, config.fp32_modules
+    )
+    modules = {module.name: module for module in spec.modules}
+    units: list[UnitPlan] = []
+    for index, (choice, parent, params) in enumerate(assign_params(spec, choices)):
+        module, row = modules[choice.module], rows[choice.module]
+        own_mesh = mesh if row.shard_params else Mesh(mesh.world_size, 1)
+        units.append(
+            UnitPlan(
+                index=index,
+                name=module.name,
+                kind=module.kind,
+                role=choice.role,
+                parent=parent,
+                mesh=own_mesh,
+                groups=group_params(params, contract, own_mesh.shard),
+                reshard_after_forward=row.reshard_after_forward,
+                reads_weight_in_backward=module.reads_weight_in_backward,
+            )
+        )
+    return tuple(units)
+
+
+def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow]:
+    """The strategy of each unit: the last glob of `strategies` that names it or a module above."""
+    rows = dict.fromkeys(names, row_of(config.strategy))
+    for glob, strategy in config.strategies.items():
+        named = [name for name in names if name and matches(name, (glob,))]
+        if not named:
+            raise WrapError(
+                f"strategies: expected names (globs) of units or of modules around them; got "
+                f"{glob!r}, which is none. {did_you_mean(glob, [n for n in names if n])} "
+                f"Units are chosen by wrap, here: {', '.join(names[1:6]) or 'none'} ..."
+            )
+        rows.update(dict.fromkeys(named, row_of(strategy)))
+    return rows
+
+
+def _homes(config: ShardConfig) -> Homes:
+    """Where state lives. torch's optimizers want all three kinds on one device."""
+    if config.offload is None:
+        return Homes()
+    kinds = (config.offload.parameters, config.offload.gradients, config.offload.optimizer)
+    if set(kinds) == {Home.CPU}:
+        return Homes(Place.HOST, Place.HOST, Place.HOST)
+    if set(kinds) == {None}:
+        return Homes()
+    given = ", ".join(
+        f"{name}: {kind or 'device'}"
+        for name, kind in zip(("parameters", "gradients", "optimizer"), kinds, strict=True)
+    )
+    raise ConfigError(
+        f"offload: expected cpu for parameters, gradients and optimizer together, because torch's "
+        f"optimizers update where the parameters are; got {given}, which is not yet supported. "
+        "Write offload: cpu."
+    )
 
 
 def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
@@ -244,6 +281,6 @@ def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
 def _finish(plan: Plan) -> Plan:
     """Fill in what follows from units, rings and order: the events and the memory table."""
     events = simulate_step(plan.scheduler())
-    received = communication_bytes(plan.units, events, plan.transport, plan.mesh.replicate)
-    memory = state_rows(plan.units, plan.rings, plan.buffer_bytes, received)
+    received = communication_bytes(plan.units, events, plan.transport)
+    memory = state_rows(plan.units, plan.rings, plan.buffer_bytes, received, plan.homes)
     return replace(plan, events=events, memory=memory)

@@ -92,13 +92,13 @@ def nominal_trace(units: Sequence[UnitPlan], entered: Sequence[int]) -> list[tup
 class Scheduler:
     """What follows from what a model does, on one rank. Pure: it moves no bytes."""
 
-    def __init__(
-        self, units: Sequence[UnitPlan], order: Order, depths: Depths, replicate: int
-    ) -> None:
+    def __init__(self, units: Sequence[UnitPlan], order: Order, depths: Depths) -> None:
         self.units = tuple(units)
         self.order = order
         self._depths = depths
-        self._reduce_bytes = [sum(g.reduce_bytes(replicate) for g in u.groups) for u in units]
+        self._reduce_bytes = [
+            sum(g.reduce_bytes(u.mesh.replicate) for g in u.groups) for u in units
+        ]
         self._ancestors = [ancestors_of(units, unit) for unit in units]
         self._reduces = set(order.reduce)
         self.reset()

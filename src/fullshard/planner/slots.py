@@ -51,14 +51,14 @@ class SlotRules:
     """What decides how many slots there are.
 
     Attributes:
-        reshard_after_forward: False gives every unit a slot of its own.
         num_slots: Neighbours that may be gathered at once: the larger prefetch depth + 1.
         resident: Units that are called several times in a step.
+        offloaded: Masters are on the host, so that every unit computes from a slot.
     """
 
-    reshard_after_forward: bool
     num_slots: int
     resident: Collection[int] = ()
+    offloaded: bool = False
 
 
 def assign_slots(
@@ -74,16 +74,18 @@ def assign_slots(
     placed = list(units)
     rings: list[Ring] = []
     entered = [units[index] for index in dict.fromkeys(order)]
-    window = rules.num_slots if rules.reshard_after_forward else len(units)
     for name, members in _classes(units, entered, rules).items():
-        peers = [u for u in entered if _depth(units, u) == _depth(units, members[0])]
+        first = members[0]
+        window = rules.num_slots if first.reshard_after_forward else len(units)
+        peers = [u for u in entered if _depth(units, u) == _depth(units, first)]
         turns = _take_turns(members, peers, window)
         grad_turns = _take_turns(
             [u for u in members if u.trainable], [u for u in peers if u.trainable], GRADIENT_SLOTS
         )
         sizes: dict[tuple[str, DType], int] = defaultdict(int)
         for unit in members:
-            groups, used = _place(unit, name, turns[unit.index], grad_turns.get(unit.index, 0))
+            indices = turns[unit.index], grad_turns.get(unit.index, 0)
+            groups, used = _place(unit, name, indices, offloaded=rules.offloaded)
             placed[unit.index] = replace(unit, groups=groups)
             for key, numel in used.items():
                 sizes[key] = max(sizes[key], numel)
@@ -114,6 +116,8 @@ def _classes(
 ) -> dict[str, list[UnitPlan]]:
     """Size classes: units of one kind of role and one depth, within a factor of two in size.
 
+    Units that keep their slots after forward share no ring with those that give them back.
+
     Nested units never share a ring with the units around them, which are open at the same time.
     """
     found: dict[str, list[UnitPlan]] = {}
@@ -135,13 +139,14 @@ def _classes(
 
 
 def _family(units: Sequence[UnitPlan], unit: UnitPlan) -> str:
+    kept = "" if unit.reshard_after_forward else "kept-"
     match unit.role:
         case Role.ROOT:
-            return "root"
+            return f"{kept}root"
         case Role.BLOCK:
-            return f"block{_depth(units, unit)}."
+            return f"{kept}block{_depth(units, unit)}."
         case Role.EMBEDDING | Role.HEAD:
-            return f"ends{_depth(units, unit)}."
+            return f"{kept}ends{_depth(units, unit)}."
 
 
 def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:
@@ -150,15 +155,16 @@ def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:
 
 
 def _place(
-    unit: UnitPlan, ring: str, index: int, grad_index: int
+    unit: UnitPlan, ring: str, indices: tuple[int, int], *, offloaded: bool
 ) -> tuple[tuple[GroupPlan, ...], dict[tuple[str, DType], int]]:
     """Slots for each group of a unit, and how much of each ring they use."""
+    index, grad_index = indices
     used: dict[tuple[str, DType], int] = defaultdict(int)
     groups: list[GroupPlan] = []
     for group in unit.groups:
         slot = grad_slot = None
         dtypes, numel = group.dtypes, group.layout.numel
-        if group.layout.num_parts > 1 or dtypes.compute is not dtypes.master:
+        if group.layout.num_parts > 1 or dtypes.compute is not dtypes.master or offloaded:
             name = f"{ring}.{dtypes.compute}"
             slot = SlotRef(name, index, used[name, dtypes.compute])
             used[name, dtypes.compute] += numel

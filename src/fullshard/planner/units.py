@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from fullshard.config.values import DType
 from fullshard.planner.layout import FlatLayout
-from fullshard.planner.spec import ITEMSIZE, ModelSpec, ParamSpec, is_inside, parent_name
+from fullshard.planner.mesh import Mesh
+from fullshard.planner.spec import (
+    ITEMSIZE,
+    ModelSpec,
+    ParamSpec,
+    is_inside,
+    matches,
+    parent_name,
+)
 from fullshard.planner.wrap import Role, UnitChoice
 
 
@@ -40,7 +48,7 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One flat buffer of a unit: parameters alike in master dtype and in `requires_grad`.
+    """One flat buffer of a unit: parameters alike in dtypes and in `requires_grad`.
 
     Attributes:
         names: Every name of each parameter, first names in the layout's order.
@@ -83,7 +91,9 @@ class UnitPlan:
         kind: Its class name.
         role: What it is to the model.
         parent: Index of the unit that it lies in; -1 for the root.
-        groups: Its flat buffers.
+        mesh: The ranks that its parameters are cut over, and copied over.
+        groups: Its flat buffers; one collective moves all of them.
+        reshard_after_forward: Whether it gives its slot back after forward.
         reads_weight_in_backward: Whether its backward needs the weights.
     """
 
@@ -92,7 +102,9 @@ class UnitPlan:
     kind: str
     role: Role
     parent: int
+    mesh: Mesh
     groups: tuple[GroupPlan, ...]
+    reshard_after_forward: bool = True
     reads_weight_in_backward: bool = True
 
     @property
@@ -158,36 +170,44 @@ def assign_params(
 def group_params(
     params: Sequence[ParamSpec], contract: ContractRule, num_parts: int
 ) -> tuple[GroupPlan, ...]:
-    """Lay a unit's parameters into one flat buffer per (master dtype, trainable)."""
-    by_key: dict[tuple[DType, bool], list[ParamSpec]] = defaultdict(list)
+    """Lay a unit's parameters into one flat buffer per (dtype contract, trainable)."""
+    by_key: dict[tuple[bool, DtypeContract], list[ParamSpec]] = defaultdict(list)
     for param in params:
-        by_key[contract.of(param.dtype).master, param.trainable].append(param)
+        by_key[not param.trainable, contract.of(param)].append(param)
     groups: list[GroupPlan] = []
-    for (master, trainable), members in sorted(
-        by_key.items(), key=lambda item: (not item[0][1], item[0][0])
+    for (frozen, dtypes), members in sorted(
+        by_key.items(), key=lambda item: (item[0][0], item[0][1].master, item[0][1].compute)
     ):
         layout = FlatLayout.build([(p.name, p.shape) for p in members], num_parts)
         names = tuple(p.names for p in members)
-        groups.append(GroupPlan(names, layout, contract.of(master), trainable))
+        groups.append(GroupPlan(names, layout, dtypes, not frozen))
     return tuple(groups)
 
 
 @dataclass(frozen=True, slots=True)
 class ContractRule:
-    """The configured dtypes; None where the parameter's own dtype decides."""
+    """The configured dtypes; None where the parameter's own dtype decides.
+
+    Attributes:
+        fp32_modules: Globs of modules that compute in float32 where others compute in less.
+    """
 
     master: DType | None = None
     compute: DType | None = None
     reduce: DType | None = None
+    fp32_modules: tuple[str, ...] = ()
 
-    def of(self, dtype: DType) -> DtypeContract:
+    def of(self, param: ParamSpec) -> DtypeContract:
         """The contract of a parameter: float64 stays float64, all else has a float32 master."""
-        default = DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
+        default = DType.FLOAT64 if param.dtype is DType.FLOAT64 else DType.FLOAT32
         master = self.master or default
         accumulate = DType.FLOAT64 if master is DType.FLOAT64 else DType.FLOAT32
+        compute = self.compute or master
+        if ITEMSIZE[compute] < 4 and any(matches(name, self.fp32_modules) for name in param.names):
+            compute = DType.FLOAT32
         return DtypeContract(
             master=master,
-            compute=self.compute or master,
+            compute=compute,
             reduce=self.reduce or accumulate,
             accumulate=accumulate,
         )

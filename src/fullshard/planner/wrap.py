@@ -106,6 +106,11 @@ def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
             return _by_class(tree, wrap)
 
 
+def repeated_blocks(spec: ModelSpec) -> tuple[str, ...]:
+    """Names of the repeated blocks, list by list, as `wrap="auto"` finds them."""
+    return tuple(choice.module for choice in _repeated_blocks(_Tree(spec)))
+
+
 class _Tree:
     """Children and parameter counts by module name."""
 

@@ -1,8 +1,10 @@
 """What the engine asks of a transport.
 
-    fetch(full)     every rank's part of a flat buffer to every rank, in place
-    reduce(full)    this rank's part of the sum over ranks
+    fetch(fulls)    every rank's part of each flat buffer to every rank, in place
+    reduce(fulls)   this rank's part of each sum over ranks
     all_reduce(x)   small vectors: bits, squared norms
+
+Buffers of one call differ in dtype or in what is trained; they travel in one collective.
 
 [Note: sums have an order]
 Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct` and
@@ -12,6 +14,7 @@ Gradients are summed in promote(float32, master dtype) and in rank order, so tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,18 +62,18 @@ class Fetch(Protocol):
     """An all-gather under way."""
 
     def wait(self) -> None:
-        """Return when the buffer is whole and may be read, and this rank's part rewritten."""
+        """Return when the buffers are whole and may be read, and this rank's parts rewritten."""
         ...
 
 
 class Reduction(Protocol):
     """A reduction under way."""
 
-    def land(self, out: torch.Tensor) -> None:
-        """Write the sum over all ranks of this rank's part into `out`; the input is then free.
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
+        """Write the sums over all ranks of this rank's parts; the inputs are then free.
 
         Args:
-            out: (part_numel,), accumulate dtype.
+            outs: (part_numel,) each, accumulate dtype.
         """
         ...
 
@@ -82,12 +85,12 @@ class Transport(Protocol):
     rank: int
     scratch: Scratch
 
-    def fetch(self, full: torch.Tensor) -> Fetch:
-        """Fill the other ranks' parts of `full` (numel,); this rank's part is in place."""
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+        """Fill the other ranks' parts of each (numel,); this rank's part is in place."""
         ...
 
-    def reduce(self, full: torch.Tensor, accumulate_dtype: torch.dtype) -> Reduction:
-        """Sum `full` (numel,), reduce dtype, over all ranks. `full` must not change until land."""
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        """Sum each (numel,), reduce dtype, over all ranks. They must not change until land."""
         ...
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:

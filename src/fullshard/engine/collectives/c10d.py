@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullshard.config.values import Reduction as ReductionKind
-from fullshard.engine._torch_compat import all_gather_single, reduce_scatter_single
+from fullshard.engine._torch_compat import (
+    all_gather_many,
+    all_gather_single,
+    reduce_scatter_many,
+)
 from fullshard.engine.collectives.base import Axes, Fetch, Reduction
 from fullshard.engine.collectives.direct import sum_in_order
 from fullshard.engine.collectives.scratch import Scratch
@@ -24,20 +29,17 @@ class C10dTransport:
         self.rank = axes.rank
         self.scratch = Scratch()
 
-    def fetch(self, full: torch.Tensor) -> Fetch:
-        if self._axes.mesh.shard == 1:
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+        axes = self._axes
+        if axes.mesh.shard == 1:
             return _Done()
-        own = full.chunk(self._axes.mesh.shard)[self._axes.shard_index]
-        return all_gather_single(full, own, group=self._axes.gather_group, async_op=True)
+        owns = [full.chunk(axes.mesh.shard)[axes.shard_index] for full in fulls]
+        return all_gather_many(fulls, owns, axes.gather_group)
 
-    def reduce(
-        self,
-        full: torch.Tensor,
-        accumulate_dtype: torch.dtype,  # noqa: ARG002 `land` writes into that dtype
-    ) -> Reduction:
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         if self._kind is ReductionKind.ORDERED:
-            return _OrderedReduction(self._axes, full, self.scratch)
-        return _NativeReduction(self._axes, full, self.scratch)
+            return _OrderedReduction(self._axes, fulls, self.scratch)
+        return _NativeReduction(self._axes, fulls, self.scratch)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self._axes.mesh.world_size > 1:
@@ -53,49 +55,54 @@ class _Done:
 
 
 class _NativeReduction:
-    """Reduce-scatter in the wire dtype, all-reduce of the part over replicas."""
+    """Reduce-scatter in the wire dtype, all-reduce of the parts over replicas."""
 
-    __slots__ = ("_axes", "_part", "_scratch", "_work")
+    __slots__ = ("_axes", "_parts", "_scratch", "_work")
 
-    def __init__(self, axes: Axes, full: torch.Tensor, scratch: Scratch) -> None:
+    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor], scratch: Scratch) -> None:
         self._axes, self._scratch = axes, scratch
         self._work: Any = _Done()
-        self._part = full
+        self._parts = list(fulls)
         if axes.mesh.shard > 1:
-            self._part = scratch.take(full, full.numel() // axes.mesh.shard)
-            self._work = reduce_scatter_single(
-                self._part, full, group=axes.reduce_group, async_op=True
-            )
+            self._parts = [scratch.take(full, full.numel() // axes.mesh.shard) for full in fulls]
+            self._work = reduce_scatter_many(self._parts, fulls, axes.reduce_group)
 
-    def land(self, out: torch.Tensor) -> None:
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
         self._work.wait()
-        out.copy_(self._part)
-        if self._axes.mesh.shard > 1:
-            self._scratch.give(self._part)
-        if self._axes.mesh.replicate > 1:
-            dist.all_reduce(out, group=self._axes.replicate_group)
+        for out, part in zip(outs, self._parts, strict=True):
+            out.copy_(part)
+            if self._axes.mesh.shard > 1:
+                self._scratch.give(part)
+            if self._axes.mesh.replicate > 1:
+                dist.all_reduce(out, group=self._axes.replicate_group)
 
 
 class _OrderedReduction:
     """All-to-all, then a local sum in rank order. See [Note: sums have an order]."""
 
-    __slots__ = ("_axes", "_received", "_scratch", "_work")
+    __slots__ = ("_axes", "_received", "_scratch", "_works")
 
-    def __init__(self, axes: Axes, full: torch.Tensor, scratch: Scratch) -> None:
+    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor], scratch: Scratch) -> None:
         self._axes, self._scratch = axes, scratch
-        self._work: Any = _Done()
-        self._received = full
+        self._works: list[Any] = []
+        self._received = list(fulls)
         if axes.mesh.shard > 1:
-            self._received = scratch.take(full, full.numel())
-            self._work = dist.all_to_all_single(
-                self._received, full, group=axes.reduce_group, async_op=True
-            )
+            self._received = [scratch.take(full, full.numel()) for full in fulls]
+            self._works = [
+                dist.all_to_all_single(received, full, group=axes.reduce_group, async_op=True)
+                for received, full in zip(self._received, fulls, strict=True)
+            ]
 
-    def land(self, out: torch.Tensor) -> None:
-        self._work.wait()
-        sum_in_order(list(self._received.chunk(self._axes.mesh.shard)), out)
-        if self._axes.mesh.shard > 1:
-            self._scratch.give(self._received)
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
+        for work in self._works:
+            work.wait()
+        for out, received in zip(outs, self._received, strict=True):
+            sum_in_order(list(received.chunk(self._axes.mesh.shard)), out)
+            if self._axes.mesh.shard > 1:
+                self._scratch.give(received)
+            self._sum_replicas(out)
+
+    def _sum_replicas(self, out: torch.Tensor) -> None:
         replicas = self._axes.mesh.replicate
         if replicas > 1:
             everyone = self._scratch.take(out, replicas * out.numel())

@@ -6,6 +6,7 @@ gloo's own all-gather and reduce-scatter clone whole buffers and send twice what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,17 +30,16 @@ class DirectTransport:
         self.rank = axes.rank
         self.scratch = Scratch()
 
-    def fetch(self, full: torch.Tensor) -> Fetch:
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         ranks, index = self._axes.shard_ranks, self._axes.shard_index
-        parts = _as_bytes(full).chunk(len(ranks))
-        return _Works(_spread(parts, ranks, index, _channel(self._axes, FETCH_TAG)))
+        works: list[Any] = []
+        for full in fulls:
+            parts = _as_bytes(full).chunk(len(ranks))
+            works += _spread(parts, ranks, index, _channel(self._axes, FETCH_TAG))
+        return _Works(works)
 
-    def reduce(
-        self,
-        full: torch.Tensor,
-        accumulate_dtype: torch.dtype,  # noqa: ARG002 `land` writes into that dtype
-    ) -> Reduction:
-        return _DirectReduction(self._axes, full, self.scratch)
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        return _DirectReduction(self._axes, fulls, self.scratch)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self._axes.mesh.world_size > 1:
@@ -66,21 +66,26 @@ class _DirectReduction:
 
     __slots__ = ("_axes", "_parts", "_scratch", "_works")
 
-    def __init__(self, axes: Axes, full: torch.Tensor, scratch: Scratch) -> None:
+    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor], scratch: Scratch) -> None:
         self._axes, self._scratch = axes, scratch
-        parts = full.chunk(len(axes.shard_ranks))
-        self._parts = _received(parts, axes.shard_index, scratch)
+        self._parts: list[list[torch.Tensor]] = []
         channel = _channel(axes, REDUCE_TAG)
-        works = _collect(parts, self._parts, (axes.shard_ranks, axes.shard_index), channel)
+        works: list[Any] = []
+        for full in fulls:
+            parts = full.chunk(len(axes.shard_ranks))
+            received = _received(parts, axes.shard_index, scratch)
+            works += _collect(parts, received, (axes.shard_ranks, axes.shard_index), channel)
+            self._parts.append(received)
         self._works = _Works(works)
 
-    def land(self, out: torch.Tensor) -> None:
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
         self._works.wait()
-        sum_in_order(self._parts, out)
-        _give_back(self._parts, self._axes.shard_index, self._scratch)
+        for out, parts in zip(outs, self._parts, strict=True):
+            sum_in_order(parts, out)
+            _give_back(parts, self._axes.shard_index, self._scratch)
+            if len(self._axes.replicate_ranks) > 1:
+                _sum_replicas(self._axes, out, self._scratch)
         self._parts = []
-        if len(self._axes.replicate_ranks) > 1:
-            _sum_replicas(self._axes, out, self._scratch)
 
 
 def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ of bookkeeping and host time at sizes that no test machine has; what it trains i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fullshard.engine.collectives.base import Axes, Fetch, Reduction
@@ -24,18 +26,15 @@ class FakeTransport:
         self.rank = axes.rank
         self.scratch = Scratch()
 
-    def fetch(self, full: torch.Tensor) -> Fetch:
-        for index, part in enumerate(full.chunk(self._axes.mesh.shard)):
-            if index != self._axes.shard_index:
-                part.zero_()
-        return _Landed(self._axes, full)
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+        for full in fulls:
+            for index, part in enumerate(full.chunk(self._axes.mesh.shard)):
+                if index != self._axes.shard_index:
+                    part.zero_()
+        return _Landed(self._axes, fulls)
 
-    def reduce(
-        self,
-        full: torch.Tensor,
-        accumulate_dtype: torch.dtype,  # noqa: ARG002 `land` writes into that dtype
-    ) -> Reduction:
-        return _Landed(self._axes, full)
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        return _Landed(self._axes, fulls)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not maximum:
@@ -45,17 +44,18 @@ class FakeTransport:
 class _Landed:
     """A collective of equal ranks."""
 
-    __slots__ = ("_axes", "_full")
+    __slots__ = ("_axes", "_fulls")
 
-    def __init__(self, axes: Axes, full: torch.Tensor) -> None:
-        self._axes, self._full = axes, full
+    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor]) -> None:
+        self._axes, self._fulls = axes, fulls
 
     def wait(self) -> None:
         """Return at once."""
 
-    def land(self, out: torch.Tensor) -> None:
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
         mesh = self._axes.mesh
-        own = self._full.chunk(mesh.shard)[self._axes.shard_index]
-        sum_in_order([own] * mesh.shard, out)
-        if mesh.replicate > 1:
-            sum_in_order([out.clone()] * mesh.replicate, out)
+        for full, out in zip(self._fulls, outs, strict=True):
+            own = full.chunk(mesh.shard)[self._axes.shard_index]
+            sum_in_order([own] * mesh.shard, out)
+            if mesh.replicate > 1:
+                sum_in_order([out.clone()] * mesh.replicate, out)

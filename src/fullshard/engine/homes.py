@@ -1,0 +1,97 @@
+"""Where a model's state lives on this rank, and the reduced gradients that live there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.config.values import DType
+from fullshard.engine.ring import torch_dtype
+from fullshard.planner.homes import Homes, Place
+from fullshard.planner.units import DtypeContract
+
+
+@dataclass(frozen=True)
+class DeviceHomes:
+    """The plan's homes as devices.
+
+    Attributes:
+        device: Computes; slots are there.
+        parameters: Of the masters.
+        gradients: Of the reduced gradients.
+    """
+
+    device: torch.device
+    parameters: torch.device
+    gradients: torch.device
+
+    @classmethod
+    def of(cls, homes: Homes, device: torch.device) -> DeviceHomes:
+        """What the plan's places mean beside a device."""
+        places = {Place.DEVICE: device, Place.HOST: torch.device("cpu")}
+        return cls(device, places[homes.parameters], places[homes.gradients])
+
+    def zeros(self, numel: int, dtype: DType, home: torch.device) -> torch.Tensor:
+        """(numel,) zeros; on the host in pages that the device can read by itself."""
+        pinned = home != self.device and self.device.type == "cuda"
+        return torch.zeros(numel, dtype=torch_dtype(dtype), device=home, pin_memory=pinned)
+
+
+class GradientShard:
+    """A group's reduced gradients on this rank.
+
+    Attributes:
+        sums: (part_numel,), accumulate dtype.
+        shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves where these
+            have that dtype.
+    """
+
+    def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
+        self.sums = homes.zeros(numel, dtypes.accumulate, homes.gradients)
+        self.shown = self.sums
+        if dtypes.master is not dtypes.accumulate:
+            self.shown = homes.zeros(numel, dtypes.master, homes.gradients)
+        self.is_far = homes.gradients != homes.device
+        self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
+        self._version = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the dtype and device that reductions land in."""
+        return self._landing
+
+    def take(self, landed: torch.Tensor, divisor: int, *, carry: bool) -> None:
+        """Add what a reduction brought, or replace what was there; show it.
+
+        Args:
+            landed: (part_numel,), accumulate dtype: the sum over ranks; the sums themselves, or a
+                buffer of its own.
+            divisor: What sums are divided by.
+            carry: Earlier gradients stay in the sum.
+        """
+        landed.div_(divisor)
+        if carry:
+            if self.shown is not self.sums and self.shown._version != self._version:
+                self.sums.copy_(self.shown)  # the user wrote into p.grad: that counts
+            self.sums.add_(landed.to(self.sums.device))
+        elif landed is not self.sums:
+            self.sums.copy_(landed, non_blocking=True)
+        self.show()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients."""
+        if self.shown is not self.sums and self.shown._version != self._version:
+            self.sums.copy_(self.shown)
+        self.sums.mul_(factor.to(self.sums))
+        self.show()
+
+    def show(self) -> None:
+        """Cast the sums once into what `p.grad` shows."""
+        if self.shown is not self.sums:
+            self.shown.copy_(self.sums)
+            self._version = self.shown._version

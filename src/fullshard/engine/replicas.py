@@ -1,0 +1,101 @@
+"""Ranks that should hold the same weights: asked at the start, and now and then while training.
+
+[Note: a hash of bits]
+A tensor's hash is the sum of its elements' bits as integers: cheap, the same on every rank for the
+same weights, blind to nothing that a wrong seed, a missed load or a rank's own update would do. All
+ranks send their hashes to one maximum, and their negatives too: where both agree, all are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.engine.collectives import Transport
+from fullshard.errors import ConfigError, EngineError
+from fullshard.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from fullshard.engine.unit import Unit
+
+STEPS = 100  # between two looks at replicas
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NONE = torch.iinfo(torch.int64).min
+
+
+def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> None:
+    """All ranks must bring one plan and one set of weights. A collective.
+
+    Raises:
+        ConfigError: They differ; names what.
+    """
+    if plan.mesh.world_size == 1 or transport.name == "fake":
+        return
+    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    device = next((p.device for p in params.values()), torch.device("cpu"))
+    if device.type == "cpu" and not params and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    first = torch.tensor([int(plan.digest()[:15], 16), len(params)], device=device)
+    if _unequal(first, transport):
+        raise ConfigError(
+            "fs.shard: expected the same model and the same configuration on every rank; the "
+            "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks."
+        )
+    names = list(params)
+    hashes = [bits_hash(params[name].detach()) for name in names]
+    if not hashes:
+        return
+    wrong = _unequal(torch.stack(hashes), transport)
+    if wrong:
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise ConfigError(
+            f"{names[wrong[0]]}{others}: expected the same weights on every rank, of which each "
+            "keeps its part; they differ. Seed all ranks alike (torch.manual_seed) before the "
+            "model is built, or load the same weights on all."
+        )
+
+
+def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
+    """Ranks that hold copies of one part must hold the same bits. A collective.
+
+    Raises:
+        EngineError: They differ; names the units.
+    """
+    copied = [unit for unit in units if unit.plan.mesh.replicate > 1 and unit.groups]
+    if not copied:
+        return
+    shards = max(unit.plan.mesh.shard for unit in copied)
+    table = torch.full((shards, len(copied)), _NONE, device=copied[0].groups[0].full.device)
+    inverse = table.clone()
+    for at, unit in enumerate(copied):
+        hashed = torch.stack([bits_hash(group.master) for group in unit.groups]).sum()
+        table[unit.part, at] = hashed
+        inverse[unit.part, at] = -hashed
+    transport.all_reduce(table, maximum=True)
+    transport.all_reduce(inverse, maximum=True)
+    differs = (table != -inverse).any(dim=0).tolist()
+    wrong = [unit.plan.title for unit, bad in zip(copied, differs, strict=True) if bad]
+    if wrong:
+        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise EngineError(
+            f"{wrong[0]}{others}: expected the same weights on all replicas; they differ, so one "
+            "rank updated its copy in another way (another learning rate, a skipped step, its own "
+            "random numbers). All ranks must run the same optimizer steps."
+        )
+
+
+def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """A scalar int64. See [Note: a hash of bits]."""
+    bits = tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
+    return bits.sum(dtype=torch.int64)
+
+
+def _unequal(values: torch.Tensor, transport: Transport) -> list[int]:
+    """Where the ranks' int64 values differ."""
+    highest, lowest = values.clone(), -values
+    transport.all_reduce(highest, maximum=True)
+    transport.all_reduce(lowest, maximum=True)
+    return (highest != -lowest).nonzero().flatten().tolist()

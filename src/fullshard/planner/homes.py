@@ -1,0 +1,27 @@
+"""Where each kind of state lives at rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Place(StrEnum):
+    """Memory that state can live in; `shared` is one mapping for all ranks of a host."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where each kind of state lives at rest; gathered units are always on the device."""
+
+    parameters: Place = Place.DEVICE
+    gradients: Place = Place.DEVICE
+    optimizer: Place = Place.DEVICE
+
+
+DEFAULT_HOMES = Homes()
