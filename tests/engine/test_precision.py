@@ -1,0 +1,348 @@
+"""Low-precision compute over full-precision masters, beside an emulation and beside FSDP2.
+
+The emulation casts whole float32 masters to the compute dtype, runs the ranks' batches one after
+another, and sums their gradients in float32 in rank order. Nothing of fullshard is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of
+from support.models import CASES, mean_square
+from support.parity import assert_planned_events, whole_gradients, whole_params
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+NAMES = ("chain", "llama", "tied llama", "mixture of experts")
+FAST = (("chain", 2), ("tied llama", 2), ("chain", 3))
+NUM_STEPS = 3
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(name):
+    return CASES[name].build().float()
+
+
+def batch(name, step, rank):
+    """Floating point inputs in float32: the engine casts them."""
+    made = CASES[name].batch(step, rank)
+    return {k: v.float() if v.is_floating_point() else v for k, v in made.items()}
+
+
+def make_optimizer(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def emulate(name, dtype):
+    """(gradients, masters) after each step, and every rank's losses."""
+    case, size = CASES[name], dist.get_world_size()
+    master = build(name)
+    compute = copy.deepcopy(master)
+    pairs = list(zip(master.parameters(), compute.parameters(), strict=True))
+    optimizer = make_optimizer(master.parameters())
+    steps = []
+    for step in range(NUM_STEPS):
+        losses, total = [], [torch.zeros_like(p) for p in master.parameters()]
+        for rank in range(size):
+            for whole, low in pairs:
+                low.data = whole.detach().to(dtype)
+            inputs = batch(name, step, rank)
+            inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+            loss = case.loss(compute(**inputs))
+            loss.backward()
+            losses.append(loss.detach())
+            for at, (_, low) in enumerate(pairs):
+                total[at] += low.grad.float()
+                low.grad = None
+        for (whole, _), gradient in zip(pairs, total, strict=True):
+            whole.grad = gradient / size
+        gradients = {n: p.grad.clone() for n, p in master.named_parameters()}
+        optimizer.step()
+        params = {n: p.detach().clone() for n, p in master.named_parameters()}
+        steps.append((losses, gradients, params))
+    return steps
+
+
+def train(name, settings):
+    """The same, sharded; this rank's losses."""
+    case, rank = CASES[name], dist.get_rank()
+    model = fs.shard(build(name), poison=True, **settings)
+    optimizer = make_optimizer(model.parameters())
+    steps = []
+    for step in range(NUM_STEPS):
+        loss = case.loss(model(**batch(name, step, rank)))
+        loss.backward()
+        gradients = whole_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.detach(), gradients, whole_params(model)))
+    return model, steps
+
+
+def assert_bits(found, wanted, what):
+    """Equal in every bit, losses of this rank too."""
+    rank = dist.get_rank()
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        losses = theirs[0][rank] if isinstance(theirs[0], list) else theirs[0]
+        assert torch.equal(ours[0], losses), f"{what}, step {step}: {ours[0]} is not {losses}"
+        for kind, a, b in (("gradient", ours[1], theirs[1]), ("parameter", ours[2], theirs[2])):
+            assert a.keys() == b.keys()
+            for name in a:
+                assert a[name].dtype == b[name].dtype == torch.float32
+                assert torch.equal(a[name], b[name]), (
+                    f"{what}, step {step}: {kind} {name} differs by "
+                    f"{float((a[name] - b[name]).abs().max()):.3g}"
+                )
+
+
+# ---- the emulation -------------------------------------------------------------------------------
+
+
+def check_emulation(name, dtype):
+    wanted = emulate(name, DTYPES[dtype])
+    for strategy in STRATEGIES:
+        for transport in ({}, {"transport": "c10d", "reduction": "ordered"}):
+            settings = {"strategy": strategy, "param_dtype": dtype, **transport}
+            model, found = train(name, settings)
+            assert_bits(found, wanted, f"{name}, {settings}")
+            assert_planned_events(model, NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, size, marks=[] if (name, size) in FAST else pytest.mark.slow)
+        for name in NAMES
+        for size in (1, 2, 3)
+    ],
+)
+def test_bfloat16_compute_has_the_bits_of_its_emulation(ranks, name, world_size):
+    ranks(world_size)(check_emulation, name, "bf16", timeout=100)
+
+
+def test_float16_compute_has_the_bits_of_its_emulation(ranks):
+    ranks(2)(check_emulation, "chain", "fp16")
+
+
+def check_that_rounding_shows():
+    """The check would see float32 compute: the two differ, by about bfloat16's rounding."""
+    wanted = emulate("chain", torch.bfloat16)
+    _, found = train("chain", {})
+    differences = [
+        float((found[-1][2][name] - value).abs().max()) for name, value in wanted[-1][2].items()
+    ]
+    assert 1e-5 < max(differences) < 0.1
+
+
+def test_float32_compute_is_told_from_bfloat16(ranks):
+    ranks(2)(check_that_rounding_shows)
+
+
+def check_wire():
+    """Gradients that were computed in bfloat16 lose nothing on a bfloat16 wire."""
+    wanted = emulate("llama", torch.bfloat16)
+    for strategy in STRATEGIES:
+        settings = {"strategy": strategy, "param_dtype": "bf16", "reduce_dtype": "bf16"}
+        _, found = train("llama", settings)
+        assert_bits(found, wanted, str(settings))
+
+
+def test_a_bfloat16_wire_is_summed_in_float32(ranks):
+    ranks(3)(check_wire)
+
+
+def check_deferred_sums():
+    """Micro-batches under no_sync are summed in float32 on their rank, then over ranks."""
+    size = dist.get_world_size()
+    model = fs.shard(build("chain"), param_dtype="bf16", poison=True)
+    for micro in range(3):
+        with fs.no_sync(model) if micro < 2 else contextlib.nullcontext():
+            mean_square(model(**batch("chain", micro, dist.get_rank()))).backward()
+    found, low = whole_gradients(model), build("chain").bfloat16()
+    wanted = {name: torch.zeros(p.shape) for name, p in low.named_parameters()}
+    for rank in range(size):
+        own = {name: torch.zeros(p.shape) for name, p in low.named_parameters()}
+        for micro in range(3):
+            mean_square(low(batch("chain", micro, rank)["x"].bfloat16())).backward()
+            for name, param in low.named_parameters():
+                own[name] += param.grad.float()
+                param.grad = None
+        for name, value in own.items():
+            wanted[name] += value
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value / size), name
+
+
+def test_deferred_gradients_are_summed_in_float32(ranks):
+    ranks(2)(check_deferred_sums)
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+def train_fsdp2(name):
+    """torch's fully_shard over blocks and root, with the same dtypes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    case, rank = CASES[name], dist.get_rank()
+    model = build(name)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in case.blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = make_optimizer(model.parameters())
+    steps = []
+    for step in range(NUM_STEPS):
+        loss = case.loss(model(**batch(name, step, rank)))
+        loss.backward()
+        gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        params = {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+        steps.append((loss.detach(), gradients, params))
+    return steps
+
+
+def check_fsdp2(name):
+    theirs = train_fsdp2(name)
+    _, ours = train(name, {"param_dtype": "bf16", "reduce_dtype": "fp32"})
+    if dist.get_world_size() == 2:  # a sum of two has one order, and half of it is exact
+        assert_bits(ours, theirs, name)
+        return
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a[0], b[0], rtol=2e-2, atol=1e-3)
+        for kind in (1, 2):  # a rounding of the sum may round a bfloat16 weight the other way
+            for key in a[kind]:
+                torch.testing.assert_close(a[kind][key], b[kind][key], rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("llama", 2),
+        ("chain", 3),
+        pytest.param("chain", 2, marks=pytest.mark.slow),
+        pytest.param("llama", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_bfloat16_compute_equals_fsdp2s(ranks, name, world_size):
+    ranks(world_size)(check_fsdp2, name, timeout=100)
+
+
+# ---- the contract --------------------------------------------------------------------------------
+
+CONTRACTS = {  # settings, and master, compute, reduce, accumulate of a float32 model
+    "plain": ({}, "float32 float32 float32 float32"),
+    "bf16": ({"param_dtype": "bf16"}, "float32 bfloat16 float32 float32"),
+    "bf16 wire": (
+        {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+        "float32 bfloat16 bfloat16 float32",
+    ),
+    "fp16": ({"param_dtype": "fp16"}, "float32 float16 float32 float32"),
+    "wide": ({"master_dtype": "fp64"}, "float64 float64 float64 float64"),
+    "wide master": (
+        {"master_dtype": "fp64", "param_dtype": "fp32"},
+        "float64 float32 float64 float64",
+    ),
+}
+
+
+def dtypes_of(settings):
+    """What the plan lists, and what the tensors of a step have: (plan, tensors, outputs)."""
+    model = fs.shard(build("chain"), poison=True, **settings)
+    engine, seen = engine_of(model), set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda m, args, out, name=name: seen.add(
+                    (str(m.weight.dtype), str(args[0].dtype), str(out.dtype))
+                )
+            )
+    x = batch("chain", 0, dist.get_rank())["x"]
+    output = model(x if "param_dtype" in settings else x.to(next(model.parameters()).dtype))
+    output.square().mean().backward()
+    groups = [group for unit in engine.units for group in unit.groups]
+    planned = {" ".join(map(str, _fields(g.plan.dtypes))) for g in groups}
+    tensors = {
+        " ".join(
+            str(t.dtype).removeprefix("torch.")
+            for t in (g.master, g.full, g.grad_slot, g.grad_shard)
+        )
+        for g in groups
+    }
+    shown = {str(t.dtype) for p in model.parameters() for t in (p, p.grad, p.to_local())}
+    return planned, tensors, shown, seen, str(output.dtype)
+
+
+def _fields(dtypes):
+    return dtypes.master, dtypes.compute, dtypes.reduce, dtypes.accumulate
+
+
+def all_dtypes():
+    return {
+        (name, strategy): dtypes_of({"strategy": strategy, **settings})
+        for name, (settings, _) in CONTRACTS.items()
+        for strategy in STRATEGIES
+    }
+
+
+def test_tensors_have_the_dtypes_that_the_plan_lists(ranks):
+    for by_case in ranks(2)(all_dtypes):
+        for (name, strategy), (planned, tensors, shown, seen, output) in by_case.items():
+            wanted = CONTRACTS[name][1]
+            master, compute, _, _ = (f"torch.{word}" for word in wanted.split())
+            assert planned == tensors == {wanted}, (name, strategy)
+            assert shown == {master}, (name, strategy)
+            assert seen == {(compute, compute, compute)}, (name, strategy)
+            assert output == compute, (name, strategy)
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+class Inputs(nn.Module):
+    """Notes the dtypes of all that it is given, nested as users nest it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = {}
+
+    def forward(self, x, *, mask, more, scale=1.0):
+        self.seen = {
+            "x": x.dtype,
+            "mask": mask.dtype,
+            "list": more["list"][0].dtype,
+            "tuple": more["tuple"][1].dtype,
+            "ids": more["ids"].dtype,
+            "scale": type(scale),
+        }
+        return self.linear(x) * more["list"][0] * scale
+
+
+def inputs_seen(settings):
+    model = fs.shard(Inputs(), **settings)
+    x = torch.ones(2, 4, requires_grad=True)
+    more = {"list": [torch.ones(4)], "tuple": (1, torch.ones(4)), "ids": torch.arange(4)}
+    model(x, mask=torch.ones(2, dtype=torch.bool), more=more, scale=0.5).sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert more["list"][0].dtype == torch.float32, "the caller's own tensors stay as they are"
+    return {name: str(dtype) for name, dtype in model.seen.items()}
+
+
+def test_floating_point_inputs_are_cast_and_others_are_not(ranks):
+    for dtype, settings in {"bfloat16": {"param_dtype": "bf16"}, "float32": {}}.items():
+        for seen in ranks(2)(inputs_seen, settings):
+            assert {seen[name] for name in ("x", "list", "tuple")} == {f"torch.{dtype}"}
+            assert (seen["ids"], seen["mask"]) == ("torch.int64", "torch.bool")
+            assert seen["scale"] == "<class 'float'>"
