@@ -45,7 +45,7 @@ class LaunchEnvironment:
         run_dir: the run's folder (our own launcher).
         run_id: names the launch, equal on every rank and different for every launch; None unknown.
         attempt: how often the launch was started again before.
-        timeout_s: after which a rank counts as stuck (our own launcher); None: not said.
+        timeout_s: after which a rank counts as stuck; None: nobody said.
     """
 
     launcher: Launcher
@@ -182,7 +182,12 @@ class _Variables:
 
     def number(self, name: str) -> float | None:
         value = self._variables.get(name)
-        return float(value) if value else None
+        if not value:
+            return None
+        try:
+            return float(value)
+        except ValueError:
+            _refuse(name, "a number", repr(value))
 
     def needed(self, name: str, *, at_least: int, because: str) -> int:
         value = self.integer(name, at_least=at_least)
@@ -240,6 +245,7 @@ def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
             run_dir=reader.path(OURS + "RUN_DIR"),
             run_id=reader.text("TORCHELASTIC_RUN_ID"),
             attempt=reader.integer("TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
+            timeout_s=reader.number(OURS + "TIMEOUT"),
         ),
         "",
     )
@@ -269,6 +275,7 @@ def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
             master_port=reader.integer("MASTER_PORT", at_least=1),
             run_dir=reader.path(OURS + "RUN_DIR"),
             run_id=f"{job}.{step}" if job else None,
+            timeout_s=reader.number(OURS + "TIMEOUT"),
         ),
         "SLURM_",
     )

@@ -68,7 +68,7 @@ def _explained(
 ) -> RankFailure:
     """Errors of a collective say little; the watchdog may know which rank is to blame."""
     dog = watchdog.current()
-    verdict = dog.explain(error.__traceback__) if dog and isinstance(error, RuntimeError) else None
+    verdict = dog.explain(error) if dog is not None else None
     if verdict is None:
         return failure
     message = f"{verdict.message}\nRank {failure.rank} noticed it by this error:\n{failure.text}"

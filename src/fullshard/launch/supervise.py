@@ -134,6 +134,7 @@ class Supervisor:
         self._folder.ending.touch()
         for rank in self._ranks:
             rank.send(signal.SIGTERM)
+            rank.send(signal.SIGCONT)  # a stopped rank would not hear it
         self._wait(patience_s)
         for rank in self._ranks:
             rank.reap()

@@ -91,11 +91,15 @@ class Position:
         return cls(**json.loads(text))
 
     @property
+    def place(self) -> str:
+        """`reduce of layers.17, step 3`, `data loading, step 3 (corpus.py:57 in read)`."""
+        step = f", step {self.step}" if self.step else ""
+        return self.doing + step + (f" ({self.where})" if self.where and not self.kind else "")
+
+    @property
     def words(self) -> str:
         """One phrase."""
-        step = f", step {self.step}" if self.step else ""
-        where = f" ({self.where})" if self.where and not self.kind else ""
-        return f"{'wait in ' if self.kind else 'in '}{self.doing}{step}{where}"
+        return f"{'waits' if self.kind else 'is'} in {self.place}"
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,14 @@ class Seen:
     @property
     def words(self) -> str:
         """Where it is, and whether it answers."""
-        told = f"{self.position.words}, {self.stands_s:.0f} s"
         if self.gone:
-            return f"gone: its process has died; it was last seen {told}"
+            return f"is gone: its process has died (last seen in {self.position.place})"
         if self.silent_s > SETTLED_S:
-            return f"silent for {self.silent_s:.0f} s (stopped, or in C code); last seen {told}"
-        return told
+            last = self.position.place
+            return (
+                f"is silent for {self.silent_s:.0f} s, stopped or in C code (last seen in {last})"
+            )
+        return f"{self.position.words}, {self.stands_s:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -248,20 +254,22 @@ def judge(seen: Mapping[int, Seen], timeout_s: float) -> Verdict | None:
 
 
 def _verdict(expected: str, named: Sequence[Seen], all_: Sequence[Seen]) -> Verdict:
-    culprits = "; ".join(f"rank {one.position.rank} is {one.words}" for one in named)
+    culprits = "; ".join(f"rank {one.position.rank} {one.words}" for one in named)
     rest = [one for one in all_ if one not in named and not one.position.ended]
     groups = Counter(one.position.words for one in rest)
-    others = "; ".join(f"{_names(rest, words, groups)} {words}" for words in groups)
-    message = f"run: expected {expected}, but {culprits}{'; ' if others else '.'}{others}"
-    return Verdict(named[0].position.rank, message)
+    others = "".join(f"; {_told(rest, words, alone=len(groups) == 1)}" for words in groups)
+    return Verdict(named[0].position.rank, f"run: expected {expected}, but {culprits}{others}.")
 
 
-def _names(rest: Sequence[Seen], words: str, groups: Counter[str]) -> str:
+def _told(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
+    """`rank 2 waits in ...`, or `the others wait in ...`."""
     ranks = [one.position.rank for one in rest if one.position.words == words]
-    if len(groups) == 1 and len(ranks) > 1:
-        return "the others"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {words}"
+    verb, _, place = words.partition(" ")
     text = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    who = "the others" if alone else f"ranks {text}"
+    return f"{who} {'wait' if verb == 'waits' else 'are'} {place}"
 
 
 def unequal_digests(seen: Iterable[Seen]) -> set[str]:

@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import psutil
 
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
-from fullshard.errors import HangError
+from fullshard.errors import HangError, PreemptedError
 from fullshard.observe import position as judging
 from fullshard.observe.position import SETTLED_S, Position, Seen, Verdict
 from fullshard.observe.trace import EventRing
@@ -94,12 +94,14 @@ class Watchdog:
         self.here = Whereabouts(seat.rank, os.getpid())
         self._heard: dict[int, tuple[int, float]] = {}
         self._asked: list[int] | None = None  # steps of which all ranks shall tell what they issued
+        self._shown = sys.excepthook
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
         """Watch from a thread of its own until the process ends."""
         self._thread.start()
+        sys.excepthook = self._on_exception
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -110,26 +112,43 @@ class Watchdog:
             with _quiet():
                 self._publish(replace(self.here.last, beat=self.here.last.beat + 1, ended=True))
 
-    def explain(self, trace: TracebackType | None) -> Verdict | None:
-        """After an error inside a collective: whether another rank is to blame for it."""
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        if trace is None or self._channel is None or not is_collective(trace.tb_frame):
+    def explain(self, error: BaseException) -> Verdict | None:
+        """Whether another rank is to blame for an error: of a collective, or a launcher's SIGTERM.
+
+        Call it in the main thread, with nothing to do any more but to end.
+        """
+        frame = _last_frame(error.__traceback__)
+        preempted = isinstance(error, PreemptedError)
+        if frame is None or self._channel is None or (self.seat.supervised and preempted):
             return None
+        if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
+            return None
+        # A launcher that has seen a rank die ends the others: the word is worth its patience.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.here.fail(frame)
         with _quiet():
+            self._publish(self.here.look(()))
             self._ask(())
-            deadline = time.monotonic() + EXPLAIN_S
-            while time.monotonic() < deadline:
-                time.sleep(POLL_S / 2)
+            deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
+            while True:
                 seen = self._look()
-                verdict = judging.judge(seen, float("inf")) or judging.left_early(
-                    seen, self.here.last
-                )
+                verdict = judging.judge(seen, float("inf"))
+                if verdict is None and not preempted:
+                    verdict = judging.left_early(seen, self.here.last)
                 if verdict is not None:
                     self._write(verdict, {}, seen)
+                if verdict is not None or time.monotonic() >= deadline:
                     return verdict
-            return None
+                time.sleep(POLL_S / 2)
         return Verdict(0, "run: expected rank 0 to live, but the store that it serves is gone.")
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """What Python calls for an error that nobody caught, where no launcher of ours would."""
+        self._shown(kind, error, trace)
+        verdict = self.explain(error)
+        if verdict is not None:
+            sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.seat.hang_file}\n")
+            _exit()
 
     # ---- the thread
 
@@ -224,9 +243,10 @@ class Watchdog:
         self._channel.add("alarm", _VERDICT)
         told = {self.seat.rank: stacks()}
         deadline = time.monotonic() + STACKS_S
-        while len(told) < len(seen) and time.monotonic() < deadline:
+        answer = {rank for rank, one in seen.items() if one.silent_s <= SETTLED_S}
+        while answer - told.keys() and time.monotonic() < deadline:
             time.sleep(0.1)
-            for rank in seen.keys() - told.keys():
+            for rank in answer - told.keys():
                 if self._channel.check([f"stacks/{rank}"]):
                     told[rank] = self._channel.get(f"stacks/{rank}").decode()
         for rank in seen.keys() - told.keys():
@@ -341,6 +361,12 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
 
 
 # ---- helpers
+
+
+def _last_frame(trace: TracebackType | None) -> FrameType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame
 
 
 def _lives(pid: int) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 from fullshard.observe import position as judging
 from fullshard.observe.position import EXCHANGE, Position
 from fullshard.observe.trace import EventRing
+from fullshard.planner.events import EventKind
 
 STANDS_S = 1.0  # a rank that stood for so long says what it has issued
 MOVED_S = 0.002  # of processor time: a thread that used less between two looks stood still
@@ -43,6 +44,7 @@ class Whereabouts:
         self._key: Any = None
         self._since = time.perf_counter()
         self._cpu_s = 0.0
+        self._failed_at: str | None = None
         self._main = threading.main_thread().ident or 0
 
     def phase(self, name: str, step: int = 0) -> None:
@@ -58,6 +60,10 @@ class Whereabouts:
         """
         self._models.append(_Model(len(self._models), weakref.ref(ring), tuple(titles)))
 
+    def fail(self, frame: FrameType) -> None:
+        """The main thread has left the engine by an error: it stays where it was."""
+        self._failed_at = _place(frame)
+
     def look(self, asked: Sequence[int] | None = None) -> Position:
         """Take a new look.
 
@@ -68,10 +74,12 @@ class Whereabouts:
         threads = sys._current_frames()
         threads.pop(threading.get_ident(), None)
         blocked = any(map(is_collective, threads.values()))
-        in_engine = any(_passes(frame, _RUNTIME) for frame in threads.values())
+        in_engine = self._failed_at is not None or any(
+            _passes(frame, _RUNTIME) for frame in threads.values()
+        )
         rings = [model.ring() for model in self._models]
         opens = [ring.open if ring and in_engine else None for ring in rings]
-        where = _place(threads.get(self._main))
+        where = self._failed_at or _place(threads.get(self._main))
         del threads
         counts = tuple(ring.count if ring else 0 for ring in rings)
         name, step = self._phase
@@ -125,7 +133,8 @@ class _Model:
             return place
         self._digests.feed(entries)
         step = open_[1] if open_ is not None else entries[-1][1]
-        changes: dict[str, Any] = {"step": place.step or step + 1}
+        settled = open_ is None and entries[-1][0].kind is EventKind.SETTLE
+        changes: dict[str, Any] = {"step": place.step or step + 1 + settled}
         if open_ is not None:
             awaited = judging.awaited(open_, entries, self._titles, self._index)
             changes = awaited | changes | {"limited": True}

@@ -1,0 +1,147 @@
+"""Killed, stuck and desynchronised ranks are named, by real processes with a user's own fault.
+
+Timed from the fault on: every job reaches its fault within a few seconds of its start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, print_failure
+from support.processes import wait_until
+
+ROOT = Path(__file__).parents[2]
+START_S = 15.0  # for ranks to come as far as their fault on a busy machine
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """`run(fault)` trains on two ranks, with a timeout of 5 s; returns code, words, report."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
+
+    def run(fault):
+        launch = LocalLaunch(
+            "support.hang_job", (fault,), 2, tmp_path / "logs", timeout_s=100.0, stuck_s=5.0
+        )
+        started = time.monotonic()
+        result = launch_local_ranks(launch)
+        assert time.monotonic() - started < START_S + 20.0
+        print_failure(launch, result)
+        file = tmp_path / "logs" / "hang.txt"
+        return result, capfd.readouterr().err, file.read_text() if file.exists() else ""
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_without_a_fault_is_left_alone(run):
+    result, _, report = run("none")
+    assert (result.exit_code, report) == (0, "")
+
+
+def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
+    result, err, report = run("sleep")
+    assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
+    assert (
+        "expected every rank to move on within 5 s, but rank 1 is in the user's code, step 3"
+        in (err)
+    )
+    assert "hang_job.py" in err
+    assert "in read_batch" in err
+    assert "rank 0 waits in gather of layers.0, step 3" in err
+    assert "---- stacks of rank 0 ----" in report
+    assert report.count("in read_batch") >= 2  # the line, and the stack
+    assert "last events: " in report
+
+
+def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):
+    result, err, report = run("kill")
+    assert (result.exit_code, result.failure.rank) == (5, 1)
+    assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
+    assert "Where the ranks were last seen:\nrank 0: " in err
+    assert "was killed by SIGKILL" in report
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_silent_and_named(run):
+    result, err, report = run("stop")
+    assert (result.exit_code, result.failure.rank) == (5, 1)
+    assert "rank 1 is silent for" in err
+    assert "---- stacks of rank 1 ----\n(none: the process is stopped" in report
+
+
+def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
+    result, err, _ = run("fewer")
+    assert result.exit_code == 5
+    assert "rank 1 waits in a collective of hang_job.py" in err
+    assert "which rank 0 has not come to; that one waits in gather of layers.0, step 4" in err
+    assert "ranks with different numbers of batches" in err
+
+
+def test_a_forward_too_many_is_named_by_the_first_gather_that_differs(run):
+    result, err, _ = run("forward")
+    assert result.exit_code == 5
+    assert "rank 1 issues gather of layers.0 as its gather number 5, rank 0 gather of layers.1" in (
+        err
+    )
+
+
+@pytest.mark.slow
+def test_a_micro_batch_too_many_is_named(run):
+    result, err, _ = run("micro_batch")
+    assert result.exit_code == 5
+    assert "expected all ranks to issue the same collectives" in err
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("kill", "is gone"), pytest.param("sleep", "in read_batch", marks=pytest.mark.slow)],
+)
+def test_under_torchrun_the_ranks_watch_each_other(fault, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
+    monkeypatch.setenv("FULLSHARD_TIMEOUT", "5")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    job = ["-m", "support.hang_job", fault]
+    done = subprocess.run(
+        [*command, *job], cwd=tmp_path, timeout=START_S + 40, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    said = next(line for line in done.stderr.splitlines() if line.startswith("HangError: "))
+    assert "rank 1 is " in said
+    assert words in said
+    assert said.removeprefix("HangError: ") in (tmp_path / "hang.txt").read_text()
+    assert "exitcode  : 5" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_of_the_main_job_is_in_its_record(tmp_path, monkeypatch):
+    """`fullshard train launch.timeout=5`: exit code 5, and run.json names the rank."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    output = tmp_path / "run"
+    words = [f"output_dir={output}", "max_steps=100000", "launch.timeout=5", "num_processes=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fullshard", "train", *words], stderr=subprocess.PIPE, text=True
+    )
+    metrics = output / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
+        ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+        ranks[1].send_signal(signal.SIGSTOP)
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 5
+    record = json.loads((output / "run.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("failed", 5)
+    assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", 1)
+    assert "rank 1 is silent for" in err
+    assert (output / "logs" / "hang.txt").exists()

@@ -1,0 +1,150 @@
+"""Who is to blame when ranks stand still, judged from what they say of themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fullshard.observe.position import Digests, Position, Seen, awaited, judge, streams
+from fullshard.planner.events import Event, EventKind
+
+TITLES = ("(root)", "a", "b", "c")
+GATHER, REDUCE = EventKind.GATHER, EventKind.REDUCE
+
+
+def entries(*kinds_and_units, step=0):
+    return [(Event(kind, unit, 8), step, 0.0) for kind, unit in kinds_and_units]
+
+
+def seen(*positions, **how):
+    return {place.rank: Seen(place, **how) for place in positions}
+
+
+def waiting(rank, doing, issued, number, *, kind="gather", step=1):
+    stream = f"0/{step - 1}/{kind}"
+    return Position(
+        rank,
+        doing=doing,
+        kind=kind,
+        stream=stream,
+        number=number,
+        step=step,
+        since_s=5.0,
+        limited=True,
+        streams={stream: [0, *issued]},
+    )
+
+
+def test_ranks_that_move_are_left_alone():
+    here = seen(Position(0, since_s=0.1, limited=True), Position(1, since_s=9000.0))
+    assert judge(here, 600.0) is None  # user code between steps may take long
+
+
+def test_the_rank_that_others_wait_for_is_named():
+    busy = Position(3, step=412, doing="data loading", since_s=61.0, limited=True)
+    others = [waiting(rank, "reduce of b", ["c", "b"], 1, kind="reduce") for rank in range(3)]
+    others = [replace(place, since_s=61.0, step=412) for place in others]
+    verdict = judge(seen(*others, busy), 60.0)
+    assert verdict.rank == 3
+    assert verdict.message == (
+        "run: expected every rank to move on within 60 s, but rank 3 is in data loading, "
+        "step 412, 61 s; the others wait in reduce of b, step 412."
+    )
+    assert judge(seen(*others, busy), 62.0) is None
+
+
+def test_a_dead_rank_is_named_at_once():
+    here = seen(waiting(0, "gather of a", ["a"], 0)) | {1: Seen(Position(1), gone=True)}
+    assert judge(here, 600.0).rank == 1
+
+
+def test_a_rank_that_left_in_order_is_not_dead():
+    here = {0: Seen(Position(0)), 1: Seen(Position(1, ended=True), gone=True)}
+    assert judge(here, 600.0) is None
+
+
+def test_a_rank_that_left_while_others_wait_is_named():
+    left = Position(1, step=3, ended=True)
+    verdict = judge(seen(waiting(0, "gather of a", ["a"], 0, step=4), left), 600.0)
+    assert verdict.rank == 1
+    assert "rank 1 has ended (step 3) while rank 0 waits in gather of a, step 4" in verdict.message
+
+
+def test_the_first_collective_that_differs_is_named_and_the_majority_is_right():
+    places = [waiting(rank, "gather of c", ["a", "b", "c"], 2) for rank in (0, 2)]
+    odd = waiting(1, "gather of b", ["a", "c", "b"], 2)
+    verdict = judge(seen(*places, odd), 600.0)
+    assert verdict.rank == 1
+    assert "rank 1 issues gather of c as its gather number 2, the others gather of b" in (
+        verdict.message
+    )
+
+
+def test_a_slow_wait_is_no_disagreement():
+    """Rank 1 has sent what rank 0 waits for: the bytes may be on their way."""
+    slow = waiting(0, "gather of a", ["a", "b"], 0)
+    ahead = waiting(1, "gather of b", ["a", "b"], 1)
+    assert judge(seen(slow, ahead), 600.0) is None
+
+
+def test_ranks_that_wait_for_each_other_are_named_before_the_timeout():
+    gathers = waiting(1, "gather of a", ["a"], 0, step=4)
+    exchange = Position(0, doing="end of backward", kind="exchange", step=3, since_s=5.0)
+    verdict = judge(seen(exchange, gathers), 600.0)
+    assert verdict.rank == 1
+    assert "that one waits in end of backward, step 3" in verdict.message
+    young = replace(exchange, since_s=0.5)
+    assert judge(seen(young, gathers), 600.0) is None
+
+
+def test_streams_hold_what_travels_and_count_what_was_dropped():
+    local = [(Event(GATHER, 3, 0), 0, 0.0)]
+    ring = [*entries((GATHER, 1), (REDUCE, 2)), *local, *entries((GATHER, 2))]
+    assert streams(ring, TITLES, 0, 0) == {"0/0/gather": [0, "a", "b"], "0/0/reduce": [0, "b"]}
+    many = entries(*[(GATHER, 1)] * 300)
+    assert streams(many, TITLES, 0, 0)["0/0/gather"][0] == 44
+
+
+def test_what_is_awaited_is_the_last_gather_of_the_unit():
+    ring = entries((GATHER, 1), (GATHER, 2), (GATHER, 1), (GATHER, 3))
+    found = awaited((Event(EventKind.BACKWARD, 1), 0, 0.0), ring, TITLES, 0)
+    assert (found["doing"], found["number"]) == ("gather of a", 2)
+
+
+def told(*steps):
+    digests = Digests()
+    ring = []
+    for step, order in enumerate(steps):
+        ring += entries(*[(GATHER, unit) for unit in order], step=step)
+        digests.feed(ring)  # ranks look at different times: here after every step
+    return digests.tell(0)
+
+
+def test_complete_steps_are_compared_by_a_number_whatever_came_between():
+    usual, other = (1, 2, 3), (1, 3, 2)
+    assert told(usual, usual, usual) == told(usual, usual, usual)
+    assert told(usual, other, usual)["0/1/gather"] != told(usual, usual, usual)["0/1/gather"]
+    assert told(usual, other, usual)["0/0/gather"] == told(usual, usual, usual)["0/0/gather"]
+
+
+def test_the_order_between_gathers_and_reductions_is_free():
+    one, other = Digests(), Digests()
+    end = entries((GATHER, 1), step=1)
+    one.feed([*entries((GATHER, 1), (REDUCE, 2), (GATHER, 2)), *end])
+    other.feed([*entries((GATHER, 1), (GATHER, 2), (REDUCE, 2)), *end])
+    assert one.tell(0) == other.tell(0)
+
+
+def test_a_difference_of_complete_steps_is_judged_once_all_have_told_it():
+    places = [
+        Position(0, digests={"0/4/gather": 1}),
+        Position(1, digests={"0/4/gather": 2}),
+    ]
+    assert judge(seen(*places), 600.0) is None
+    lists = [["a", "b"], ["a", "b", "b"]]
+    told = [
+        replace(place, streams={"0/4/gather": [0, *names]})
+        for place, names in zip(places, lists, strict=True)
+    ]
+    message = judge(seen(*told), 600.0).message
+    assert "backward 5 or its forward rank 1 issues gather of b as its gather number 3" in message
+    assert "rank 0 nothing" in message
