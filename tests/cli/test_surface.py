@@ -13,6 +13,7 @@ SURFACE = {
     "train": ["--dry-run", "--help", "--json", "--no-dry-run", "--resume"],
     "generate": ["--help", "--json", "--max-new-tokens", "--prompt", "--seed", "--temperature"],
     "plan": ["--config", "--config_file", "--gpus", "--help", "--json", "--nodes"],
+    "verify": ["--config", "--config_file", "--dry-run", "--help", "--inject", "--json"],
     "bench": ["--help"],
     "bench step": [
         "--case",

@@ -1,0 +1,145 @@
+"""`fullshard verify`: proves that a sharding computes what one process computes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.cli.words import (
+    OPEN_WORDS,
+    ConfigFlag,
+    DryRunFlag,
+    JsonFlag,
+    Words,
+    load,
+    placed,
+)
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fullshard.train.verify import Prepared, Verdict
+
+app = typer.Typer()
+
+FLAGS = ("--config", "--config_file", "--inject", "--json", "--dry-run", "--help")
+
+
+@app.command(context_settings=OPEN_WORDS)
+def verify(
+    words: Words = None,
+    config: ConfigFlag = None,
+    inject: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Make a fault, to see it found: skipped_reduction, wrong_divisor, stale_slot, "
+            "missed_gather, lost_tie or repeated_data.",
+        ),
+    ] = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+    dry_run: DryRunFlag = False,
+) -> Outcome:
+    """Prove that this sharding computes what one process computes.
+
+    The model is shrunk (same class, fewer layers, narrower), sharded as CONFIG says over local
+    ranks and trained for a few steps in float64; an independent process without fullshard does the
+    same unsharded. Exit code 0: equal. 8: not.
+    """
+    from fullshard.train import verify as check
+    from fullshard.train.verify_faults import parse_fault
+
+    fault = parse_fault(inject)
+    resolved = load(words, config, flags=FLAGS)
+    resolved.check_supported()
+    try:
+        prepared = check.prepare(resolved.config, fault)
+    except ConfigError as error:
+        raise placed(resolved, error) from error
+    _print_prepared(prepared)
+    if dry_run:
+        return Outcome(prepared.facts())
+    with tempfile.TemporaryDirectory(prefix="fullshard-verify-") as name:
+        began = time.perf_counter()
+        check.write(prepared, Path(name))
+        launch, result = check.run_sides(prepared, Path(name))
+        if result.exit_code != 0:
+            return launch_outcome(launch, result)
+        verdict = check.judge(prepared.job, Path(name), began)
+    return _outcome(prepared, verdict)
+
+
+def _outcome(prepared: Prepared, verdict: Verdict) -> Outcome:
+    """Show the table and the verdict; 8 where anything differs, 1 where a fault was not seen."""
+    from fullshard.launch.exit_codes import ExitCode
+
+    _print_rows(verdict)
+    fault, diagnosis = prepared.job.fault, verdict.diagnosis
+    result: dict[str, Any] = {
+        **prepared.facts(),
+        "equal": diagnosis is None,
+        "verdict": "equal" if diagnosis is None else diagnosis.kind,
+        "says": _sentence(prepared, verdict),
+        "rows": [row.to_dict() for row in verdict.rows],
+        "time_s": verdict.time_s,
+    }
+    print(f"\n{result['says']}")
+    if diagnosis is not None:
+        return Outcome(result, ExitCode.VERIFY)
+    return Outcome(result, ExitCode.OK if fault is None else ExitCode.UNEXPECTED)
+
+
+def _sentence(prepared: Prepared, verdict: Verdict) -> str:
+    plan, job = prepared.plan, prepared.job
+    what = f"{plan.model_kind} under {plan.strategy} on {job.world_size} ranks"
+    if verdict.diagnosis is not None:
+        return f"NOT EQUAL  {what}. {verdict.diagnosis.says}"
+    if job.fault is not None:
+        return f"NOT SEEN  {what} computes what one process computes in spite of {job.fault}."
+    return f"EQUAL  {what} computes what one process computes ({verdict.time_s:.0f} s)."
+
+
+def _print_prepared(prepared: Prepared) -> None:
+    facts = prepared.facts()
+    mesh = facts["mesh"]
+    print(
+        f"{facts['model']}, {facts['num_parameters']:,} parameters, {facts['strategy']}, "
+        f"{facts['world_size']} ranks (replicate {mesh['replicate']} x shard {mesh['shard']}), "
+        f"{facts['num_units']} units, {facts['num_steps']} steps and one after loading"
+    )
+    if prepared.changes:
+        changes = (f"{c.key} {c.was} -> {c.now}" for c in prepared.changes)
+        print(f"shrunk: {', '.join(changes)}")
+    for note in prepared.notes:
+        print(f"note: {note}")
+    if prepared.job.fault is not None:
+        print(f"fault: {prepared.job.fault}")
+
+
+def _print_rows(verdict: Verdict) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    table = Table(box=box.HEAVY_HEAD if console.is_terminal else None)
+    for name in ("", "dtype", "worst error", "tolerance", "", "where"):
+        table.add_column(name, justify="right" if name in ("worst error", "tolerance") else "left")
+    for row in verdict.rows:
+        said = ("equal", "green") if row.is_equal else ("DIFFERS", "red")
+        table.add_row(
+            row.name,
+            row.dtype,
+            f"{row.worst_error:.1e}",
+            f"{row.tolerance:.0e}",
+            said[0],
+            row.where,
+            style=None if row.is_equal else said[1],
+        )
+    console.print(table)

@@ -1,0 +1,204 @@
+"""The other side of `fullshard verify`: what one process computes, without fullshard.
+
+    python -P reference.py FOLDER
+
+reads the job that `verify` wrote (job.json, config.json, weights, batches) and writes, for each of
+its passes, losses, gradient norms, gradients and parameters of every step. It imports torch,
+transformers and safetensors and nothing of fullshard, and has a loss, a clipping and a loop of its
+own, so that a mistake in ours cannot be on both sides.
+
+What it computes is the global token mean, as the recipes do: with S_ra the cross-entropy summed
+over the label tokens of micro-batch a of rank r, and N the label tokens of all ranks together,
+
+    own_r    = sum over a of d(W / N * S_ra)        the ranks' batches one after another
+    gradient = (own_0 + own_1 + ...) / W
+
+then clipping by the norm of the whole gradient, and one step of AdamW. The parameters that are
+updated (masters) are apart from those that compute, which are cast from them before every step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+Tensors = dict[str, torch.Tensor]
+IGNORED = -100
+
+
+def main() -> None:
+    """Run every pass of the job in the folder that the command line names."""
+    torch.set_num_threads(1)  # as the ranks, for the same order of sums
+    logging.set_verbosity_error()
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text())
+    for settings in job["passes"]:
+        run_pass(folder, job, settings)
+
+
+def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Train as `world_size` ranks would, and once more from a fresh optimizer at the end.
+
+    Args:
+        folder: Where the job lies.
+        job: Its numbers.
+        settings: The dtypes of this pass.
+    """
+    training = _Training(folder, job, settings)
+    for step in range(job["num_steps"]):
+        training.step(step)
+    training.write_state()
+    training.start_optimizer()
+    training.step(job["num_steps"])
+    target = folder / settings["name"]
+    target.mkdir(exist_ok=True)
+    save_file(training.tensors, target / "reference.safetensors")
+    (target / "reference.json").write_text(json.dumps(training.numbers))
+
+
+class _Training:
+    """A model, its masters and what is written down of them."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.job, self.settings = job, settings
+        self.device = torch.device(job["device"])
+        self.master_dtype = getattr(torch, settings["master_dtype"])
+        self.compute_dtype = getattr(torch, settings["compute_dtype"])
+        self.batches = load_file(folder / "batches.safetensors")
+        self.model = self._build(folder)
+        self.params = dict(self.model.named_parameters())
+        self.masters = {
+            name: nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            for name, param in self.params.items()
+        }
+        self.tensors: Tensors = {}
+        self.numbers: dict[str, Any] = {"losses": [], "loss": [], "norm": [], "ties": self._ties()}
+        for param in self.params.values():
+            param.data = param.data.to(self.compute_dtype)
+        self.start_optimizer()
+
+    def _build(self, folder: Path) -> nn.Module:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        extra = self.job["model_arguments"]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
+        model.to(self.master_dtype)
+        model.load_state_dict(load_file(folder / "weights.safetensors"))
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in self.job["frozen"])
+        return model.to(self.device).train()
+
+    def _ties(self) -> list[list[str]]:
+        """Names of parameters that stand in several places, first names first."""
+        names: dict[int, list[str]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        return [group for group in names.values() if len(group) > 1]
+
+    def start_optimizer(self) -> None:
+        """AdamW without moments, over all masters that are trained."""
+        numbers = self.job["optimizer"]
+        trained = [master for master in self.masters.values() if master.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trained,
+            lr=numbers["learning_rate"],
+            betas=(numbers["beta1"], numbers["beta2"]),
+            eps=numbers["epsilon"],
+            weight_decay=numbers["weight_decay"],
+            foreach=False,
+        )
+
+    def step(self, step: int) -> None:
+        """Every rank's gradient, their mean, clipping, one update."""
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(self.masters[name])
+        world_size = self.job["world_size"]
+        num_tokens = sum(
+            int((labels[:, 1:] != IGNORED).sum())
+            for key, labels in self.batches.items()
+            if key.startswith(f"{step}.") and key.endswith(".labels")
+        )
+        total: Tensors = {}
+        losses = []
+        for rank in range(world_size):
+            sums, own = self._play_rank(step, rank, world_size / num_tokens)
+            losses.append(sums)
+            for name, gradient in own.items():
+                self.tensors[f"{step}/own/{rank}/{name}"] = gradient.cpu()
+                total[name] = gradient.clone() if name not in total else total[name] + gradient
+        gradients = {name: gradient / world_size for name, gradient in total.items()}
+        self.numbers["losses"].append(losses)
+        self.numbers["loss"].append(sum(map(sum, losses)) / num_tokens)
+        self.numbers["norm"].append(self._update(step, gradients))
+
+    def _play_rank(self, step: int, rank: int, scale: float) -> tuple[list[float], Tensors]:
+        """A rank's summed losses, one a micro-batch, and its part of the gradient times W."""
+        sums: list[float] = []
+        own: Tensors = {}
+        for micro in range(self.job["num_micro_batches"]):
+            prefix = f"{step}.{rank}.{micro}"
+            ids, labels = (
+                self.batches[f"{prefix}.{kind}"].to(self.device) for kind in ("input_ids", "labels")
+            )
+            loss = summed_loss(self.model(input_ids=ids, use_cache=False).logits, labels)
+            (loss * (scale * self.settings["loss_scale"])).backward()
+            sums.append(float(loss.detach()))
+            for name, param in self.params.items():
+                if param.grad is not None:
+                    gradient = param.grad.to(getattr(torch, self.settings["reduce_dtype"]))
+                    gradient = gradient.to(self.master_dtype) / self.settings["loss_scale"]
+                    own[name] = gradient if name not in own else own[name] + gradient
+                    param.grad = None
+        return sums, own
+
+    def _update(self, step: int, gradients: Tensors) -> float:
+        """Clip, update the masters, write down what they became; returns the norm."""
+        squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
+        norm = sum(squares) ** 0.5
+        factor = min(1.0, self.job["max_grad_norm"] / (norm + 1e-6))
+        for name, gradient in gradients.items():
+            self.tensors[f"{step}/gradient/{name}"] = gradient.cpu().contiguous()
+            self.masters[name].grad = gradient * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for name, master in self.masters.items():
+            self.tensors[f"{step}/parameter/{name}"] = master.detach().cpu().clone()
+        return norm
+
+    def write_state(self) -> None:
+        """The state dict that the training has led to, with all names of tied weights."""
+        first = {id(param): name for name, param in self.params.items()}
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        for key, value in self.model.state_dict().items():
+            whole = self.masters[first[id(named[key])]] if key in named else value
+            self.tensors[f"state/{key}"] = whole.detach().cpu().clone()
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Next-token cross-entropy summed over the labels that count.
+
+    Args:
+        logits: (batch, length, vocabulary).
+        labels: (batch, length), -100 where nothing is to be predicted.
+    """
+    logits = logits[:, :-1]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    targets = labels[:, 1:]
+    counts = targets != IGNORED
+    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return ((torch.logsumexp(logits, -1) - chosen) * counts).sum()
+
+
+if __name__ == "__main__":
+    main()

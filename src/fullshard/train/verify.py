@@ -1,0 +1,347 @@
+"""`fullshard verify`: does this sharding compute what one process computes?
+
+    the user's model --> small model of its class --> folder: weights, batches, job
+                                                        |
+              reference.py, a process of its own  <-----+----->  local ranks, fs.shard, the loop
+                                                        |
+                            rows, a diagnosis  <--------'        compared piece by piece
+
+Nothing of the user's is written; the folder is a temporary one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.values import DType, WrapKind
+from fullshard.errors import ConfigError, FullshardError
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+from fullshard.launch.supervise import LaunchResult
+from fullshard.planner.spec import matches
+from fullshard.planner.strategy import row_of
+from fullshard.train.model import (
+    build_on_meta,
+    config_from_folder,
+    config_from_settings,
+    freeze,
+    quiet_libraries,
+    require_transformers,
+)
+from fullshard.train.verify_compare import Row, Sides, rows_of
+from fullshard.train.verify_diagnose import Diagnosis, diagnose
+from fullshard.train.verify_faults import NEEDS_GATHERS, Fault
+from fullshard.train.verify_job import Job, Pass, write_batches, write_weights
+from fullshard.train.verify_shrink import Change, Limits, Shrunk, fit_globs, shrink, shrunk
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fullshard.planner.plan import Plan
+
+RANK_MODULE = "fullshard.train.verify_rank"
+REFERENCE = Path(__file__).with_name("reference.py")
+EXACT, LOW = 1e-9, 5e-2  # tolerances: float64, and below float32
+MOST_RANKS = 4
+MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
+TIMEOUT_S = 600.0
+DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp32_modules")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A check that can be run.
+
+    Attributes:
+        job: Numbers of both sides.
+        model: The small one, with its first weights.
+        config: Its configuration.
+        plan: What its ranks will run, in float64.
+        changes: How it differs from the user's.
+        notes: What else is not as in the user's run.
+    """
+
+    job: Job
+    model: nn.Module
+    config: PretrainedConfig
+    plan: Plan
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "model": self.plan.model_kind,
+            "num_parameters": self.plan.num_parameters,
+            "strategy": self.plan.strategy,
+            "world_size": self.job.world_size,
+            "mesh": {"replicate": self.plan.mesh.replicate, "shard": self.plan.mesh.shard},
+            "num_units": len(self.plan.units),
+            "dtypes": [choice.name for choice in self.job.passes],
+            "num_steps": self.job.num_steps,
+            "injected": self.job.fault,
+            "shrunk": [dataclasses.asdict(change) for change in self.changes],
+            "notes": list(self.notes),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came out.
+
+    Attributes:
+        rows: Worst errors, pass by pass.
+        diagnosis: None where all is equal.
+        time_s: That the two sides took.
+    """
+
+    rows: tuple[Row, ...]
+    diagnosis: Diagnosis | None
+    time_s: float
+
+
+# ---- preparing -----------------------------------------------------------------------------------
+
+
+def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
+    """Shrink the model, fit the sharding to local ranks; writes nothing, starts nothing.
+
+    Raises:
+        ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
+    """
+    require_transformers()
+    quiet_libraries()
+    notes: list[str] = []
+    model_config = _model_config(config, fault, notes)
+    sharding, world_size = _fit_ranks(config, notes)
+    small, model = _shrink(model_config, sharding, world_size, notes)
+    frozen = _freeze(config, model, model_config, len(small.layers), notes)
+    sharding["ignore"] = ()
+    num_micro_batches = min(2, config.training.gradient_accumulation_steps)
+    job = Job(
+        passes=_passes(sharding),
+        world_size=world_size,
+        num_micro_batches=num_micro_batches,
+        frozen=frozen,
+        model_arguments=_model_arguments(small.config),
+        device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
+        fault=fault,
+    )
+    plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
+    _check_fault(fault, plan, model)
+    return Prepared(job, model, small.config, plan, small.changes, tuple(notes))
+
+
+def _model_config(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
+    if config.model.name_or_path is not None:
+        found = config_from_folder(Path(config.model.name_or_path))
+    else:
+        found = config_from_settings(config.model.config or {})
+    text = found.get_text_config()
+    if fault is Fault.LOST_TIE and not text.tie_word_embeddings:
+        text.tie_word_embeddings = found.tie_word_embeddings = True
+        notes.append("Embedding and head are tied for this fault: the model has no ties.")
+    return found
+
+
+def _fit_ranks(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], int]:
+    """The user's sharding on a few local ranks, and how many."""
+    asked, sharding = config.launch.num_processes, config.sharding
+    row = row_of(sharding.strategy)
+    copies = sharding.replicate or (asked or 1) // (sharding.shard or asked or 1)
+    settings = {key: value for key, value in sharding if key != "poison"}
+    settings["replicate"] = settings["shard"] = None
+    if not row.shard_params or not (row.hybrid or copies > 1):
+        world_size = asked if asked and 2 <= asked <= MOST_RANKS else 2
+    else:
+        world_size = MOST_RANKS
+        replicate = {sharding.replicate: 1, sharding.shard: MOST_RANKS}.get(1, 2)
+        settings["replicate"], settings["shard"] = replicate, MOST_RANKS // replicate
+    if asked not in (None, world_size):
+        notes.append(f"{world_size} ranks instead of {asked}.")
+    return settings, world_size
+
+
+def _shrink(
+    config: PretrainedConfig, sharding: dict[str, Any], world_size: int, notes: list[str]
+) -> tuple[Shrunk, nn.Module]:
+    """The small model, whose choice of units is like the user's."""
+    depth = 2 + max(sharding["forward_prefetch"], sharding["backward_prefetch"])
+    depth = min(8, max(depth, sharding["activation_checkpointing"].every, 4))
+    limits = Limits(num_layers=depth)
+    small, model = shrink(config, limits, trained_once)
+    unnamed = {"ignore": (), "fp32_modules": ()}  # names are fitted to the small model later
+    wide = build_on_meta(shrunk(config, limits, depth=True, width=False).config)
+    wanted = fs.plan(wide, sharding | unnamed, world_size=world_size)
+    if sharding["wrap"] is WrapKind.SIZE:
+        share = sum(p.numel() for p in model.parameters()) / max(1, wanted.num_parameters)
+        sharding["wrap_min_params"] = max(1, int(sharding["wrap_min_params"] * share))
+    found = fs.plan(model, sharding | unnamed, world_size=world_size)
+    if {unit.name for unit in wanted.units} - {unit.name for unit in found.units}:
+        # An embedding is a unit where it is as large as a block.
+        width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
+        largest = max(unit.numel for unit in found.units)
+        limits = dataclasses.replace(limits, vocab_size=2 * largest // width)
+        small, model = shrink(config, limits, trained_once)
+        found = fs.plan(model, sharding | unnamed, world_size=world_size)
+    if {unit.name for unit in wanted.units} != {unit.name for unit in found.units}:
+        notes.append("The units are not those of the full width: sizes decide them.")
+    return small, model
+
+
+def _freeze(
+    config: RunConfig,
+    model: nn.Module,
+    full: PretrainedConfig,
+    num_layers: int,
+    notes: list[str],
+) -> tuple[str, ...]:
+    """Names of the parameters that are not trained here: frozen ones and ignored ones."""
+    names = [name for name, _ in model.named_parameters()]
+    globs = []
+    for asked, glob in zip(config.freeze, fit_globs(config.freeze, num_layers), strict=True):
+        if fnmatch.filter(names, glob):
+            globs.append(glob)
+        else:
+            freeze(build_on_meta(full), [asked])  # an error where it never matched anything
+            notes.append(f"freeze: {asked} names nothing in the small model.")
+    freeze(model, globs)
+    ignored = fit_globs(config.sharding.ignore, num_layers)
+    for name, param in model.named_parameters():
+        if matches(name, ignored):
+            param.requires_grad_(False)
+    if ignored:
+        notes.append("Ignored parameters are frozen: their gradients are each rank's own affair.")
+    return tuple(name for name, param in model.named_parameters() if not param.requires_grad)
+
+
+def _passes(sharding: dict[str, Any]) -> tuple[Pass, ...]:
+    """In float64; and in the user's dtypes where these are others than the master's."""
+    low = (DType.BFLOAT16, DType.FLOAT16)
+    master = sharding["master_dtype"] or DType.FLOAT32
+    compute = sharding["param_dtype"] or master
+    reduce = sharding["reduce_dtype"] or DType.FLOAT32
+    settings = ShardConfig.of(sharding).to_dict()
+    settings.pop("poison")
+    empty = {key: () if key == "fp32_modules" else None for key in DTYPE_KEYS}
+    passes = [Pass("float64", EXACT, {**settings, **empty, "master_dtype": None})]
+    if any(dtype in low for dtype in (master, compute, reduce)) or any(
+        sharding[key] for key in DTYPE_KEYS[2:]
+    ):
+        scale = 1024.0 if compute is DType.FLOAT16 else 1.0
+        name = next((d for d in (compute, reduce, master) if d in low), compute)
+        passes.append(Pass(name.value, LOW, settings, "float32", compute, reduce, scale))
+    return tuple(passes)
+
+
+def _model_arguments(config: PretrainedConfig) -> dict[str, Any]:
+    """Experts in a loop: the grouped matmul has no float64."""
+    return {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
+
+
+def trained_once(config: PretrainedConfig) -> nn.Module:
+    """The model in float64, after a forward and backward that gave numbers.
+
+    Raises:
+        ValueError: It is too large, or they were none.
+    """
+    from transformers import AutoModelForCausalLM
+
+    num_parameters = sum(param.numel() for param in build_on_meta(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"{num_parameters:,} parameters are too many for this check")
+    torch.manual_seed(0)
+    arguments = _model_arguments(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **arguments).double()
+    ids = torch.arange(24).reshape(2, 12) % config.get_text_config().vocab_size
+    loss = model(input_ids=ids, use_cache=False).logits.logsumexp(-1).mean()
+    loss.backward()
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss is not finite")
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def _check_fault(fault: Fault | None, plan: Plan, model: nn.Module) -> None:
+    if fault in NEEDS_GATHERS and plan.mesh.shard == 1:
+        raise ConfigError(
+            f"--inject: expected a sharded strategy for {fault}, got '{plan.strategy}', under "
+            "which nothing is gathered. Choose another fault or strategy=full_shard."
+        )
+    places = len(list(model.named_parameters(remove_duplicate=False)))
+    if fault is Fault.LOST_TIE and places == len(list(model.parameters())):
+        raise ConfigError(
+            f"--inject: expected a model with tied weights for {fault}, got {plan.model_kind}, "
+            "which has none and cannot tie its embedding to its head. Choose another fault."
+        )
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def write(prepared: Prepared, folder: Path) -> None:
+    """Everything that the two sides read."""
+    prepared.job.write(folder)
+    prepared.config.save_pretrained(folder)
+    write_weights(folder, prepared.model)
+    write_batches(folder, prepared.job, prepared.config.get_text_config().vocab_size)
+
+
+def run_sides(prepared: Prepared, folder: Path) -> tuple[LocalLaunch, LaunchResult]:
+    """Both sides, side by side; returns how the ranks ended.
+
+    Raises:
+        FullshardError: The reference failed.
+    """
+    log = folder / "reference.log"
+    with log.open("w") as output:
+        alone = subprocess.Popen(
+            [sys.executable, "-P", str(REFERENCE), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            launch = LocalLaunch(
+                RANK_MODULE, (str(folder),), prepared.job.world_size, folder / "logs", TIMEOUT_S
+            )
+            result = launch_local_ranks(launch)
+            code = alone.wait(TIMEOUT_S) if result.exit_code == 0 else 0
+        finally:
+            alone.kill()
+            alone.wait()
+    if code != 0:
+        raise FullshardError(
+            f"verify: expected the reference to run in one process, got exit code {code}:\n"
+            f"{log.read_text()[-4000:]}"
+        )
+    return launch, result
+
+
+def judge(job: Job, folder: Path, began: float) -> Verdict:
+    """Compare what the two sides left in the folder.
+
+    Args:
+        job: Numbers of both sides.
+        folder: Where they lie.
+        began: When they were started, of time.perf_counter().
+    """
+    rows: list[Row] = []
+    diagnosis = None
+    for choice in job.passes:
+        sides = Sides(folder, job, choice)
+        differences = list(sides.differences())
+        rows += rows_of(sides, differences)
+        wrong = [d for d in differences if not d.error <= choice.tolerance]
+        diagnosis = diagnosis or diagnose(sides, wrong)
+    return Verdict(tuple(rows), diagnosis, time.perf_counter() - began)

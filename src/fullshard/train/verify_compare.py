@@ -1,0 +1,240 @@
+"""Laying what the ranks computed beside what one process computed.
+
+Every rank wrote its own pieces, and each is compared with the same elements of the reference: a
+wrong element on any rank is seen, and so is one that no rank holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fullshard.train.verify_job import Job, Pass
+
+LOSS, NORM, GRADIENT, PARAMETER = "loss", "gradient norm", "gradients", "updated parameters"
+STATE, RELOADED = "saved state", "step after loading"
+KINDS = (LOSS, NORM, GRADIENT, PARAMETER, STATE, RELOADED)
+MEAN = "mean over the ranks"
+
+# Gradients far below the largest are rounding noise of terms that cancel: they are compared on the
+# scale of this share of the largest one.
+EXACT_FLOOR, LOW_FLOOR = 1e-6, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something that is not equal.
+
+    Attributes:
+        kind: One of KINDS but RELOADED, which is all that happens in the step after loading.
+        step: From 0; the number of steps for what came after loading.
+        rank: Whose piece; None where it is of all.
+        name: Of the parameter; empty for a number.
+        error: Relative; infinite for NaN and for what is missing.
+    """
+
+    kind: str
+    step: int
+    rank: int | None
+    name: str
+    error: float
+
+    def where(self) -> str:
+        """In words."""
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.name + ', ' if self.name else ''}step {self.step + 1}{rank}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The worst error of one kind.
+
+    Attributes:
+        where: Of the worst error; empty where nothing was compared.
+    """
+
+    name: str
+    dtype: str
+    worst_error: float
+    tolerance: float
+    where: str
+
+    @property
+    def is_equal(self) -> bool:
+        return self.worst_error <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json, which has no infinity: an error that is none is null."""
+        error = self.worst_error if math.isfinite(self.worst_error) else None
+        return {**dataclasses.asdict(self), "worst_error": error, "equal": self.is_equal}
+
+
+class Sides:
+    """Both sides' results of one pass.
+
+    Attributes:
+        numbers: The reference's losses, norms and ties.
+        whole: The reference's tensors.
+        facts: Every rank's numbers.
+        pieces: Every rank's tensors.
+    """
+
+    def __init__(self, folder: Path, job: Job, choice: Pass) -> None:
+        self.job, self.choice = job, choice
+        place = folder / choice.name
+        self.numbers = json.loads((place / "reference.json").read_text())
+        self.whole = load_file(place / "reference.safetensors")
+        ranks = range(job.world_size)
+        self.facts = [json.loads((place / f"rank_{rank}.json").read_text()) for rank in ranks]
+        self.pieces = [load_file(place / f"rank_{rank}.safetensors") for rank in ranks]
+        state = place / "state.safetensors"
+        self.state = load_file(state) if state.is_file() else None
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters of the reference."""
+        prefix = "0/parameter/"
+        return [key.removeprefix(prefix) for key in self.whole if key.startswith(prefix)]
+
+    def piece(self, step: int, kind: str, rank: int, name: str) -> torch.Tensor | None:
+        """A rank's elements; gradients as they were before clipping."""
+        found = self.pieces[rank].get(f"{step}/{kind}/{name}")
+        if found is None or kind == "parameter":
+            return found
+        norm = self.facts[rank]["norm"][step]
+        return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
+
+    def places(self, step: int, rank: int) -> dict[str, dict[str, Any]]:
+        """Which elements of each parameter a rank holds: {name: {start, stop, unit}}."""
+        models = self.facts[rank]["pieces"]
+        return _at(models, int(step == self.job.num_steps), {})
+
+    def part(self, step: int, what: str, rank: int, name: str) -> torch.Tensor | None:
+        """The elements of a tensor of the reference that a rank holds."""
+        whole = self.whole.get(f"{step}/{what}/{name}")
+        place = self.places(step, rank).get(name)
+        if whole is None or place is None:
+            return None
+        return whole.reshape(-1)[place["start"] : place["stop"]]
+
+    def joined(self, step: int, kind: str, name: str) -> torch.Tensor | None:
+        """A whole parameter or gradient, flat, from the ranks' pieces."""
+        found = {}
+        for rank in range(self.job.world_size):
+            piece = self.piece(step, kind, rank, name)
+            if piece is None:
+                return None
+            if piece.numel():
+                found[self.places(step, rank)[name]["start"]] = piece
+        return torch.cat([found[start] for start in sorted(found)]) if found else None
+
+    # ---- comparing
+
+    def differences(self) -> Iterator[Difference]:
+        """The error of everything that both sides have, equal or not, in the order of a step."""
+        for step in range(self.job.num_steps + 1):
+            if step == self.job.num_steps:
+                yield from self._state_errors()
+            yield from self._loss_errors(step)
+            yield from self._tensor_errors(step, "gradient", GRADIENT)
+            yield from self._norm_errors(step)
+            yield from self._tensor_errors(step, "parameter", PARAMETER)
+
+    def _loss_errors(self, step: int) -> Iterator[Difference]:
+        for rank, facts in enumerate(self.facts):
+            found, wanted = _at(facts["losses"], step, []), self.numbers["losses"][step][rank]
+            error = max(
+                (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
+                default=0.0,
+            )
+            yield Difference(LOSS, step, rank, "", error)
+            mean = _number_error(_at(facts["loss"], step, math.nan), self.numbers["loss"][step])
+            yield Difference(LOSS, step, None, MEAN, mean)
+
+    def _norm_errors(self, step: int) -> Iterator[Difference]:
+        for rank, facts in enumerate(self.facts):
+            norm = _at(facts["norm"], step, math.nan)
+            error = _number_error(norm, self.numbers["norm"][step])
+            yield Difference(NORM, step, rank, "", error)
+
+    def _tensor_errors(self, step: int, what: str, kind: str) -> Iterator[Difference]:
+        floor = self._floor(step) if what == "gradient" else 1e-3
+        for name in self.names:
+            key = f"{step}/{what}/{name}"
+            covered = 0
+            for rank in range(self.job.world_size):
+                place = self.places(step, rank).get(name)
+                if place is None:
+                    yield Difference(kind, step, rank, name, math.inf)
+                    continue
+                found = self.piece(step, what, rank, name)
+                wanted = self.part(step, what, rank, name)
+                error = _tensor_error(found, wanted, self._scale(key, floor))
+                yield Difference(kind, step, rank, name, error)
+                if place["start"] <= covered:
+                    covered = max(covered, place["stop"])
+            if covered < self.whole[f"0/parameter/{name}"].numel():
+                yield Difference(kind, step, None, name, math.inf)
+
+    def _state_errors(self) -> Iterator[Difference]:
+        step, state = self.job.num_steps - 1, self.state or {}
+        wanted = {key.removeprefix("state/"): k for k in self.whole if (key := k)[:6] == "state/"}
+        for name in sorted(set(wanted) | set(state)):
+            whole = self.whole.get(wanted.get(name, ""))
+            found = state.get(name)
+            scale = 1.0 if whole is None else self._scale(wanted[name], 1e-3)
+            yield Difference(STATE, step, None, name, _tensor_error(found, whole, scale))
+
+    def _scale(self, key: str, floor: float) -> float:
+        whole = self.whole.get(key)
+        if whole is None or not whole.numel():
+            return 1.0
+        return max(float(whole.abs().max()), floor)
+
+    def _floor(self, step: int) -> float:
+        share = EXACT_FLOOR if self.choice.compute_dtype == "float64" else LOW_FLOOR
+        prefix = f"{step}/gradient/"
+        largest = (float(v.abs().max()) for k, v in self.whole.items() if k.startswith(prefix))
+        return share * max(largest, default=1.0)
+
+
+def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
+    """The worst error of each kind; a kind that was never reached counts as unequal."""
+    rows = []
+    last = sides.job.num_steps
+    for kind in KINDS:
+        worst = max(
+            (d for d in differences if (RELOADED if d.step == last else d.kind) == kind),
+            key=lambda difference: difference.error,
+            default=Difference(kind, 0, None, "nothing", math.inf),
+        )
+        choice = sides.choice
+        rows.append(Row(kind, choice.name, worst.error, choice.tolerance, worst.where()))
+    return rows
+
+
+def _at(values: list[Any], index: int, default: Any) -> Any:
+    return values[index] if index < len(values) else default
+
+
+def _number_error(found: float, wanted: float) -> float:
+    error = abs(found - wanted) / max(abs(wanted), 1e-3)
+    return error if error == error else math.inf
+
+
+def _tensor_error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else math.inf
+    if found.shape != wanted.shape:
+        return math.inf
+    if not found.numel():
+        return 0.0
+    error = float((found.double() - wanted.double()).abs().max()) / scale
+    return error if error == error else math.inf

@@ -1,0 +1,229 @@
+"""Faults that `verify --inject` makes, from outside the engine, to show that it would see them.
+
+name                where                  what goes wrong
+skipped_reduction   transport              one unit's gradients stay each rank's own
+wrong_divisor       transport              every reduction comes out W times too large
+stale_slot          hook on a module       a unit computes with the weights of the step before
+missed_gather       transport              one gather brings nothing
+lost_tie            loading of weights     tied weights are loaded as two
+repeated_data       data loader            the last rank is given rank 0's batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.values import nearest
+from fullshard.engine.engine import engine_of
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.unit import Unit
+from fullshard.errors import ConfigError
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Fault(StrEnum):
+    """What can go wrong in a sharded step without any error."""
+
+    SKIPPED_REDUCTION = "skipped_reduction"
+    WRONG_DIVISOR = "wrong_divisor"
+    STALE_SLOT = "stale_slot"
+    MISSED_GATHER = "missed_gather"
+    LOST_TIE = "lost_tie"
+    REPEATED_DATA = "repeated_data"
+
+
+NEEDS_GATHERS = (Fault.STALE_SLOT, Fault.MISSED_GATHER)
+
+
+def parse_fault(name: str | None) -> Fault | None:
+    """The fault of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name is None or name in tuple(Fault):
+        return None if name is None else Fault(name)
+    guess = nearest(name, list(Fault))
+    hint = f"Did you mean '{guess}'?" if guess else "Use one of these."
+    raise ConfigError(f"--inject: expected one of {', '.join(Fault)}; got '{name}'. {hint}")
+
+
+class Injection:
+    """Nothing goes wrong. Faults override the place where they happen."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def loaded(self, model: nn.Module) -> None:
+        """Whole weights have been loaded; the model is sharded next."""
+
+    def attach(self, model: nn.Module) -> None:
+        """The model has been sharded."""
+
+    def begin_step(self, step: int) -> None:
+        """The data of a step (from 0) is asked for."""
+        self.step = step
+
+    def source(self, rank: int, world_size: int) -> int:  # noqa: ARG002
+        """Whose batches a rank is given."""
+        return rank
+
+
+class _Wrapped:
+    """A unit's transport, with another way to gather or reduce."""
+
+    def __init__(self, transport: Any, **replaced: Any) -> None:
+        self._transport = transport
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _Landing:
+    """A reduction whose result is changed as it lands."""
+
+    def __init__(self, reduction: Any, change: Callable[[Tensors], None]) -> None:
+        self._reduction, self._change = reduction, change
+
+    def land(self, outs: Tensors) -> None:
+        """Land and change."""
+        self._reduction.land(outs)
+        self._change(outs)
+
+
+class _SkippedReduction(Injection):
+    """The middle unit's reductions leave this rank's own part as it is."""
+
+    def attach(self, model: nn.Module) -> None:
+        unit = _middle([unit for unit in engine_of(model).units if unit.trained])
+        real, shard = unit.transport, unit.plan.mesh.shard
+
+        def reduce(fulls: Tensors) -> _Landing:
+            own = [full.chunk(shard)[unit.part].clone() for full in fulls]
+            return _Landing(real.reduce(fulls), lambda outs: _copy(own, outs))
+
+        unit.transport = _Wrapped(real, reduce=reduce)
+
+
+class _WrongDivisor(Injection):
+    """A sum where a mean belongs."""
+
+    def attach(self, model: nn.Module) -> None:
+        engine = engine_of(model)
+        world_size = engine.plan.mesh.world_size
+
+        def multiply(outs: Tensors) -> None:
+            for out in outs:
+                out.mul_(world_size)
+
+        for unit in engine.units:
+            real = unit.transport.reduce
+            reduce = partial(_reduced_and_changed, real, multiply)
+            wrapped: Any = _Wrapped(unit.transport, reduce=reduce)
+            unit.transport = wrapped
+
+
+class _MissedGather(Injection):
+    """In the second step the middle unit's gather of the forward leaves the slot as it is."""
+
+    def attach(self, model: nn.Module) -> None:
+        unit = _middle([unit for unit in engine_of(model).units if _gathers(unit)])
+        real, missed = unit.transport, False
+
+        def fetch(fulls: Tensors) -> Any:
+            nonlocal missed
+            if self.step == 1 and not missed:
+                missed = True
+                return _Nothing()
+            return real.fetch(fulls)
+
+        unit.transport = _Wrapped(real, fetch=fetch)
+
+
+class _Nothing:
+    """A gather that brings nothing."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _StaleSlot(Injection):
+    """From the second step on, forward sees in a unit's slot what was there in the first."""
+
+    def attach(self, model: nn.Module) -> None:
+        units = [u for u in engine_of(model).units if u.trained and _gathers(u)]
+        chosen = _middle(units)
+        kept: dict[str, torch.Tensor] = {}
+
+        def before_forward(module: nn.Module, *_: Any) -> None:
+            for name, param in module.named_parameters():
+                if isinstance(param, ShardedParameter):
+                    continue  # of a unit inside, which is not gathered now
+                if self.step == 0:
+                    kept[name] = param.detach().clone()
+                elif name in kept:
+                    param.data.copy_(kept[name])
+
+        model.get_submodule(chosen.plan.name).register_forward_pre_hook(before_forward)
+
+
+class _LostTie(Injection):
+    """As a loader does that assigns every name of the file and forgets to tie."""
+
+    def loaded(self, model: nn.Module) -> None:
+        seen: set[int] = set()
+        for name, param in list(model.named_parameters(remove_duplicate=False)):
+            if id(param) in seen:
+                path, _, attribute = name.rpartition(".")
+                copy = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+                setattr(model.get_submodule(path), attribute, copy)
+            seen.add(id(param))
+
+
+class _RepeatedData(Injection):
+    """A sampler that does not know its rank."""
+
+    def source(self, rank: int, world_size: int) -> int:
+        return 0 if rank == world_size - 1 else rank
+
+
+def _gathers(unit: Unit) -> bool:
+    return any(group.gathers for group in unit.groups)
+
+
+def _middle(units: Sequence[Unit]) -> Any:
+    return units[len(units) // 2]
+
+
+def _copy(sources: Tensors, targets: Tensors) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _reduced_and_changed(
+    real: Callable[[Tensors], Any], change: Callable[[Tensors], None], fulls: Tensors
+) -> _Landing:
+    return _Landing(real(fulls), change)
+
+
+_INJECTIONS: dict[Fault, type[Injection]] = {
+    Fault.SKIPPED_REDUCTION: _SkippedReduction,
+    Fault.WRONG_DIVISOR: _WrongDivisor,
+    Fault.STALE_SLOT: _StaleSlot,
+    Fault.MISSED_GATHER: _MissedGather,
+    Fault.LOST_TIE: _LostTie,
+    Fault.REPEATED_DATA: _RepeatedData,
+}
+
+
+def injection_of(fault: str | None) -> Injection:
+    """What makes a fault; without one, what makes none."""
+    return Injection() if fault is None else _INJECTIONS[Fault(fault)]()
