@@ -25,7 +25,6 @@ from support.parity import (
     finish_step,
     whole_gradients,
 )
-from support.ranks import RankError
 from support.reference import Step, make_optimizer, train_alone
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
@@ -196,13 +195,6 @@ def check_fewer_forwards():
     assert_parity(chain, fewer_forwards_too, {"strategy": "no_shard"}, kinds=("adamw",))
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    reason="the order is agreed on after a deferred backward, which not every rank has made: "
-    "Runtime._end_backward must set observed.done where the backward reduces",
-    raises=RankError,
-    strict=True,
-)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicas_may_leave_micro_batches_out(ranks, world_size):
     ranks(world_size)(check_fewer_forwards, timeout=10)
@@ -311,11 +303,6 @@ def test_deferred_gradients_are_whole_in_the_accumulate_dtype_and_freed(ranks, s
         assert [peak for _, peak in found[:3]] == [held] * 3
 
 
-@pytest.mark.xfail(
-    reason="Gradients.peak_deferred_bytes grows by every step's bytes instead of their largest",
-    raises=AssertionError,
-    strict=True,
-)
 def test_the_peak_of_deferred_gradients_does_not_grow_over_steps(ranks):
     for numel, found in ranks(2)(deferred_bytes, {"model_dtype": torch.float64}):
         assert {peak for _, peak in found} == {8 * numel}

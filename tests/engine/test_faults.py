@@ -61,9 +61,9 @@ def stale_slot(engine, note):
     unit = engine.units[UNIT]
     gather = unit.gather
 
-    def leaves_it(transport):
+    def leaves_it():
         kept = [group.full.clone() for group in unit.groups]
-        gather(transport)
+        gather()
         unit.wait()  # the peers' messages have to go somewhere
         for group, before in zip(unit.groups, kept, strict=True):
             group.full.copy_(before)
@@ -79,13 +79,13 @@ def old_weights(engine, note):
     old = [group.master.clone() for group in unit.groups]
     gather = unit.gather
 
-    def brings_old(transport):
+    def brings_old():
         new = [group.master.clone() for group in unit.groups]
         if not all(map(torch.equal, old, new)):
             note()
         for group, values in zip(unit.groups, old, strict=True):
             group.master.copy_(values)
-        gather(transport)
+        gather()
         for group, values in zip(unit.groups, new, strict=True):
             group.master.copy_(values)
 
@@ -111,13 +111,13 @@ def wrong_slot(engine, note, gradients=False):
     """A unit is bound to its neighbour's slot."""
     note()
     rings = NextSlot(engine, gradients)
-    engine.units[UNIT].bind(rings, engine.part, engine.runtime.on_gradient)
+    engine.units[UNIT].bind(rings, engine.runtime.on_gradient)
 
 
 def skipped_gather(engine, note):
     """No rank sends or receives anything."""
 
-    def skips(fetch, full):
+    def skips(fetch, fulls):
         note()
         return Fetched()
 
@@ -127,10 +127,10 @@ def skipped_gather(engine, note):
 def part_of_a_wrong_rank(engine, note):
     """On one rank its own part stands where a peer's belongs."""
 
-    def spoils(fetch, full):
-        parts, own = full.chunk(engine.plan.mesh.shard), engine.part
+    def spoils(fetch, fulls):
+        parts, own = fulls[0].chunk(engine.plan.mesh.shard), engine.units[0].part
         note()
-        return Fetched(fetch(full), lambda: parts[own - 1].copy_(parts[own]))
+        return Fetched(fetch(fulls), lambda: parts[own - 1].copy_(parts[own]))
 
     if is_last_rank():
         once(engine.transport, "fetch", spoils)
@@ -140,7 +140,7 @@ def part_of_a_wrong_rank(engine, note):
 
 
 class Landing:
-    """A reduction that lands as `land(out)` says."""
+    """A reduction that lands as `land(outs)` says."""
 
     def __init__(self, land):
         self.land = land
@@ -149,10 +149,10 @@ class Landing:
 def skipped_reduction(engine, note):
     """Every rank keeps its own gradient."""
 
-    def skips(reduce, full, dtype):
-        own = full.chunk(engine.plan.mesh.shard)[engine.part].clone()
+    def skips(reduce, fulls):
+        own = fulls[0].chunk(engine.plan.mesh.shard)[engine.units[0].part].clone()
         note()
-        return Landing(lambda out: out.copy_(own))
+        return Landing(lambda outs: outs[0].copy_(own))
 
     once(engine.transport, "reduce", skips)
 
@@ -160,10 +160,10 @@ def skipped_reduction(engine, note):
 def lost_landing(engine, note):
     """On one rank nothing is written where the sum belongs."""
 
-    def loses(reduce, full, dtype):
-        under_way = reduce(full, dtype)
+    def loses(reduce, fulls):
+        under_way = reduce(fulls)
         note()
-        return Landing(lambda out: under_way.land(torch.empty_like(out)))
+        return Landing(lambda outs: under_way.land([torch.empty_like(out) for out in outs]))
 
     if is_last_rank():
         once(engine.transport, "reduce", loses)
@@ -178,9 +178,9 @@ def wrong_divisor(engine, note):
 def repeated_gradient(engine, note):
     """One rank's gradient is counted twice."""
 
-    def doubles(reduce, full, dtype):
+    def doubles(reduce, fulls):
         note()
-        return reduce(2 * full, dtype)
+        return reduce([2 * full for full in fulls])
 
     if is_last_rank():
         once(engine.transport, "reduce", doubles)
@@ -189,9 +189,9 @@ def repeated_gradient(engine, note):
 def gradient_of_a_wrong_part(engine, note):
     """On one rank the parts of a gradient go to the wrong ranks."""
 
-    def rolls(reduce, full, dtype):
+    def rolls(reduce, fulls):
         note()
-        return reduce(full.roll(full.numel() // engine.plan.mesh.shard), dtype)
+        return reduce([f.roll(f.numel() // engine.plan.mesh.shard) for f in fulls])
 
     if is_last_rank():
         once(engine.transport, "reduce", rolls)

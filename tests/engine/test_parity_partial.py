@@ -209,7 +209,7 @@ def assert_frozen_has_no_gradient_memory(model):
     engine = engine_of(model)
     groups = [group for unit in engine.units for group in unit.groups]
     for group in groups:
-        assert (group.grad_shard is None) is not group.plan.trainable
+        assert (group.grads is None) is not group.plan.trainable
         assert (group.grad_slot is None) is not group.plan.trainable
     trained = sum(g.plan.layout.part_numel for g in groups if g.plan.trainable)
     assert fs.memory_stats(model)["gradient_shards"]["now"] == 8 * trained

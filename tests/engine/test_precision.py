@@ -276,7 +276,7 @@ def dtypes_of(settings):
     tensors = {
         " ".join(
             str(t.dtype).removeprefix("torch.")
-            for t in (g.master, g.full, g.grad_slot, g.grad_shard)
+            for t in (g.master, g.full, g.grad_slot, g.grads.sums)
         )
         for g in groups
     }

@@ -51,6 +51,7 @@ class Gradients:
         self._divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
+        self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
 
@@ -112,7 +113,8 @@ class Gradients:
     def _start_deferring(self, group: Group) -> None:
         dtype = torch_dtype(group.plan.dtypes.accumulate)
         group.deferred = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.full.device)
-        self.peak_deferred_bytes += group.deferred.nbytes
+        self._deferred_bytes += group.deferred.nbytes
+        self.peak_deferred_bytes = max(self.peak_deferred_bytes, self._deferred_bytes)
 
     def _take_slot(self, unit: Unit, group: Group) -> torch.Tensor:
         ref = group.plan.grad_slot
@@ -164,8 +166,14 @@ class Gradients:
             group.grads.take(out, self._divisor, carry=carry)
             if out is not group.grads.sums:
                 scratch.give(out)
-            group.grad_full = group.deferred = None
+            self._forget(group)
             self._free_slot(group)
+
+    def _forget(self, group: Group) -> None:
+        """The group's gradients are reduced, or lost."""
+        if group.deferred is not None:
+            self._deferred_bytes -= group.deferred.nbytes
+        group.grad_full = group.deferred = None
 
     def _free_slot(self, group: Group) -> None:
         ref = group.plan.grad_slot
@@ -227,7 +235,7 @@ class Gradients:
                 )
                 unit.reduction = None
             for group in unit.trained:
-                group.grad_full = group.deferred = None
+                self._forget(group)
                 for member in group.members:
                     member.touched = member.expected = False
                     member.compute.grad = None

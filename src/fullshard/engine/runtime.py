@@ -262,9 +262,9 @@ class Runtime:
                 unit.in_backward = False
                 unit.swap_out()
         self._task = -1
-        if reduce:
-            self.observed.done = bool(self.observed.backward)
-            self.step += not defer
+        if reduce and not defer:  # which all ranks make, while deferring ones may differ
+            self.observed.done = self.observed.done or bool(self.observed.backward)
+            self.step += 1
 
     # ---- recovery
 
