@@ -157,7 +157,8 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     seat = Seat.of(launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir)
     if seat is None:
         return
-    dog = watchdog.start(replace(seat, stacks_file=folder.stacks, supervised=True))
+    kept = folder.events(launch.rank)
+    dog = watchdog.start(replace(seat, stacks_file=folder.stacks, kept_file=kept, supervised=True))
 
     def report(verdict: Verdict) -> None:
         text = f"{verdict.message}\nThe stacks of all ranks: {seat.hang_file}"

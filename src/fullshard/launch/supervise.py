@@ -25,6 +25,7 @@ from fullshard.launch.failure import RankFailure, first_cause
 from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.rank_entry import STACKS_SIGNAL
 from fullshard.launch.signals import Caught
+from fullshard.observe.trace import read_kept
 
 POLL_S = 0.05
 REPORT_S = 1.0  # after the first failure: the others may be about to report the true cause
@@ -33,6 +34,7 @@ STACKS_S = 1.0
 INTERRUPT_S = 10.0  # after Ctrl-C
 PREEMPT_S = 30.0  # after SIGTERM: what schedulers usually leave, enough to save
 LOG_LINES = 20
+EVENTS = 8
 
 
 @dataclass
@@ -180,6 +182,9 @@ class Supervisor:
         tail = rank.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         if tail:
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
+        kept = self._folder.events(rank.rank)
+        if kept.exists():
+            message += f"\nIts last events: {'; '.join(read_kept(kept)[-EVENTS:])}"
         code = status if status > 0 else int(ExitCode.HANG)
         kind = "RankExit" if status > 0 else "HangError"
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)

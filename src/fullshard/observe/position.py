@@ -222,7 +222,8 @@ class Digests:
 def last_words(entries: Sequence[Entry], titles: Sequence[str], count: int = 16) -> list[str]:
     """The last events in words."""
     return [
-        f"step {step + 1}: {event.kind.value} {titles[event.unit] if event.unit >= 0 else ''}"
+        f"step {step + 1}: {event.kind.value} "
+        f"{titles[event.unit] if event.unit >= 0 else 'the model'}"
         for event, step, _ in entries[-count:]
     ]
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import mmap
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from fullshard.planner.events import Event
+from fullshard.planner.events import Event, EventKind
+
+KEPT_ON_DEATH = 16
+_KINDS = tuple(EventKind)
+_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_COUNT, _OPEN, _WORDS = KEPT_ON_DEATH, KEPT_ON_DEATH + 1, KEPT_ON_DEATH + 2
+_BYTES = 8 * _WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +44,31 @@ class EventRing:
         self._kept: deque[tuple[Event, int, float]] = deque(maxlen=capacity)
         self.count = 0  # of all events so far
         self.open: tuple[Event, int, float] | None = None  # begun and not done
+        self._page: Any = [0] * _WORDS
+
+    def keep_in(self, file: Path, titles: Sequence[str]) -> None:
+        """Also keep the last events in a mapped file, which outlives a killed process.
+
+        Args:
+            file: Made here: a page of numbers, then the titles.
+            titles: Of the units, in plan order.
+        """
+        file.write_bytes(bytes(_BYTES) + json.dumps(list(titles)).encode())
+        with file.open("r+b") as opened:
+            self._page = memoryview(mmap.mmap(opened.fileno(), _BYTES)).cast("Q")
 
     def begin(self, event: Event, step: int) -> None:
         """Note that an action begins, which may wait for other ranks."""
         self.open = (event, step, perf_counter())
+        self._page[_OPEN] = step << 32 | event.unit + 1 << 8 | _CODES[event.kind]
 
     def record(self, event: Event, step: int) -> None:
         """Note one event."""
         self._kept.append((event, step, perf_counter()))
         self.open = None
-        self.count += 1
+        page, self.count = self._page, self.count + 1
+        page[self.count % KEPT_ON_DEATH] = step << 32 | event.unit + 1 << 8 | _CODES[event.kind]
+        page[_COUNT] = self.count
 
     def events(self, step: int | None = None) -> tuple[Event, ...]:
         """The events of one step, or all that are kept."""
@@ -59,3 +85,20 @@ class EventRing:
     def clear(self) -> None:
         """Forget everything."""
         self._kept.clear()
+
+
+def read_kept(file: Path) -> list[str]:
+    """The last events that a process kept in a file, oldest first; the last may not have ended."""
+    data = file.read_bytes()
+    page, titles = memoryview(data[:_BYTES]).cast("Q"), json.loads(data[_BYTES:])
+    count = page[_COUNT]
+    numbers = [page[at % KEPT_ON_DEATH] for at in range(max(1, count - 15), count + 1)]
+    words = [_in_words(number, titles) for number in numbers]
+    if page[_OPEN] and (not numbers or page[_OPEN] != numbers[-1]):
+        words.append(_in_words(page[_OPEN], titles) + " (begun)")
+    return words
+
+
+def _in_words(number: int, titles: Sequence[str]) -> str:
+    step, unit, kind = number >> 32, (number >> 8 & 0xFFFFFF) - 1, _KINDS[number & 0xFF]
+    return f"step {step + 1}: {kind.value} {titles[unit] if unit >= 0 else 'the model'}"

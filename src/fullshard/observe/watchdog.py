@@ -52,6 +52,7 @@ class Seat:
         timeout_s: A rank that waits longer is stuck.
         hang_file: Where the report is written.
         stacks_file: Where a rank's faulthandler writes when asked by SIGUSR2; None: nowhere.
+        kept_file: Where this rank's last events are kept, for the launcher; None: nowhere.
         supervised: A launcher of ours sees which rank dies, and shows the report.
     """
 
@@ -63,6 +64,7 @@ class Seat:
     timeout_s: float
     hang_file: Path
     stacks_file: Callable[[int], Path] | None = None
+    kept_file: Path | None = None
     supervised: bool = False
 
     @classmethod
@@ -356,8 +358,12 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
         seat = Seat.of(launch, launch.timeout_s or DEFAULT_TIMEOUT_S, None)
         if seat is not None:
             start(seat)
-    if _current:
-        _current[0].here.watch(ring, titles)
+    if not _current:
+        return
+    _current[0].here.watch(ring, titles)
+    file = _current[0].seat.kept_file
+    if file is not None and not file.exists():  # a second model's events stay in memory
+        ring.keep_in(file, titles)
 
 
 # ---- helpers
