@@ -1,8 +1,8 @@
 """The other side of `fullshard verify`: what one process computes, without fullshard.
 
-    python -P reference.py FOLDER
+    python -P reference.py FOLDER ...
 
-reads the job that `verify` wrote (job.json, config.json, weights, batches) and writes, for each of
+reads each job that `verify` wrote (job.json, config.json, weights, batches) and writes, for each of
 its passes, losses, gradient norms, gradients and parameters of every step. It imports torch,
 transformers and safetensors and nothing of fullshard, and has a loss, a clipping and a loop of its
 own, so that a mistake in ours cannot be on both sides.
@@ -35,13 +35,13 @@ IGNORED = -100
 
 
 def main() -> None:
-    """Run every pass of the job in the folder that the command line names."""
+    """Run every pass of the jobs in the folders that the command line names."""
     torch.set_num_threads(1)  # as the ranks, for the same order of sums
     logging.set_verbosity_error()
-    folder = Path(sys.argv[1])
-    job = json.loads((folder / "job.json").read_text())
-    for settings in job["passes"]:
-        run_pass(folder, job, settings)
+    for folder in map(Path, sys.argv[1:]):
+        job = json.loads((folder / "job.json").read_text())
+        for settings in job["passes"]:
+            run_pass(folder, job, settings)
 
 
 def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:

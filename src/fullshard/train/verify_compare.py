@@ -25,7 +25,7 @@ MEAN = "mean over the ranks"
 
 # Gradients far below the largest are rounding noise of terms that cancel: they are compared on the
 # scale of this share of the largest one.
-EXACT_FLOOR, LOW_FLOOR = 1e-6, 0.1
+EXACT_FLOOR, LOW_FLOOR = 1e-3, 0.1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,7 +146,8 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
         state = fs.full_state_dict(model)
         if rank == 0:
             (folder / choice.name).mkdir(exist_ok=True)
-            save_file(state, folder / choice.name / "state.safetensors")
+            apart = {name: value.clone() for name, value in state.items()}  # tied names share one
+            save_file(apart, folder / choice.name / "state.safetensors")
         team.exchange([0.0])  # the file is there
         saved = load_file(folder / choice.name / "state.safetensors")
         fresh = _build(folder, job, choice, None, device, Injection())

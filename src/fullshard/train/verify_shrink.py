@@ -29,12 +29,20 @@ HEAD_DIM = 16
 NUM_HEADS = 4
 
 _DEPTH = re.compile(r"(num_)?(hidden|encoder|decoder)?_?layers?|n_layers?")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HIDDEN = (
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "dim",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "lru_width",
+)
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _OTHER_HEADS = re.compile(r"(encoder|decoder)_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
-_HEAD_DIM = ("head_dim", "d_kv", "attention_head_size", "kv_channels")
-_FFN = re.compile(r".*(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size)(_mlp)?")
+_HEAD_DIM = ("head_dim", "d_kv", "attention_head_size", "kv_channels", "d_head")
+_FFN = re.compile(r".*(intermediate_size|ffn_dim|d_?ff|n_inner|d_inner|ffn_hidden_size)(_mlp)?")
 _EXPERTS = re.compile(r"(n_routed|moe_num|num_local|num_moe|num)_experts")
 _CHOSEN = re.compile(r"num_experts_per_(tok|token)|moe_(topk|top_k|k)|experts_per_token")
 # Sizes whose ratio to others does not matter, with the largest value that is kept.
@@ -109,7 +117,7 @@ def shrink(
         try:
             small = shrunk(config, limits, depth=depth, width=width)
             return small, build(small.config)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as fault:
+        except Exception as fault:  # noqa: BLE001  whatever a model says to unusual numbers
             error = error or fault
     raise ConfigError(
         f"model: expected one that trains a step in one process in float64, got "
@@ -171,16 +179,20 @@ def _without_randomness(section: Settings) -> Settings:
 
 
 def _choose_layers(section: Settings, limit: int) -> tuple[int, ...]:
-    """A layer of every kind, in order, filled up from the first on."""
+    """Layers of every kind, the first of each, then the second of each, as many as there is room.
+
+    Of sliding, sliding, full, sliding, sliding, full four are 0, 1, 2, 5.
+    """
     depth = next((v for k, v in section.items() if _DEPTH.fullmatch(k) and _is_count(v)), 0)
     columns = [v for v in section.values() if isinstance(v, list) and len(v) == depth]
-    kinds = [repr([column[index] for column in columns]) for index in range(depth)]
-    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    chosen = sorted(first.values())[: 2 * limit]
-    rest = (index for index in range(depth) if index not in chosen)
-    while len(chosen) < min(limit, depth):
-        chosen.append(next(rest))
-    return tuple(sorted(chosen))
+    kinds: dict[str, int] = {}
+    turns = []
+    for index in range(depth):
+        kind = repr([column[index] for column in columns])
+        kinds[kind] = kinds.get(kind, -1) + 1
+        turns.append((kinds[kind], index))
+    room = max(limit, min(len(kinds), 2 * limit))
+    return tuple(sorted(index for _, index in sorted(turns)[:room]))
 
 
 def _fewer_layers(section: Settings, layers: tuple[int, ...]) -> Settings:

@@ -1,0 +1,111 @@
+"""Every fault that `verify` can make is seen and named, on models that its other tests do not use.
+
+Both sides are the real ones; the ranks are a standing pool's instead of fresh processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.config.load import load_config
+from fullshard.train import verify
+from fullshard.train.verify_faults import Fault
+from fullshard.train.verify_rank import run_passes
+
+SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"
+# A parallel residual without ties, learned positions and a tied head, a mixture of experts.
+MODELS = {
+    "gpt_neox": f"{{model_type: gpt_neox, {SMALL}, intermediate_size: 128}}",
+    "opt": f"{{model_type: opt, {SMALL}, ffn_dim: 128, word_embed_proj_dim: 64, "
+    "max_position_embeddings: 64}",
+    "granitemoe": f"{{model_type: granitemoe, {SMALL}, intermediate_size: 96, "
+    "num_key_value_heads: 2, num_local_experts: 8, num_experts_per_tok: 2, "
+    "tie_word_embeddings: true}",
+}
+
+
+def prepared_in(folder: Path, model: str, fault: Fault | None, *settings: str) -> verify.Prepared:
+    folder.mkdir()
+    resolved = load_config(None, [f"model={{config: {MODELS[model]}}}", *settings])
+    prepared = verify.prepare(resolved.config, fault)
+    verify.write(prepared, folder)
+    return prepared
+
+
+def run_reference(*folders: Path) -> None:
+    command = [sys.executable, "-P", str(verify.REFERENCE), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    """Folders with the reference's results, by model and by whether its weights are tied."""
+    root = tmp_path_factory.mktemp("verify")
+    found = {}
+    for model in MODELS:
+        found[model, False] = root / model, prepared_in(root / model, model, None)
+    place = root / "gpt_neox-tied"
+    found["gpt_neox", True] = place, prepared_in(place, "gpt_neox", Fault.LOST_TIE)
+    run_reference(*(folder for folder, _ in found.values()))
+    for model in ("opt", "granitemoe"):
+        found[model, True] = found[model, False]
+    return found
+
+
+def on_a_rank(folder):
+    run_passes(Path(folder), dist.get_rank())
+
+
+def verdict_of(ranks, folder: Path, prepared: verify.Prepared, fault: Fault | None):
+    job = dataclasses.replace(prepared.job, fault=fault)
+    job.write(folder)
+    ranks(job.world_size)(on_a_rank, str(folder), timeout=100)
+    return verify.judge(job, folder, time.perf_counter())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sound_model_is_equal_in_every_row(ranks, checks, model):
+    verdict = verdict_of(ranks, *checks[model, False], None)
+    assert verdict.diagnosis is None
+    assert [row.name for row in verdict.rows] == [
+        "loss",
+        "gradient norm",
+        "gradients",
+        "updated parameters",
+        "saved state",
+        "step after loading",
+    ]
+    assert max(row.worst_error for row in verdict.rows) < 1e-11
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fault", Fault)
+def test_fault_is_seen_and_named(ranks, checks, fault, model):
+    folder, prepared = checks[model, fault is Fault.LOST_TIE]
+    verdict = verdict_of(ranks, folder, prepared, fault)
+    assert verdict.diagnosis is not None
+    assert verdict.diagnosis.kind == fault, verdict.diagnosis.says
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
+def test_faults_are_named_under_other_strategies(ranks, tmp_path, strategy):
+    settings = (f"strategy={strategy}", "gradient_accumulation_steps=2")
+    folder = tmp_path / "opt"
+    prepared = prepared_in(folder, "opt", None, *settings)
+    run_reference(folder)
+    assert verdict_of(ranks, folder, prepared, None).diagnosis is None
+    for fault in Fault:
+        if strategy == "no_shard" and fault in (Fault.MISSED_GATHER, Fault.STALE_SLOT):
+            continue
+        diagnosis = verdict_of(ranks, folder, prepared, fault).diagnosis
+        assert diagnosis is not None
+        assert diagnosis.kind == fault, diagnosis.says
