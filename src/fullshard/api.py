@@ -62,7 +62,8 @@ def shard(
         mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names.
         sample: Example arguments of forward (a mapping, a sequence or one value), traced under
             fake tensors for the order of units. None: the first step shows it.
-        weights: A folder of weights for a model on meta; not yet supported.
+        weights: A Hugging Face folder for a model on meta, read by each rank's byte ranges. None:
+            the model's own initialisation, which draws the numbers that it draws unsharded.
         **overrides: Fields of ShardConfig.
 
     Returns:
@@ -71,13 +72,13 @@ def shard(
     Raises:
         ConfigError: Something asked for is impossible; nothing was changed.
     """
-    if weights is not None:
-        raise ConfigError("weights: expected None; it is not yet supported. Leave it out.")
     settings = ShardConfig.of(config, **overrides)
     settings = _with_mesh(settings, mesh)
     check_supported(settings)
     ring = EventRing()
-    engine = engine_shard.shard_model(model, settings, _topology(settings), ring, sample=sample)
+    engine = engine_shard.shard_model(
+        model, settings, _topology(settings), ring, sample=sample, weights=weights
+    )
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     return model
 

@@ -43,6 +43,7 @@ class Engine:
         config: What was asked for.
         transports: Move bytes, one a mesh of the plan.
         recorder: Told of every event.
+        values: (n_local,) of each parameter that is on meta, by first name; they are taken out.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Engine:
         config: ShardConfig,
         transports: dict[Mesh, Transport],
         recorder: Recorder,
+        values: dict[str, torch.Tensor] | None = None,
     ) -> None:
         transport = transports[plan.mesh]
         self.plan = plan
@@ -65,6 +67,9 @@ class Engine:
         self.device = compute_device(model)
         self.norms = GradientNorms(transport, self.device)
         self.units = [self._cut(unit, params) for unit in plan.units]
+        for member in (m for unit in self.units for group in unit.groups for m in group.members):
+            if values and member.piece.name in values:
+                member.param.to_local().view(-1).copy_(values.pop(member.piece.name))
         self._attach_records()
         self._find_swaps(model)
         divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1

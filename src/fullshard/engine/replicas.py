@@ -32,8 +32,6 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
     Raises:
         ConfigError: They differ; names what.
     """
-    if plan.mesh.world_size == 1 or transport.name == "fake":
-        return
     params = {name: param for name, param in model.named_parameters() if not param.is_meta}
     device = next((p.device for p in params.values()), torch.device("cpu"))
     if device.type == "cpu" and not params and torch.cuda.is_available():
@@ -55,6 +53,23 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
             f"{names[wrong[0]]}{others}: expected the same weights on every rank, of which each "
             "keeps its part; they differ. Seed all ranks alike (torch.manual_seed) before the "
             "model is built, or load the same weights on all."
+        )
+
+
+def check_equal_random(transport: Transport, device: torch.device) -> None:
+    """Ranks that initialise one model must draw the same random numbers. A collective.
+
+    Raises:
+        ConfigError: Their generators are in different states.
+    """
+    state = torch.get_rng_state()
+    padded = torch.cat([state, state.new_zeros(-state.numel() % 8)]).view(torch.int64)
+    places = torch.arange(1, padded.numel() + 1)
+    if _unequal((padded * places).sum().reshape(1).to(device), transport):
+        raise ConfigError(
+            "fs.shard of a model on meta: expected the same random state on every rank, because "
+            "each keeps its part of one initialisation; the states differ. Call "
+            "torch.manual_seed(SEED) on all ranks before."
         )
 
 
@@ -95,6 +110,8 @@ def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 def _unequal(values: torch.Tensor, transport: Transport) -> list[int]:
     """Where the ranks' int64 values differ."""
+    if transport.name == "fake":
+        return []
     highest, lowest = values.clone(), -values
     transport.all_reduce(highest, maximum=True)
     transport.all_reduce(lowest, maximum=True)

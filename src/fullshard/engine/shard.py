@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,8 +14,9 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import register_guard_types
-from fullshard.engine.collectives import make_transport, resolve_transport
+from fullshard.engine.collectives import Transport, make_transport, resolve_transport
 from fullshard.engine.engine import ATTRIBUTE, Engine, compute_device, engine_of
+from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import chosen_modules, spec_of
 from fullshard.engine.optimizers import watch_optimizers
 from fullshard.engine.order import trace_order
@@ -23,7 +25,7 @@ from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.events import Recorder
-from fullshard.planner.mesh import Topology
+from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.strategy import ROWS
 
@@ -37,15 +39,17 @@ def shard_model(
     recorder: Recorder,
     *,
     sample: Any = None,
+    weights: Any = None,
 ) -> Engine:
     """Shard a model in place over the default process group.
 
     Args:
-        model: Whole parameters, equal on all ranks, on one device.
+        model: Whole parameters, equal on all ranks, on one device; or on meta.
         config: How.
         topology: How many ranks there are; checked against the process group.
         recorder: Told of every event.
         sample: Arguments of forward, traced for the order of units; None learns it in step one.
+        weights: A Hugging Face folder for a model on meta; None: its own initialisation.
 
     Raises:
         ConfigError: Mesh, units or process group do not fit.
@@ -70,8 +74,11 @@ def shard_model(
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
     check_equal_start(model, plan, transports[plan.mesh])
+    values = _values(model, plan, transports, weights, device)
     register_guard_types(ShardedParameter, ShardedGradient, ShardedTensor)
-    engine = Engine(model, plan, config, transports, recorder)
+    engine = Engine(model, plan, config, transports, recorder, values.parts if values else {})
+    if values is not None:
+        place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
     hook_loading(model, engine)
     watch_optimizers(engine)
@@ -84,6 +91,29 @@ def plan_model(model: nn.Module, config: ShardConfig, topology: Topology) -> Pla
     if not isinstance(config.wrap, WrapKind | tuple):
         chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
     return make_plan(spec_of(model, config.ignore), config, topology, chosen)
+
+
+def _values(
+    model: nn.Module,
+    plan: Plan,
+    transports: dict[Mesh, Transport],
+    weights: Any,
+    device: torch.device,
+) -> InitialValues | None:
+    """Values of a model on meta; None where it has its own."""
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        if weights is not None:
+            raise ConfigError(
+                f"weights: expected a model on meta beside it; got {weights!r} for a model that "
+                "has values. Build it under torch.device('meta'), or leave weights out."
+            )
+        return None
+    values = InitialValues(model, plan, transports)
+    if weights is None:
+        values.initialise(transports[plan.mesh], device)
+    else:
+        values.read(weights)
+    return values
 
 
 def _say_one_host(plan: Plan) -> None:

@@ -1,0 +1,161 @@
+"""This rank's part of the values of a model on meta: initialised, or read from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullshard.engine.collectives import Transport
+from fullshard.engine.folder import FolderWeights
+from fullshard.engine.materialize import initialise
+from fullshard.engine.replicas import check_equal_random
+from fullshard.engine.ring import torch_dtype
+from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh
+from fullshard.planner.plan import Plan
+from fullshard.planner.slices import Slice
+from fullshard.planner.units import GroupPlan, UnitPlan
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a parameter belongs on this rank."""
+
+    unit: UnitPlan
+    group: GroupPlan
+    names: tuple[str, ...]
+    piece: Slice
+    part: int
+
+
+class InitialValues:
+    """Values of what is on meta, by first name.
+
+    Attributes:
+        parts: (n_local,) of each sharded parameter, master dtype; taken out one by one.
+        whole: Parameters that are left out of sharding.
+        buffers: Buffers.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, transports: Mapping[Mesh, Transport]) -> None:
+        self.parts: dict[str, torch.Tensor] = {}
+        self.whole: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._model = model
+        self._transports = transports
+        self._device = torch.device("cpu")
+        rank = transports[plan.mesh].rank
+        self._homes = {
+            names[0]: _Home(unit, group, names, piece, part)
+            for unit in plan.units
+            for part in [unit.mesh.coordinates(rank)[1]]
+            for group in unit.groups
+            for names, piece in zip(group.names, group.layout.slices(part), strict=True)
+        }
+        self._first = {name: h.names[0] for h in self._homes.values() for name in h.names}
+
+    def initialise(self, transport: Transport, device: torch.device) -> None:
+        """Run the model's own initialisation. A collective.
+
+        Args:
+            transport: Compares the ranks' random numbers.
+            device: That collectives work on.
+        """
+        self._device = device
+        check_equal_random(transport, device)
+        self.buffers = initialise(self._model, self._keep, self._recall)
+
+    def read(self, folder: str | Path) -> None:
+        """Read a Hugging Face folder.
+
+        Raises:
+            ConfigError: It lacks a tensor of the model.
+        """
+        files = FolderWeights(folder, getattr(self._model, "base_model_prefix", ""))
+        missing = files.missing([home.names for home in self._homes.values()])
+        if missing:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(
+                f"weights: expected all of the model's tensors in '{folder}'; it lacks "
+                f"{missing[0]}{others}. Some architectures are stored under other names than they "
+                "compute with: load them with from_pretrained, then call fs.shard."
+            )
+        for name, home in self._homes.items():
+            piece, dtype = home.piece, torch_dtype(home.group.dtypes.master)
+            local = torch.empty(0)
+            if piece.numel:
+                local = files.read(home.names, tuple(piece.shape), piece.start, piece.stop)
+            self.parts[name] = local.to(dtype)
+        self._read_others(files)
+
+    def _read_others(self, files: FolderWeights) -> None:
+        """What is not sharded: whole."""
+        self.buffers = initialise(self._model, self._keep, self._recall, writes=False)
+        for name, param in self._model.named_parameters():
+            if name not in self._first and param.is_meta and files.find([name]) is not None:
+                shape = tuple(param.shape)
+                self.whole[name] = files.read([name], shape, 0, param.numel()).view(shape)
+        for name, buffer in self.buffers.items():
+            if files.find([name]) is not None:
+                shape = tuple(buffer.shape)
+                stored = files.read([name], shape, 0, buffer.numel())
+                self.buffers[name] = stored.view(shape).to(buffer.dtype)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep this rank's part of a whole tensor."""
+        first = self._first.get(name)
+        if first is None:
+            self.whole[name] = tensor.clone()
+            return
+        home = self._homes[first]
+        local = tensor.reshape(-1)[home.piece.start : home.piece.stop]
+        self.parts[first] = local.to(torch_dtype(home.group.dtypes.master), copy=True)
+
+    def _recall(self, name: str) -> torch.Tensor:
+        """Put a tensor together again. A collective."""
+        first = self._first.get(name)
+        if first is None:
+            return self.whole[name]
+        home = self._homes[first]
+        layout, piece = home.group.layout, home.piece
+        full = torch.zeros(
+            layout.numel, dtype=torch_dtype(home.group.dtypes.master), device=self._device
+        )
+        own = full.chunk(layout.num_parts)[home.part]
+        own[piece.offset : piece.offset + piece.numel].copy_(self.parts[first])
+        self._transports[home.unit.mesh].fetch([full]).wait()
+        place = next(p for p in layout.placements if p.name == first)
+        tensor = full[place.offset : place.stop].to("cpu", copy=True)
+        return tensor.to(self._model.get_parameter(name).dtype)
+
+
+def place_others(model: nn.Module, values: InitialValues, device: torch.device) -> None:
+    """Give buffers and parameters that are left out of sharding their values.
+
+    Raises:
+        ConfigError: Something is still on meta.
+    """
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta and name in values.buffers:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._buffers[leaf] = values.buffers[name].to(device)
+    for name, value in values.whole.items():
+        param = model.get_parameter(name)
+        if param.is_meta:
+            real = nn.Parameter(value.to(device), requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, real)
+    tensors: Sequence[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(),
+        *model.named_buffers(),
+    ]
+    left = [name for name, tensor in tensors if tensor.is_meta]
+    if left:
+        others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConfigError(
+            f"{left[0]}{others}: expected a value from the model's own initialisation or from "
+            "weights; there is none, and it would stay on meta. Build the model on the CPU."
+        )

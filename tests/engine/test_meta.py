@@ -1,0 +1,224 @@
+"""A model on meta gets the values that it has unsharded, on any number of ranks."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import ConfigError, UnsupportedModelError
+from support.parity import whole_params
+
+COMMON = {"hidden_size": 32, "vocab_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+KINDS = {
+    "llama": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
+    "qwen3_moe": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mamba": {"state_size": 4, "bos_token_id": 1, "eos_token_id": 1},
+    "bert": {"intermediate_size": 48, "is_decoder": True},
+    "vit": {"intermediate_size": 48, "image_size": 16, "patch_size": 8},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+}
+
+
+def make(kind):
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **KINDS[kind]})
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        auto = transformers.AutoModel
+    return auto.from_config(config)
+
+
+def seeded(build, *args):
+    torch.manual_seed(3)
+    return build(*args)
+
+
+def assert_equal_to(model, whole, buffers=True):
+    found = whole_params(model)
+    wanted = dict(whole.named_parameters())
+    assert found.keys() == wanted.keys()
+    wrong = [name for name in wanted if not torch.equal(found[name], wanted[name].detach())]
+    assert not wrong, wrong
+    if buffers:
+        theirs = dict(whole.named_buffers())
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, theirs[name]), name
+
+
+def check_initialised(kind):
+    whole = seeded(make, kind)
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = make(kind)
+    ids = {name: id(param) for name, param in model.named_parameters()}
+    fs.shard(model, poison=True)
+    assert {name: id(param) for name, param in model.named_parameters()} == ids
+    assert_equal_to(model, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hugging_face_models_are_initialised_as_unsharded(ranks, kind):
+    ranks(2)(check_initialised, kind)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_number_of_ranks_initialises_the_same_weights(ranks, world_size):
+    ranks(world_size)(check_initialised, "llama")
+
+
+class Own(nn.Module):
+    """A module of one's own, whose parts initialise themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        hidden, _ = self.attention(hidden, hidden, hidden)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return self.norm(hidden.mean(0))
+
+
+class Custom(nn.Module):
+    """A module whose `init_weights` initialises all of it, a part by another part's values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.empty(6))
+        self.init_weights()
+
+    def init_weights(self):
+        for param in self.parameters():
+            nn.init.normal_(param)
+        with torch.no_grad():
+            self.second.weight.copy_(self.first.weight.t() @ self.first.weight)
+            self.first.weight[2].zero_()
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.scale
+
+
+def check_own(build):
+    whole = seeded(build)
+    if hasattr(whole, "init_weights"):  # alone, as after model.to_empty(), without constructors
+        seeded(whole.init_weights)
+    with torch.device("meta"):
+        model = build()
+    torch.manual_seed(3)
+    fs.shard(model)
+    assert_equal_to(model, whole)
+
+
+@pytest.mark.parametrize("build", [Own, Custom])
+def test_modules_of_ones_own_are_initialised_as_unsharded(ranks, build):
+    ranks(2)(check_own, build)
+
+
+class Forgotten(nn.Module):
+    """Nothing initialises `scale`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.empty(4))
+
+
+def test_what_is_left_uninitialised_is_named():
+    with torch.device("meta"):
+        model = Forgotten()
+    with pytest.raises(UnsupportedModelError, match="scale: expected a model on meta"):
+        fs.shard(model)
+
+
+def test_a_weak_reference_to_a_parameter_on_meta_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    reference = weakref.ref(model.weight)
+    with pytest.raises(UnsupportedModelError, match="weight: .*weak reference"):
+        fs.shard(model)
+    assert reference() is model.weight
+
+
+def check_read(folder, strategy):
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(whole.config)
+    torch.manual_seed(dist.get_rank())  # reading draws nothing
+    fs.shard(model, weights=folder, strategy=strategy)
+    assert_equal_to(model, whole)
+    ids = torch.arange(10).reshape(2, 5)
+    theirs = whole.train()(input_ids=ids, labels=ids).loss
+    ours = model.train()(input_ids=ids, labels=ids).loss
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_is_read_by_the_ranges_of_each_rank(ranks, tmp_path, strategy, tied):
+    config = transformers.AutoConfig.for_model(
+        "llama", **COMMON, **KINDS["llama"], tie_word_embeddings=tied
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")  # several files and an index
+    ranks(2)(check_read, str(tmp_path), strategy)
+
+
+def meta_llama():
+    config = transformers.AutoConfig.for_model("llama", **COMMON, **KINDS["llama"])
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"weights: expected a folder .* none of these"):
+        fs.shard(meta_llama(), weights=tmp_path)
+    with pytest.raises(ConfigError, match="no such folder"):
+        fs.shard(meta_llama(), weights=tmp_path / "nowhere")
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"it lacks model.embed_tokens.weight and \d+ more"):
+        fs.shard(meta_llama(), weights=tmp_path)
+
+
+def test_weights_for_a_model_that_has_values_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="weights: expected a model on meta"):
+        fs.shard(nn.Linear(3, 3), weights=tmp_path)
+
+
+def check_seeds():
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="the same random state on every rank"):
+        fs.shard(model)
+    with pytest.raises(ConfigError, match="weight and 1 more: expected the same weights"):
+        fs.shard(nn.Linear(4, 4))
+    return True
+
+
+def test_ranks_of_different_seeds_are_refused(ranks):
+    assert ranks(2)(check_seeds) == [True, True]
