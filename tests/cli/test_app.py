@@ -82,22 +82,19 @@ def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
     [
         (
             ["tran"],
-            "command: expected one of train, generate, plan, bench; got 'tran'. "
-            "Did you mean 'train'?",
+            f"command: expected one of {', '.join(COMMANDS)}; got 'tran'. Did you mean 'train'?",
         ),
         (
             ["sftt"],
-            "command: expected one of train, generate, plan, bench; got 'sftt'. "
-            "Did you mean 'sft'?",
+            f"command: expected one of {', '.join(COMMANDS)}; got 'sftt'. Did you mean 'sft'?",
         ),
         (
             ["xyzzy"],
-            "command: expected one of train, generate, plan, bench; got 'xyzzy'. "
-            "See `fullshard --help`.",
+            f"command: expected one of {', '.join(COMMANDS)}; got 'xyzzy'. See `fullshard --help`.",
         ),
         (
-            ["doctor"],
-            "command: expected one of train, generate, plan, bench; got 'doctor', "
+            ["report"],
+            f"command: expected one of {', '.join(COMMANDS)}; got 'report', "
             "which is part of the design and not yet built.",
         ),
         (

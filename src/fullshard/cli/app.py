@@ -20,9 +20,9 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.errors import ConfigError
 
-COMMANDS = ("train", "generate", "plan", "verify", "bench")
+COMMANDS = ("train", "generate", "plan", "verify", "bench", "launch")
 # In the contract and not built yet.
-LATER = ("sft", "distill", "launch", "ckpt", "config", "doctor", "report")
+LATER = ("sft", "distill", "ckpt", "config", "doctor", "report")
 # Typer's own options for a program of its own, which a command is not.
 _COMPLETION = ("install_completion", "show_completion")
 
@@ -105,13 +105,21 @@ def run(words: Sequence[str]) -> int:
     Returns:
         The exit code (see fullshard.launch.exit_codes).
     """
-    as_json = "--json" in words
+    as_json = "--json" in _own_words(words)
     _install_logging()
     with quiet_stdout(as_json) as stdout:
         outcome = invoke(words)
         if as_json and outcome.result is not None:
             write_json(outcome.result, stdout)
     return outcome.exit_code
+
+
+def _own_words(words: Sequence[str]) -> Sequence[str]:
+    """What stands behind the script of `launch` is the script's."""
+    if words[:1] != ["launch"]:
+        return words
+    ends = (i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module"))
+    return words[: next(ends, len(words))]
 
 
 def invoke(words: Sequence[str]) -> Outcome:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
+from fullshard.cli.words import DryRunFlag, JsonFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
@@ -35,13 +35,15 @@ def step(  # noqa: PLR0913  (one parameter an option)
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps of every engine.")] = 11,
     memory: Annotated[bool, typer.Option(help="Also run each engine alone for its memory.")] = True,
-    wait: Annotated[bool, typer.Option(help="Wait up to ten minutes for idle neighbours.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 1800.0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for step.json and step.md.", file_okay=False)
     ] = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-    dry_run: Annotated[bool, typer.Option(help="Say what would run, and run nothing.")] = False,
+    dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Time a training step of ours, FSDP2, FSDP1 and DDP, in turn in one process group."""
     from fullshard.bench import cases
@@ -99,7 +101,9 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
 
 
 def _register_not_yet(name: str) -> None:
-    @app.command(name, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name, context_settings=settings, hidden=True)
     def refuse() -> None:
         """Not yet."""
         from fullshard.errors import ConfigError

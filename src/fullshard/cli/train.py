@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.cli.words import OPEN_WORDS, ConfigFlag, DryRunFlag, JsonFlag, Words, load
 from fullshard.errors import ConfigError, FullshardError
 
 if TYPE_CHECKING:
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Train a causal language model on text.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 
 COMMAND = "train"
+FLAGS = ("--config", "--dry-run", "--json", "--resume")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=OPEN_WORDS)
 def train(
-    context: typer.Context,
+    words: Words = None,
+    config: ConfigFlag = None,
     resume: Annotated[str, typer.Option(help="never, auto or a checkpoint's path.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,  # noqa: ARG001  read by cli.app
-    dry_run: Annotated[bool, typer.Option(help="Check everything, show the plan, stop.")] = False,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
+    dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """[CONFIG.yaml] [KEY=VALUE ...]: trains; without a file, the main job.
+    """Train a model; without a configuration file, the main job.
 
     The main job trains a small Llama on the text of Python's language reference, on two local
-    ranks, in two or three minutes. --NAME VALUE is training.NAME=VALUE.
+    ranks, in two or three minutes. --NAME VALUE is training.NAME=VALUE; torchrun's flags may stand
+    behind `--`: fullshard train CONFIG -- --nproc-per-node 4.
     """
     from fullshard.config.environment import read_launch_environment
     from fullshard.train import start
@@ -44,7 +46,8 @@ def train(
             "supported. Leave it out."
         )
     launch = read_launch_environment()
-    resolved = _resolve(context.args, launch)
+    resolved = load(words, config, flags=FLAGS)
+    resolved.check_supported(launch=launch)
     world_size = start.world_size_of(resolved, launch)
     if launch is not None and not dry_run:
         return _be_a_rank(resolved, launch)
@@ -56,19 +59,6 @@ def train(
         print(f"the older run in {folder.path} is now in {moved}")
     local, result = start.start_ranks(folder, world_size, resolved.config.launch.timeout)
     return launch_outcome(local, result, run_dir=folder.path, **folder.read_record())
-
-
-def _resolve(words: list[str], launch: LaunchEnvironment | None) -> Resolved:
-    """The configuration that a command line means."""
-    from fullshard.config.load import load_config
-    from fullshard.config.overrides import overrides_from_args
-
-    path = None
-    if words and not words[0].startswith("-") and ("=" not in words[0] or Path(words[0]).exists()):
-        path, words = Path(words[0]), words[1:]
-    resolved = load_config(path, overrides_from_args(words))
-    resolved.check_supported(launch=launch)
-    return resolved
 
 
 def _be_a_rank(resolved: Resolved, launch: LaunchEnvironment) -> Outcome:

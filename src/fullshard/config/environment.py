@@ -1,7 +1,8 @@
 """The one reader of os.environ: how this process was launched, and what surrounds it.
 
     ours       FULLSHARD_RANK ...  a rank that fullshard started itself
-    torchrun   RANK, WORLD_SIZE .. also mpirun wrappers and anything else that sets torch's names
+    torchrun   RANK, WORLD_SIZE .. also accelerate launch and whatever else sets torch's names
+    mpi        OMPI_COMM_WORLD_RANK, PMI_RANK ...     mpirun; under SLURM it starts its own daemons
     slurm      SLURM_PROCID ...    a task of a job step of several tasks (srun)
 
 The first complete set wins, in this order: a rank of ours never mistakes the variables of the job
@@ -26,6 +27,7 @@ class Launcher(StrEnum):
 
     FULLSHARD = "fullshard"
     TORCHRUN = "torchrun"
+    MPI = "mpirun"
     SLURM = "slurm"
 
 
@@ -112,6 +114,18 @@ class HostEnvironment:
 
 OURS = "FULLSHARD_"
 
+# Rank, size, local rank, local size, what names the job: Open MPI; MPICH and Intel MPI (Hydra).
+_MPI = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "PMIX_NAMESPACE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_JOBID"),
+)
+
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 
 
@@ -131,6 +145,9 @@ def read_launch_environment(
         return _read_ours(reader)
     if reader.has_any("RANK", "WORLD_SIZE"):
         return _read_torchrun(reader)
+    for names in _MPI:
+        if reader.has_any(names[0]) and reader.has_any(names[2]):
+            return _read_mpi(reader, names)
     if reader.has_any("SLURM_STEP_ID") and reader.has_any("SLURM_PROCID"):
         return _read_slurm(reader)
     return None
@@ -248,6 +265,29 @@ def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
             timeout_s=reader.number(OURS + "TIMEOUT"),
         ),
         "",
+    )
+
+
+def _read_mpi(reader: _Variables, names: tuple[str, ...]) -> LaunchEnvironment | None:
+    """A process of mpirun. One alone launches nothing, as under srun."""
+    rank, world_size = _rank_of(reader, *names[:2])
+    local_rank, local_world_size = _rank_of(reader, *names[2:4])
+    if world_size == 1:
+        return None
+    return _check_local(
+        LaunchEnvironment(
+            launcher=Launcher.MPI,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master_addr=reader.text("MASTER_ADDR") or None,
+            master_port=reader.integer("MASTER_PORT", at_least=1),
+            run_dir=reader.path(OURS + "RUN_DIR"),
+            run_id=reader.text(names[4]),
+            timeout_s=reader.number(OURS + "TIMEOUT"),
+        ),
+        names[2].removesuffix("LOCAL_RANK").removesuffix("LOCALRANKID"),
     )
 
 

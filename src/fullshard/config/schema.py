@@ -74,7 +74,14 @@ class DataConfig(Section):
 class LaunchConfig(Section):
     """The processes, under the names of Accelerate."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"ddp_timeout": "timeout"}
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "ddp_timeout": "timeout",
+        "nproc_per_node": "num_processes",  # torchrun's flags, of one machine
+        "nnodes": "num_machines",
+        "node_rank": "machine_rank",
+        "master_addr": "main_process_ip",
+        "master_port": "main_process_port",
+    }
 
     num_processes: Count | None = None
     """Ranks on all machines together. None: one an accelerator that is visible, else 2."""

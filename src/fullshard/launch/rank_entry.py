@@ -2,8 +2,9 @@
 
     python -m fullshard.launch.rank_entry PARENT_PID MODULE [ARGUMENT ...]
 
-is how our launcher starts a rank: it runs MODULE as `python -m MODULE` would. `run_rank(main)` is
-the same frame for a module's own `if __name__ == "__main__"`, and does nothing twice.
+is how our launcher starts a rank: it runs MODULE as `python -m MODULE` would, and what ends in .py
+as a script. `run_rank(main)` is the same frame for a module's own `if __name__ == "__main__"`, and
+does nothing twice.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -51,6 +54,9 @@ def run_rank(main: Callable[[], None]) -> None:
     rank = 0 if launch is None else launch.rank
     folder = LaunchFolder.of(launch)
     _install_logging(launch)
+    if rank != 0 and folder is None:  # nobody keeps its output apart: rank 0 warns for all
+        warnings.simplefilter("ignore")
+        logging.getLogger("fullshard").setLevel(logging.ERROR)
     try:
         with _sigterm_raises(folder):
             main()
@@ -170,6 +176,10 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
 
 
 def _run_module(module: str) -> None:
+    if module.endswith(".py"):
+        sys.path[0] = str(Path(module).resolve().parent)
+        runpy.run_path(module, run_name="__main__")
+        return
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -2,7 +2,8 @@
 
 our launcher   env://                                      the launcher's store
 torchrun       env://                                      the agent's store
-srun           TCPStore at MASTER_ADDR:MASTER_PORT         rank 0 serves it
+srun, mpirun   TCPStore at MASTER_ADDR:MASTER_PORT         rank 0 serves it
+               on one machine without MASTER_PORT          rank 0 takes a free port, tells by file
 nobody         no group at all                             one rank; fullshard needs none
 
 The watchdog meets the other ranks at the same store, by a connection of its own.
@@ -10,12 +11,18 @@ The watchdog meets the other ranks at the same store, by a connection of its own
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
+import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, HangError
+from fullshard.launch.store import LOOPBACK, LaunchStore
 from fullshard.observe import watchdog
 from fullshard.observe.watchdog import Seat
 
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
+_SERVED: list[LaunchStore] = []  # by this process, as rank 0 of others' launch; until its end
 TIMEOUT_MARGIN_S = 60.0  # torch's error would end a rank before all have told where they are
 
 
@@ -51,9 +59,12 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
     place: dict[str, Any] = {}
     if launch.launcher not in (Launcher.FULLSHARD, Launcher.TORCHRUN):
+        launch = _with_port(launch, timeout)
         store = _store(launch, timeout)
         place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
+    if launch.rank == 0 and _SERVED:
+        _port_file(launch).unlink(missing_ok=True)  # all have met
     seat = Seat.of(launch, timeout_s, run_dir)
     if seat is not None:
         watchdog.start(seat)
@@ -67,17 +78,49 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironment:
+    """With the port of rank 0's store, where all ranks are here and nobody chose one.
+
+    Raises:
+        ConfigError: Ranks of several machines must be told where to meet.
+    """
+    if launch.master_addr is not None and launch.master_port is not None:
+        return launch
+    if launch.world_size > launch.local_world_size or launch.run_id is None:
+        raise ConfigError(
+            f"MASTER_PORT: expected a free port on {launch.master_addr or 'the first host'} under "
+            f"{launch.launcher}, got nothing. Set MASTER_ADDR and MASTER_PORT to the same values "
+            "for all ranks."
+        )
+    file = _port_file(launch)
+    if launch.rank == 0:
+        meeting = LaunchStore()
+        meeting.serve()
+        _SERVED.append(meeting)
+        partial = file.with_suffix(".partial")
+        partial.write_text(str(meeting.port))
+        partial.replace(file)
+        return replace(launch, master_addr=LOOPBACK, master_port=meeting.port)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not (file.is_file() and file.stat().st_uid == os.getuid()):
+        if time.monotonic() > deadline:
+            raise HangError(f"rendezvous: expected rank 0 to write {file}; it did not.")
+        time.sleep(0.05)
+    return replace(launch, master_addr=LOOPBACK, master_port=int(file.read_text()))
+
+
+def _port_file(launch: LaunchEnvironment) -> Path:
+    name = hashlib.sha256(str(launch.run_id).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"fullshard-{os.getuid()}-{name}.port"
+
+
 def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
     from torch._C._distributed_c10d import TCPStore
 
-    if launch.master_addr is None or launch.master_port is None:
-        raise ConfigError(
-            f"MASTER_PORT: expected a free port on {launch.master_addr or 'the first host'} under "
-            f"{launch.launcher}, got nothing. Set MASTER_PORT to the same number for all ranks."
-        )
-    return TCPStore(
-        launch.master_addr, launch.master_port, launch.world_size, launch.rank == 0, timeout
-    )
+    assert launch.master_addr is not None
+    assert launch.master_port is not None
+    serves = launch.rank == 0 and not _SERVED
+    return TCPStore(launch.master_addr, launch.master_port, launch.world_size, serves, timeout)
 
 
 def _cuda_device(launch: LaunchEnvironment) -> torch.device:

@@ -30,7 +30,7 @@ from fullshard.errors import ConfigError
 from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.relay import Relay
 from fullshard.launch.signals import caught_stop_signals
-from fullshard.launch.store import LaunchStore
+from fullshard.launch.store import LOOPBACK, LaunchStore
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
 from fullshard.observe import watchdog
 
@@ -38,16 +38,35 @@ ENTRY = "fullshard.launch.rank_entry"
 
 
 @dataclass(frozen=True)
+class Machines:
+    """Which of several machines this is; a launcher runs on each of them.
+
+    Args:
+        count: how many, each with the same number of ranks.
+        index: this one, from 0.
+        address: of machine 0, whose launcher serves the store.
+        port: of the store; the same number on every machine, 0 only where there is one.
+    """
+
+    count: int = 1
+    index: int = 0
+    address: str = LOOPBACK
+    port: int = 0
+
+
+@dataclass(frozen=True)
 class LocalLaunch:
     """What to run on the ranks of this machine.
 
     Args:
-        module: run as `python -m module` on every rank.
+        module: run as `python -m module` on every rank; what ends in `.py` is run as a script.
         args: its arguments, the same for every rank.
-        num_processes: how many ranks.
+        num_processes: how many ranks on this machine.
         log_dir: `<run's folder>/logs`; made if missing, logs of an earlier launch are continued.
         timeout_s: for the whole run; None: it may take for ever.
         stuck_s: after which a rank that others wait for counts as stuck (`launch.timeout`).
+        machines: which of several this is.
+        attempt: how often the same was launched before.
     """
 
     module: str
@@ -56,6 +75,19 @@ class LocalLaunch:
     log_dir: Path
     timeout_s: float | None = None
     stuck_s: float = 600.0
+    machines: Machines = Machines()
+    attempt: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all machines."""
+        return self.num_processes * self.machines.count
+
+    @property
+    def ranks(self) -> range:
+        """Those of this machine."""
+        first = self.num_processes * self.machines.index
+        return range(first, first + self.num_processes)
 
     def log(self, rank: int) -> Path:
         """Where a rank's output is kept."""
@@ -91,10 +123,13 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             f"launch.num_processes: expected an integer >= 1, got {launch.num_processes}."
         )
     launch.log_dir.mkdir(parents=True, exist_ok=True)
+    (launch.log_dir / "hang.txt").unlink(missing_ok=True)
+    machines = launch.machines
+    store = LaunchStore(machines.address, machines.port, served_here=machines.index == 0)
     with _private_folder() as folder, caught_stop_signals() as caught:
-        relay = Relay(launch.log(0))
+        relay = Relay(launch.log(launch.ranks[0]))
         ranks: list[RankProcess] = []
-        store, run_id = LaunchStore(), uuid.uuid4().hex
+        run_id = uuid.uuid4().hex if machines.count == 1 else f"{store.host}:{store.port}"
         supervisor = Supervisor(
             ranks,
             folder,
@@ -103,7 +138,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             positions=partial(_positions, launch, store, run_id),
         )
         try:
-            for rank in range(launch.num_processes):
+            for rank in launch.ranks:
                 environment = _environment(launch, rank, folder, store, run_id)
                 ranks.append(_start(launch, environment, folder, relay))
             relay.start()
@@ -121,7 +156,7 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
     if cause is None:
         return
     lines = [
-        f"rank {cause.rank} of {launch.num_processes} failed (exit code {cause.exit_code}):",
+        f"rank {cause.rank} of {launch.world_size} failed (exit code {cause.exit_code}):",
         cause.text,
         f"Its log: {launch.log(cause.rank)}",
     ]
@@ -149,14 +184,15 @@ def _environment(
     return LaunchEnvironment(
         launcher=Launcher.FULLSHARD,
         rank=rank,
-        world_size=launch.num_processes,
-        local_rank=rank,
+        world_size=launch.world_size,
+        local_rank=rank - launch.ranks[0],
         local_world_size=launch.num_processes,
         master_addr=store.host,
         master_port=store.port,
         launch_dir=folder.path,
         run_dir=launch.log_dir.absolute().parent,
         run_id=run_id,
+        attempt=launch.attempt,
         timeout_s=launch.stuck_s,
     )
 
@@ -170,13 +206,16 @@ def _start(
     command = [sys.executable, "-u", "-m", ENTRY, str(os.getpid()), launch.module, *launch.args]
     # One thread a rank: more of them fight for the cores that the other ranks use.
     # gloo would bind to the address of the host's name, which may not resolve or be firewalled.
-    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback()}
+    defaults = {"OMP_NUM_THREADS": "1"}
+    if launch.machines.count == 1:
+        defaults["GLOO_SOCKET_IFNAME"] = _loopback()
+    first = environment.local_rank == 0
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=relay.stdout_fd if rank == 0 else file,
-            stderr=relay.stderr_fd if rank == 0 else file,
+            stdout=relay.stdout_fd if first else file,
+            stderr=relay.stderr_fd if first else file,
             env=defaults | current_variables() | environment.to_variables(),
             process_group=0,
         )
@@ -187,7 +226,8 @@ def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str
     """Where the ranks were when they last spoke; also left in the file that a hang leaves."""
     if store.store is None:
         return []
-    seen = watchdog.read_positions(store.store, f"{run_id}.0", launch.num_processes)
+    attempt = f"{run_id}.{launch.attempt}"
+    seen = watchdog.read_positions(store.store, attempt, launch.world_size)
     return watchdog.describe(seen)
 
 

@@ -21,28 +21,39 @@ class LaunchStore:
     Args:
         host: This machine's address; the loopback where all ranks are here.
         port: 0: any that is free.
+        served_here: False: another machine's launcher serves it, and here is nothing to do.
 
     Raises:
         ConfigError: The port is taken.
     """
 
-    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, served_here: bool = True) -> None:
         self.host = host
+        self.port = port
         self.store: Any = None
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket: socket.socket | None = None
+        if served_here:
+            self._socket = self._bind(host, port)
+            self.port = self._socket.getsockname()[1]
+
+    @staticmethod
+    def _bind(host: str, port: int) -> socket.socket:
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((host if host == LOOPBACK else "", port))
+            bound.bind((host if host == LOOPBACK else "", port))
         except OSError as error:
-            self._socket.close()
+            bound.close()
             raise ConfigError(
                 f"MASTER_PORT: expected a free port, got {port} ({error.strerror}). Take another."
             ) from error
-        self._socket.listen(_BACKLOG)
-        self.port: int = self._socket.getsockname()[1]
+        bound.listen(_BACKLOG)
+        return bound
 
     def serve(self) -> None:
         """Answer. Imports torch, which takes seconds: call it once the ranks have started."""
+        if self._socket is None:
+            return
         from torch._C._distributed_c10d import TCPStore
 
         self.store = TCPStore(
@@ -55,5 +66,6 @@ class LaunchStore:
 
     def close(self) -> None:
         """Free the port."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         self.store = None

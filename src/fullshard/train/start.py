@@ -16,13 +16,13 @@ from fullshard.errors import ConfigError, DataError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
+from fullshard.launch.topology import configured_topology
 from fullshard.observe.report import write_report
 from fullshard.planner.plan import Plan
 from fullshard.train.prepare import Prepared, plan_run, prepare
 from fullshard.train.run_folder import RunFolder, begin, check_output_dir
 
 RANK_MODULE = "fullshard.train.rank_main"
-DEFAULT_CPU_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
     """
     asked = resolved.config.launch.num_processes
     if launch is None:
-        return asked or _default_ranks()
+        return configured_topology(resolved.config.launch).world_size
     if asked is not None and asked != launch.world_size and _is_chosen(resolved):
         raise ConfigError(
             f"launch.num_processes: expected {launch.world_size}, the number of processes that "
@@ -116,10 +116,3 @@ def _is_chosen(resolved: Resolved) -> bool:
     """Whether a person wrote the number of processes; the main job's own is a suggestion."""
     origin = resolved.origins.get("launch.num_processes")
     return origin is not None and origin.file != MAIN_JOB
-
-
-def _default_ranks() -> int:
-    """A rank for each visible accelerator, else two."""
-    import torch
-
-    return torch.cuda.device_count() or DEFAULT_CPU_RANKS

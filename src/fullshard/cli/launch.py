@@ -1,0 +1,142 @@
+"""`fullshard launch`: any script on local ranks, with our supervision and hang reports."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.cli.words import DryRunFlag, JsonFlag
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fullshard.launch.spawn import LocalLaunch
+
+app = typer.Typer()
+
+# What the script gets of its own stands behind it, whatever it looks like.
+_OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+
+@app.command(context_settings=_OWN_WORDS_FIRST)
+def launch(  # noqa: PLR0913  (one parameter an option)
+    script: Annotated[str, typer.Argument(help="A Python file, or a module after -m.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after python -m.")
+    ] = False,
+    nproc_per_node: Annotated[
+        str,
+        typer.Option(
+            "--nproc-per-node", "--nproc_per_node", help="Ranks on this machine; auto, gpu or cpu."
+        ),
+    ] = "auto",
+    nnodes: Annotated[str, typer.Option(help="Machines; start this command on each.")] = "1",
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", "--node_rank", help="This machine's number, from 0.")
+    ] = 0,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", "--master_addr", help="Address of machine 0.")
+    ] = None,
+    master_port: Annotated[
+        int, typer.Option("--master-port", "--master_port", help="A free port there.")
+    ] = 0,
+    max_restarts: Annotated[
+        int,
+        typer.Option("--max-restarts", "--max_restarts", help="How often all ranks start again."),
+    ] = 0,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,  # noqa: ARG001  torchrun's, and always so here
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a rank that others wait for is stuck.")
+    ] = 600.0,
+    log_dir: Annotated[
+        Path, typer.Option("--log-dir", "--log_dir", help="Where each rank's output is kept.")
+    ] = Path("runs/launch/logs"),
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+    dry_run: DryRunFlag = False,
+) -> Outcome:
+    """Run SCRIPT on local ranks; torch.distributed.init_process_group() meets by itself.
+
+    One rank's error ends the others and is shown first; a dead or stuck rank is named, and so are
+    ranks that disagree, for scripts that call fullshard.shard with the unit they wait in.
+    """
+    from fullshard.launch.spawn import LocalLaunch, Machines
+
+    if not module and not script.endswith(".py"):
+        raise ConfigError(
+            f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
+        )
+    if not module and not Path(script).is_file():
+        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist.")
+    machines = Machines()
+    count = _machines(nnodes)
+    if count > 1:
+        if master_addr is None or not master_port:
+            raise ConfigError(
+                f"--master-addr, --master-port: expected both with --nnodes {count}, got one or "
+                "none. Name machine 0 and a free port there, the same on every machine."
+            )
+        machines = Machines(count, node_rank, master_addr, master_port)
+    elif master_port:
+        machines = Machines(port=master_port)
+    if not 0 <= node_rank < count:
+        raise ConfigError(f"--node-rank: expected 0 to {count - 1}, got {node_rank}.")
+    order = LocalLaunch(
+        script,
+        tuple(arguments or ()),
+        _ranks_here(nproc_per_node),
+        log_dir,
+        stuck_s=timeout,
+        machines=machines,
+    )
+    if dry_run:
+        ranks = f"ranks {order.ranks[0]} to {order.ranks[-1]} of {order.world_size}"
+        print(f"would run {shlex.join([script, *order.args])} as {ranks}, logs in {log_dir}")
+        return Outcome({"num_processes": order.num_processes, "log_dir": log_dir})
+    return _run(order, max_restarts)
+
+
+def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
+    """Launch, and again after a failure as often as is allowed."""
+    from dataclasses import replace
+
+    from fullshard.launch.spawn import launch_local_ranks, print_failure
+
+    for rank in order.ranks:
+        order.log(rank).unlink(missing_ok=True)  # of an earlier launch
+    while True:
+        result = launch_local_ranks(order)
+        if result.failure is None or order.attempt >= max_restarts:
+            facts = {"num_processes": order.num_processes, "log_dir": order.log_dir}
+            return launch_outcome(order, result, **facts, restarts=order.attempt)
+        print_failure(order, result)
+        order = replace(order, attempt=order.attempt + 1)
+        print(f"starting again: {order.attempt} of {max_restarts}")
+
+
+def _machines(text: str) -> int:
+    """`2`; torchrun's `1:4` changes the number of ranks during the run, which nothing here can."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--nnodes: expected an integer >= 1, got '{text}'.")
+    return int(text)
+
+
+def _ranks_here(text: str) -> int:
+    """`4`, or torchrun's words."""
+    from fullshard.launch.topology import DEFAULT_PROCESSES, num_visible_accelerators
+
+    match text:
+        case "auto":
+            return num_visible_accelerators() or DEFAULT_PROCESSES
+        case "gpu":
+            return num_visible_accelerators()
+        case "cpu":
+            import os
+
+            return os.cpu_count() or 1
+    if not text.isdecimal():
+        raise ConfigError(f"--nproc-per-node: expected a number, auto, gpu or cpu, got '{text}'.")
+    return int(text)
