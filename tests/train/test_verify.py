@@ -1,0 +1,164 @@
+"""`fullshard verify` as a command: what it shrinks, compares, prints and ends with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fullshard.config.load import load_config
+from fullshard.train import verify
+from fullshard.train.verify_compare import _number_error, _tensor_error
+from fullshard.train.verify_faults import Fault
+
+MODEL = (
+    "model={config: {model_type: qwen2, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "
+    "num_hidden_layers: 9, num_attention_heads: 6, num_key_value_heads: 2, "
+    "tie_word_embeddings: true}}"
+)
+ROWS = ("loss", "gradient norm", "gradients", "updated parameters", "saved state")
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "verify.yaml"
+    file.write_text(
+        "model:\n  config: {model_type: qwen2, vocab_size: 500, hidden_size: 96, "
+        "intermediate_size: 200,\n    num_hidden_layers: 9, num_attention_heads: 6, "
+        "num_key_value_heads: 2, tie_word_embeddings: true}\n"
+        "sharding: {strategy: shard_grad_op, param_dtype: bf16}\n"
+        "training: {gradient_accumulation_steps: 4}\n"
+        "freeze: ['model.layers.8.mlp.*']\n"
+    )
+    return file
+
+
+def test_sound_sharding_is_equal_in_float64_and_in_its_own_dtype(fullshard, config):
+    done = fullshard("verify", config, "sharding.grad_sync=last_micro_batch", "--json")
+    assert done.exit_code == 0, done.err
+    result = json.loads(done.out)
+    assert (result["equal"], result["verdict"], result["injected"]) == (True, "equal", None)
+    assert (result["model"], result["strategy"]) == ("Qwen2ForCausalLM", "shard_grad_op")
+    assert (result["world_size"], result["mesh"]) == (2, {"replicate": 1, "shard": 2})
+    rows = result["rows"]
+    assert [row["name"] for row in rows] == [*ROWS, "step after loading"] * 2
+    assert [row["dtype"] for row in rows] == ["float64"] * 6 + ["bfloat16"] * 6
+    assert all(row["equal"] and row["where"] for row in rows)
+    assert max(row["worst_error"] for row in rows[:6]) < 1e-11
+    assert 0 < max(row["worst_error"] for row in rows[6:]) < 0.1
+    shrunk = {change["key"]: (change["was"], change["now"]) for change in result["shrunk"]}
+    assert shrunk["num_hidden_layers"] == (9, 4)
+    assert shrunk["vocab_size"] == (500, 96)
+    assert "EQUAL  Qwen2ForCausalLM under shard_grad_op on 2 ranks" in done.err
+
+
+def test_fault_ends_with_code_8_and_is_named(fullshard):
+    done = fullshard("verify", MODEL, "--inject", "lost_tie")
+    assert done.exit_code == 8, done.err
+    assert "NOT EQUAL  Qwen2ForCausalLM under full_shard on 2 ranks. A tie is lost" in done.out
+    assert "DIFFERS" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [None, *Fault])
+def test_mesh_of_two_axes_is_checked_on_four_ranks(fullshard, config, fault):
+    words = ("strategy=hybrid_shard", "param_dtype=null", "--json")
+    done = fullshard("verify", config, *words, *(("--inject", fault) if fault else ()))
+    assert done.exit_code == (8 if fault else 0), done.err
+    result = json.loads(done.out)
+    assert result["mesh"] == {"replicate": 2, "shard": 2}
+    assert result["verdict"] == (fault or "equal")
+
+
+def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config):
+    done = fullshard("verify", config, "--dry-run", "--inject", "repeated_data", "--json")
+    assert done.exit_code == 0, done.err
+    result = json.loads(done.out)
+    assert result["injected"] == "repeated_data"
+    assert result["dtypes"] == ["float64", "bfloat16"]
+    assert "rows" not in result
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--inject", "skiped_reduction"], "Did you mean 'skipped_reduction'?"),
+        (
+            ["--inject", "stale_slot", "strategy=no_shard"],
+            "--inject: expected a sharded strategy for stale_slot, got 'no_shard'",
+        ),
+        (["--dryrun"], "Did you mean '--dry-run'?"),
+        (["freeze=[modell.*]"], "freeze: expected globs of parameter names, got 'modell.*'"),
+        (["sharding.wrap=[LlamaDecoderLayer]"], "LlamaDecoderLayer"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error_of_the_configuration(
+    fullshard, config, words, expected
+):
+    done = fullshard("verify", config, *words)
+    assert done.exit_code == 2
+    assert expected in done.err
+
+
+def test_reference_imports_nothing_of_fullshard(tmp_path):
+    resolved = load_config(None, [MODEL])
+    verify.write(verify.prepare(resolved.config, None), tmp_path)
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], "
+        "run_name='__main__'); print([m for m in sys.modules if m.split('.')[0] == 'fullshard'])"
+    )
+    command = [sys.executable, "-P", "-c", code, str(verify.REFERENCE), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    numbers = json.loads((tmp_path / "float64" / "reference.json").read_text())
+    assert numbers["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
+    assert len(numbers["norm"]) == 4
+
+
+def test_sharding_is_fitted_to_local_ranks():
+    def mesh_of(*words):
+        plan = verify.prepare(load_config(None, [MODEL, *words]).config, None).plan
+        return plan.mesh.replicate, plan.mesh.shard
+
+    assert mesh_of("launch.num_processes=64") == (1, 2)
+    assert mesh_of("launch.num_processes=3") == (1, 3)
+    assert mesh_of("strategy=no_shard") == (2, 1)
+    assert mesh_of("strategy=hybrid_shard") == (2, 2)
+    assert mesh_of("strategy=hybrid_shard", "sharding.replicate=1") == (1, 4)
+    assert mesh_of("launch.num_processes=16", "sharding.shard=8") == (2, 2)
+
+
+def test_frozen_and_ignored_parameters_are_not_trained(config):
+    words = ["freeze=[model.layers.8.mlp.*]", "sharding.ignore=[model.norm]"]
+    prepared = verify.prepare(load_config(config, words).config, None)
+    assert [name.removeprefix("model.layers.3.mlp.") for name in prepared.job.frozen] == [
+        "gate_proj.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+        "model.norm.weight",
+    ]
+    assert prepared.notes == (
+        "Ignored parameters are frozen: their gradients are each rank's own affair.",
+    )
+
+
+def test_units_are_chosen_as_at_full_width():
+    large = "{model_type: llama, hidden_size: 256, intermediate_size: 640, num_attention_heads: 4, "
+    ends = load_config(None, [f"model={{config: {large} vocab_size: 32000}}}}"])
+    small = load_config(None, [f"model={{config: {large} vocab_size: 600}}}}"])
+    units = [verify.prepare(resolved.config, None).plan.units for resolved in (ends, small)]
+    assert "model.embed_tokens" in {unit.name for unit in units[0]}
+    assert "model.embed_tokens" not in {unit.name for unit in units[1]}
+
+
+def test_errors_of_what_is_no_number_or_missing_are_infinite():
+    nan, one = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 1.0])
+    assert _number_error(float("nan"), 1.0) == float("inf")
+    assert _tensor_error(nan, one, 1.0) == float("inf")
+    assert _tensor_error(None, one, 1.0) == float("inf")
+    assert _tensor_error(one[:1], one, 1.0) == float("inf")
+    assert _tensor_error(one + 1, one, 2.0) == 0.5
