@@ -45,8 +45,8 @@ def render_tree(plan: Plan) -> str:
 
 
 def _likeness(unit: UnitPlan) -> tuple[object, ...]:
-    shapes = tuple(tuple(p.shape for p in g.layout.placements) for g in unit.groups)
-    return unit.kind, unit.role, unit.parent, shapes
+    groups = tuple((g.trainable, *(p.shape for p in g.layout.placements)) for g in unit.groups)
+    return unit.kind, unit.role, unit.parent, groups
 
 
 def _unit_line(run: list[UnitPlan]) -> str:

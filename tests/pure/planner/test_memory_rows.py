@@ -1,0 +1,170 @@
+"""The memory table against formulas, bounded from both sides; and a plan as people read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fullshard as fs
+
+ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2}
+ALIGNMENT = 64
+ADAM = 2
+
+
+class Model(nn.Module):
+    """Blocks of one size, and a smaller root."""
+
+    def __init__(self, num_blocks: int, width: int, *, frozen: int = 0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, 3)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
+        self.register_buffer("steps", nn.Linear(2, 8).weight.detach())
+        for block in self.blocks[:frozen]:
+            block.requires_grad_(requires_grad=False)
+
+
+def rows_of(model: nn.Module, **fields: Any) -> tuple[Any, dict[str, int]]:
+    plan = fs.plan(model, **fields)
+    return plan, {str(row["name"]): int(row["bytes"]) for row in plan.rows()}
+
+
+def padded(params: list[nn.Parameter], parts: int) -> tuple[int, int]:
+    """The least and the most elements that one unit's buffer can have."""
+    exact = sum(p.numel() for p in params)
+    return exact, exact + (ALIGNMENT - 1) * len(params) + ALIGNMENT * parts
+
+
+@given(
+    num_blocks=st.integers(2, 6),
+    width=st.integers(3, 40),
+    frozen=st.integers(0, 2),
+    world_size=st.sampled_from([1, 2, 3, 8, 64]),
+    strategy=st.sampled_from(["full_shard", "shard_grad_op", "no_shard"]),
+    depths=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    dtypes=st.sampled_from([("fp32", "fp32", "fp32"), ("fp32", "bf16", "fp32"),
+                            ("fp32", "bf16", "bf16"), ("fp64", "fp64", "fp64")]),
+)  # fmt: skip
+def test_every_row_lies_between_its_formula_and_the_formula_with_padding(
+    num_blocks: int,
+    width: int,
+    frozen: int,
+    world_size: int,
+    strategy: str,
+    depths: tuple[int, int],
+    dtypes: tuple[str, str, str],
+) -> None:
+    model = Model(num_blocks, width, frozen=frozen)
+    master, compute, reduce = (ITEMSIZE[name] for name in dtypes)
+    _, rows = rows_of(
+        model,
+        world_size=world_size,
+        strategy=strategy,
+        forward_prefetch=depths[0],
+        backward_prefetch=depths[1],
+        master_dtype=dtypes[0],
+        param_dtype=dtypes[1],
+        reduce_dtype=dtypes[2],
+        wrap=["Linear"],
+    )
+    parts = 1 if strategy == "no_shard" else world_size
+    units = [list(module.parameters()) for module in (model.stem, *model.blocks)]
+    trained = [unit for unit in units if unit[0].requires_grad]
+    sizes = {name: [padded(u, parts) for u in of] for name, of in (("", units), ("t", trained))}
+
+    def bounds(which: str, itemsize: int) -> tuple[float, float]:
+        low, high = (sum(size[k] for size in sizes[which]) for k in (0, 1))
+        return itemsize * low / parts, itemsize * high / parts
+
+    def assert_within(name: str, low: float, high: float) -> None:
+        assert low <= rows[name] <= high, (name, low, rows[name], high)
+
+    assert_within("parameter shards", *bounds("", master))
+    assert_within("gradient shards", *bounds("t", master))
+    assert rows["optimizer (AdamW)"] == ADAM * rows["gradient shards"]
+    assert rows["buffers"] == 16 * 4
+    block = padded(units[1], parts)
+    if parts == 1 and compute == master:
+        assert rows["slots"] == 0
+    else:
+        whole = strategy != "full_shard"
+        ring = num_blocks if whole else min(num_blocks, max(depths) + 1)
+        most = (ring + 1) * block[1]  # the stem has a slot of its own, or one more of the ring
+        assert_within("slots", compute * ring * block[0], compute * most)
+    if not trained:
+        assert rows["gradient slots"] == 0
+    else:
+        least, most = (max(size[k] for size in sizes["t"]) for k in (0, 1))
+        assert_within("gradient slots", reduce * least, reduce * 4 * most)  # two rings of two
+
+
+@given(world_size=st.integers(1, 70), strategy=st.sampled_from(["full_shard", "shard_grad_op"]))
+def test_sharded_state_falls_with_the_number_of_ranks(world_size: int, strategy: str) -> None:
+    model = Model(3, 40)
+    _, one = rows_of(model, world_size=1, strategy=strategy)
+    _, many = rows_of(model, world_size=world_size, strategy=strategy)
+    for name in ("parameter shards", "gradient shards", "optimizer (AdamW)"):
+        slack = 8 * ALIGNMENT * len(list(model.parameters()))
+        assert one[name] / world_size <= many[name] + slack
+        assert many[name] <= one[name] / world_size + slack
+
+
+@pytest.mark.parametrize(
+    ("transport", "strategy", "peers"),
+    [
+        ("direct", "full_shard", 3),  # a part from each peer, for the one reduction under way
+        ("c10d", "full_shard", 1),
+        ("c10d", "no_shard", 0),
+    ],
+)
+def test_receive_buffers_are_parts_of_the_units_that_are_reduced_at_once(
+    transport: str, strategy: str, peers: int
+) -> None:
+    model = Model(5, 32)
+    plan, rows = rows_of(
+        model, world_size=4, transport=transport, strategy=strategy, wrap=["Linear"]
+    )
+    part = max(g.layout.part_numel for u in plan.units for g in u.groups)
+    assert 4 * peers * part <= rows["communication buffers"] <= 2 * 4 * peers * part
+
+
+def test_peak_is_the_sum_of_the_rows() -> None:
+    plan, rows = rows_of(Model(3, 32), world_size=2)
+    assert plan.peak_bytes == {"device": sum(rows.values()), "host": 0, "disk": 0}
+
+
+# ---- the tree ------------------------------------------------------------------------------------
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "model"),
+    [
+        ({"world_size": 8, "param_dtype": "bf16"}, LLAMA),
+        ({"world_size": 8, "local_world_size": 4, "strategy": "hybrid_shard"}, LLAMA),
+        ({"world_size": 2, "strategy": "no_shard"}, {**LLAMA, "tie_word_embeddings": True}),
+    ],
+    ids=["full_shard", "hybrid_shard", "no_shard, tied"],
+)
+def test_the_tree_reads_as_before(fields: dict[str, Any], model: dict[str, Any], snapshot) -> None:
+    assert fs.plan(model, **fields).tree() == snapshot
+
+
+def test_like_neighbours_are_folded_and_frozen_ones_are_not_like_the_others() -> None:
+    tree = fs.plan(Model(6, 32, frozen=2), world_size=2, wrap=["Linear"]).tree()
+    assert "blocks.0 .. blocks.1 (2): Linear, block" in tree
+    assert tree.count("frozen") == 1
+    assert "blocks.2 .. blocks.5 (4): Linear, block" in tree
