@@ -49,6 +49,27 @@ def test_tasks_of_srun_meet_at_the_first_hosts_port(tmp_path):
     assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
 
 
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    processes = []
+    for rank in range(2):
+        if launcher == "srun":
+            job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+            names = ["SLURM_PROCID", "SLURM_LOCALID"]
+        else:
+            job = {"PMIX_NAMESPACE": "prte-7@1"}
+            names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]
+            job |= dict.fromkeys(["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"], "2")
+        task = dict.fromkeys(names, str(rank))
+        command = [sys.executable, "-m", "support.launch_job", "meet", str(tmp_path)]
+        processes.append(subprocess.Popen(command, env={**os.environ, **job, **task}))
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert {(tmp_path / f"sum_{rank}").read_text() for rank in range(2)} == {"gloo 1 3.0"}
+    assert not list(tmp_path.glob("fullshard-*"))
+
+
 def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_PROCID", "0")

@@ -16,6 +16,7 @@ from pathlib import Path
 RANK = int(
     os.environ.get("FULLSHARD_RANK")
     or os.environ.get("RANK")
+    or os.environ.get("OMPI_COMM_WORLD_RANK")
     or os.environ.get("SLURM_PROCID", "0")
 )
 

@@ -84,6 +84,40 @@ def test_a_single_process_of_slurm_starts_its_own_ranks(variables):
     assert read_launch_environment(variables) is None
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-9@1",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "run_id"), [(OPEN_MPI, "prterun-9@1"), (HYDRA, None), (SRUN | OPEN_MPI, None)]
+)
+def test_a_process_of_mpirun_is_a_rank_also_where_slurm_started_its_daemons(variables, run_id):
+    found = read_launch_environment(variables)
+    assert found is not None
+    assert (found.launcher, found.rank, found.world_size) == (Launcher.MPI, 5, 8)
+    assert (found.local_rank, found.local_world_size) == (1, 4)
+    assert run_id in (None, found.run_id)
+
+
+def test_a_lone_process_of_mpirun_starts_its_own_ranks():
+    lone = dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "0")
+    lone |= dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "1")
+    assert read_launch_environment(lone) is None
+
+
+def test_torchs_names_come_before_those_of_mpirun():
+    """accelerate launch and wrappers of mpirun set torch's names beside what is there."""
+    found = read_launch_environment({**OPEN_MPI, **TORCHRUN})
+    assert found is not None
+    assert found.launcher is Launcher.TORCHRUN
+
+
 def test_our_own_variables_come_before_those_around_them():
     ours = LaunchEnvironment(Launcher.FULLSHARD, 1, 2, 1, 2, launch_dir=Path("/s"), run_id="x")
     found = read_launch_environment({**SRUN, **TORCHRUN, **ours.to_variables()})

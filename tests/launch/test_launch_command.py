@@ -1,0 +1,205 @@
+"""`fullshard launch`: scripts that know nothing of fullshard meet, end together, start again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.processes import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+MEETS = """
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print("sum", total.item(), *sys.argv[1:], "of local rank", os.environ["LOCAL_RANK"])
+dist.destroy_process_group()
+"""
+
+FAILS_ONCE = """
+import os, sys
+from pathlib import Path
+done = Path(sys.argv[1])
+if os.environ["RANK"] == "1" and not done.exists():
+    done.touch()
+    raise ValueError("rank one says no")
+"""
+
+STUCK = """
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    time.sleep(600)
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """`launch(text, *words)` writes a script and runs `fullshard launch`; returns the process."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def launch(text, *words, arguments=()):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
+        return subprocess.Popen(
+            [*command, *words, str(script), *arguments],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return launch
+
+
+def test_a_plain_script_meets_with_its_own_arguments(launch, tmp_path):
+    process = launch(MEETS, "--json", arguments=["--json", "x"])
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(out)["num_processes"] == 2
+    assert err == "sum 3.0 --json x of local rank 0\n"  # with --json, and of rank 0 alone
+    log = tmp_path / "runs" / "launch" / "logs" / "rank_1.log"
+    assert log.read_text() == "sum 3.0 --json x of local rank 1\n"
+
+
+def test_launchers_of_two_machines_meet(launch, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    nodes = [
+        launch(MEETS, *place, "--node-rank", str(node), "--log-dir", f"logs_{node}")
+        for node in (1, 0)
+    ]
+    for node in nodes:
+        _, err = node.communicate(timeout=90)
+        assert node.returncode == 0, err
+    assert (tmp_path / "logs_1" / "rank_3.log").read_text() == "sum 10.0 of local rank 1\n"
+
+
+def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tmp_path):
+    process = launch(FAILS_ONCE, "--max-restarts", "1", arguments=[str(tmp_path / "done")])
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "ValueError: rank one says no" in err
+    assert "starting again: 1 of 1" in out
+    (tmp_path / "done").unlink()
+    process = launch(FAILS_ONCE, arguments=[str(tmp_path / "done")])
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
+def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
+    process = launch(STUCK, "--timeout", "3")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert "rank 1 is in the user's code (script.py:6 in <module>)" in err
+    assert "rank 0 waits in a collective of script.py:7 in <module>" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.py"], "SCRIPT: expected a file, got 'nothing.py', which does not exist."),
+        (["job"], "SCRIPT: expected a Python file, got 'job'. For a module: -m job."),
+        (["--nnodes", "1:2", "-m", "x"], "--nnodes: expected an integer >= 1, got '1:2'."),
+        (["--node-rank", "1", "-m", "x"], "--node-rank: expected 0 to 0, got 1."),
+        (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
+        (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
+    ],
+)
+def test_a_mistaken_launch_is_one_error(words, message, capfd):
+    from fullshard.cli.app import run
+
+    assert run(["launch", *words]) == 2
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
+    """Two "nodes" on one machine; a warning of the run is said once, not by every rank."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    place = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    job = ["-m", "fullshard", "train", f"output_dir={output}", "max_steps=4", "eval_strategy=no"]
+    agents = [
+        subprocess.Popen(
+            [*torchrun, *place, f"--node-rank={node}", *job],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [agent.communicate(timeout=200) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    record = json.loads((output / "run.json").read_text())
+    assert (record["status"], record["planned"]["world_size"]) == ("finished", 4)
+    assert said[1] == ("", ""), "the ranks of the second node have nothing to say"
+    warnings = [line for line in said[0][1].splitlines() if "warn" in line.lower()]
+    assert len(warnings) == len(set(warnings))
+
+
+@pytest.fixture
+def endless(tmp_path, monkeypatch):
+    """The main job without an end, past its first step; and its record, once it has ended."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    output = tmp_path / "run"
+    words = [f"output_dir={output}", "max_steps=100000", "num_processes=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fullshard", "train", *words], stderr=subprocess.PIPE, text=True
+    )
+    metrics = output / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 100, "a first step")
+
+    def end():
+        _, err = process.communicate(timeout=60)
+        return process.returncode, json.loads((output / "run.json").read_text()), err
+
+    yield process, end
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_terminated_run_is_recorded_as_preempted(endless):
+    process, end = endless
+    process.send_signal(signal.SIGTERM)
+    code, record, _ = end()
+    assert code == 75
+    assert (record["status"], record["exit_code"]) == ("interrupted", 75)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_what_the_record_names(endless):
+    """The other rank writes first that it lost a peer; the launcher knows better."""
+    process, end = endless
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    ranks[1].send_signal(signal.SIGKILL)
+    code, record, err = end()
+    assert code == 5
+    assert (record["status"], record["exit_code"]) == ("failed", 5)
+    assert (record["error"]["type"], record["error"]["rank"]) == ("HangError", 1)
+    assert "rank 1: expected to reach its end, but it was killed by SIGKILL" in err
