@@ -13,12 +13,14 @@ from typing import Any
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
-from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
+from fullshard.config.schema import Offload, RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import (
     Backend,
     DType,
     GradSync,
+    Home,
     IntervalStrategy,
+    Recompute,
     RecomputeKind,
     Strategy,
     Transport,
@@ -63,15 +65,10 @@ def _any(key: str) -> Callable[[Any], object]:
 
 SHARDING = (
     NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy"),
-    NotYet("buffer_dtype", _any("buffer_dtype"), "Leave it out"),
-    NotYet("output_dtype", _any("output_dtype"), "Leave it out"),
-    NotYet("fp32_modules", _any("fp32_modules"), "Leave it out"),
     NotYet("transport", _among("transport", Transport.SHARED), "Use auto"),
-    NotYet("offload", _any("offload"), "Leave it out"),
+    NotYet("offload", lambda c: _nvme(c.offload), "Use cpu", plans=True),
     NotYet(
-        "activation_checkpointing",
-        lambda c: _unless_none(c.activation_checkpointing),
-        "Leave it out",
+        "activation_checkpointing", lambda c: _offloads(c.activation_checkpointing), "Use block"
     ),
     NotYet(
         "grad_sync",
@@ -162,8 +159,14 @@ def _named(value: object) -> str:
     return show(str(value)) if isinstance(value, str) else show(value)
 
 
-def _unless_none(recompute: tuple[RecomputeKind, int]) -> str | None:
-    return None if recompute[0] is RecomputeKind.NONE else str(recompute)
+def _nvme(offload: Offload | None) -> str | None:
+    homes = (offload.parameters, offload.gradients, offload.optimizer) if offload else ()
+    return "nvme" if Home.NVME in homes else None
+
+
+def _offloads(recompute: Recompute) -> str | None:
+    """Activations that wait on the host are a policy of XLA's."""
+    return str(recompute) if recompute.kind is RecomputeKind.OFFLOAD else None
 
 
 def _if_saving(config: TrainingConfig, key: str) -> object:

@@ -21,6 +21,8 @@ from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import ShardRecord
+from fullshard.engine.precision import cast_tensors
+from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.ring import Rings, torch_dtype
 from fullshard.engine.runtime import Runtime
@@ -158,19 +160,26 @@ class Engine:
 
     # ---- hooks: torch calls them with more than they need
 
-    def _pre_forward(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.unsharded:
             _refuse_training_unsharded()
             return None
+        if index == 0 and not self._agreed:
+            convert_reentrant(module)  # the switch may have been turned on since fs.shard
         self.runtime.enter(index)
         if index == 0 and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
-            return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+            return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None
 
-    def _post_forward(self, index: int, *module_args_output: Any) -> None:
-        if not self.unsharded:
-            self.runtime.leave(index, module_args_output[-1])
+    def _post_forward(self, index: int, *module_args_output: Any) -> Any:
+        output = module_args_output[-1]
+        if self.unsharded:
+            return None
+        self.runtime.leave(index, output)
+        if index == 0 and self.config.output_dtype is not None:
+            return cast_tensors(output, torch_dtype(self.config.output_dtype))
+        return None
 
     def _watch(self, index: int, *module_args_output: Any) -> None:
         if not self.unsharded and torch.is_grad_enabled():
@@ -339,17 +348,6 @@ def engine_of(model: nn.Module) -> Engine:
             f"expected a model that fs.shard was called on; got {type(model).__name__}."
         )
     return engine
-
-
-def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating point tensors among a forward's arguments."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (list, tuple):
-        return type(value)(cast_inputs(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: cast_inputs(item, dtype) for key, item in value.items()}
-    return value
 
 
 def _taken_hooks(param: Any) -> OrderedDict[int, Any]:

@@ -41,6 +41,13 @@ from fullshard.errors import EngineError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder
 from fullshard.planner.schedule import Order, Scheduler
 
+_REENTRANT = (
+    "backward: expected one backward whose gradients autograd knows at its start; got one inside "
+    "another, as reentrant activation checkpointing makes. Use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+    "activation_checkpointing=block."
+)
+
 
 class Use:
     """One forward of one unit: what it made is watched for gradients.
@@ -115,6 +122,7 @@ class Runtime:
         self._stack: list[Use] = []  # forwards under way
         self._current: list[Use | None] = [None] * len(self.units)
         self._task = -1  # the backward under way
+        self._recomputed = False  # whether forward code ran again in it
         self._generation = 0  # forwards of the whole model so far
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
         self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
@@ -136,6 +144,7 @@ class Runtime:
         unit = self.units[index]
         unit.check_params()
         if graph_task_id() != -1:
+            self._recomputed = True
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
             unit.swap_in()
@@ -225,6 +234,8 @@ class Runtime:
             unit.swap_in()
 
     def _begin_backward(self, task: int) -> None:
+        if self._recomputed:
+            raise EngineError(_REENTRANT)
         if self._task != -1:
             self.reset()  # the last backward raised and never ended
         if torch.is_grad_enabled():
@@ -234,6 +245,7 @@ class Runtime:
                 "strategy no_shard without fullshard."
             )
         self._task = task
+        self._recomputed = False
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         nothing = self.gradients.begin_backward(self.units)
@@ -244,6 +256,8 @@ class Runtime:
         """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
         if self._task == -1:
             self._begin_backward(graph_task_id())
+        if not member.expected:
+            raise EngineError(f"{member.piece.name}: {_REENTRANT}")
         index = unit.plan.index
         if unit.plan.reads_weight_in_backward and not self.scheduler.holds(index):
             raise SlotError(
@@ -262,6 +276,7 @@ class Runtime:
                 unit.in_backward = False
                 unit.swap_out()
         self._task = -1
+        self._recomputed = False
         if reduce and not defer:  # which all ranks make, while deferring ones may differ
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
@@ -281,6 +296,7 @@ class Runtime:
         self._stack.clear()
         self._current = [None] * len(self.units)
         self._task = -1
+        self._recomputed = False
         if not self.observed.done:
             self.observed = Observed()
 

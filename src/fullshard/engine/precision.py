@@ -1,0 +1,78 @@
+"""Dtypes at the edges: a model's inputs and outputs, its buffers, modules that compute in float32.
+
+[Note: modules in float32]
+Parameters of `fp32_modules` are gathered in float32, in a buffer of their own and by the same
+collective as the rest of their unit. Such a module sees float32 inputs and hands on `param_dtype`,
+so that what follows it computes as it would without.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import did_you_mean
+from fullshard.engine.ring import torch_dtype
+from fullshard.errors import ConfigError
+from fullshard.planner.spec import matches, parent_name
+
+
+def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating point tensors in nested lists, tuples, mappings and model outputs."""
+    return _pytree.tree_map_only(torch.Tensor, partial(_cast, dtype), value)
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def fp32_roots(model: nn.Module, globs: tuple[str, ...]) -> list[str]:
+    """The outermost modules that the globs name.
+
+    Raises:
+        ConfigError: A glob names none.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    for glob in globs:
+        if not any(matches(name, (glob,)) for name in names):
+            raise ConfigError(
+                f"fp32_modules: expected names (globs) of modules; got {glob!r}, which is none in "
+                f"{type(model).__name__}. {did_you_mean(glob, names)}"
+            )
+    return [
+        name
+        for name in names
+        if matches(name, globs) and not (parent_name(name) and matches(parent_name(name), globs))
+    ]
+
+
+def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
+    """Cast buffers, and surround modules that compute in float32."""
+    roots = fp32_roots(model, config.fp32_modules)
+    if config.buffer_dtype is not None:
+        dtype = torch_dtype(config.buffer_dtype)
+        for name, module in model.named_modules():
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and not matches(name, config.fp32_modules):
+                    module._buffers[leaf] = _cast(dtype, buffer)
+    if config.param_dtype is None:
+        return
+    low = torch_dtype(config.param_dtype)
+    if low.itemsize < 4:
+        for name in roots:
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(_raise, with_kwargs=True)
+            module.register_forward_hook(partial(_lower, low))
+
+
+def _raise(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
+
+
+def _lower(low: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return cast_tensors(output, low)
