@@ -174,6 +174,7 @@ def assert_parity(
     *,
     alone: Work | None = None,
     kinds: tuple[str, ...] = ("sgd", "adamw"),
+    tolerance: float = TOLERANCE,
 ) -> nn.Module:
     """Three steps of each optimizer are those of one process; returns the last sharded model.
 
@@ -183,6 +184,7 @@ def assert_parity(
         settings: Fields of ShardConfig.
         alone: What one process does for it; None: the same.
         kinds: Optimizers.
+        tolerance: Largest relative difference.
     """
     alone = alone or work
     for kind in kinds:
@@ -193,7 +195,7 @@ def assert_parity(
             )
         model, found = train_sharded(build, work, settings, kind=kind)
         try:
-            assert_same(found, _REFERENCES[key])
+            assert_same(found, _REFERENCES[key], tolerance)
         except AssertionError as error:
             raise AssertionError(f"{kind}, {settings}: {error}") from None
     return model
