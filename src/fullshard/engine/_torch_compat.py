@@ -24,16 +24,22 @@ def all_gather_many(fulls: Sequence[Any], parts: Sequence[Any], group: Any) -> A
     """All-gather several buffers in one collective; the work to wait for."""
     if len(fulls) == 1:
         return all_gather_single(fulls[0], parts[0], group=group, async_op=True)
-    return _coalesced(group, "all_gather_single", "allgather_into_tensor")(list(fulls), list(parts))
+    gather = _coalesced(group, "all_gather_single", "allgather_into_tensor")
+    as_bytes = [[t.view(torch.uint8) for t in tensors] for tensors in (fulls, parts)]
+    return gather(*as_bytes)  # gloo joins the buffers of one call, and takes one dtype for all
 
 
-def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) -> Any:
-    """Reduce-scatter several buffers in one collective; the work to wait for."""
-    if len(fulls) == 1:
-        return reduce_scatter_single(parts[0], fulls[0], group=group, async_op=True)
-    return _coalesced(group, "reduce_scatter_single", "reduce_scatter_tensor")(
-        list(parts), list(fulls)
-    )
+def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) -> list[Any]:
+    """Reduce-scatter several buffers, those of one dtype in one collective; works to wait for."""
+    works: list[Any] = []
+    for dtype in dict.fromkeys(full.dtype for full in fulls):
+        outs, ins = ([t for t in many if t.dtype is dtype] for many in (parts, fulls))
+        if len(ins) == 1:
+            works.append(reduce_scatter_single(outs[0], ins[0], group=group, async_op=True))
+        else:
+            scatter = _coalesced(group, "reduce_scatter_single", "reduce_scatter_tensor")
+            works.append(scatter(outs, ins))
+    return works
 
 
 def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:

@@ -57,18 +57,19 @@ class _Done:
 class _NativeReduction:
     """Reduce-scatter in the wire dtype, all-reduce of the parts over replicas."""
 
-    __slots__ = ("_axes", "_parts", "_scratch", "_work")
+    __slots__ = ("_axes", "_parts", "_scratch", "_works")
 
     def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor], scratch: Scratch) -> None:
         self._axes, self._scratch = axes, scratch
-        self._work: Any = _Done()
+        self._works: list[Any] = []
         self._parts = list(fulls)
         if axes.mesh.shard > 1:
             self._parts = [scratch.take(full, full.numel() // axes.mesh.shard) for full in fulls]
-            self._work = reduce_scatter_many(self._parts, fulls, axes.reduce_group)
+            self._works = reduce_scatter_many(self._parts, fulls, axes.reduce_group)
 
     def land(self, outs: Sequence[torch.Tensor]) -> None:
-        self._work.wait()
+        for work in self._works:
+            work.wait()
         for out, part in zip(outs, self._parts, strict=True):
             out.copy_(part)
             if self._axes.mesh.shard > 1:

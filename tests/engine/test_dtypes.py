@@ -1,0 +1,196 @@
+"""Further dtypes: modules in float32, bf16 masters, buffers, outputs, fp16 with a loss scaler."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of
+from fullshard.errors import ConfigError
+from fullshard.planner.events import EventKind
+from support.models import CASES, Chain, perturbed
+from support.parity import assert_planned_events, whole_gradients, whole_params
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LR = 0.1
+
+
+def build(name):
+    return CASES[name].build().float()
+
+
+def batch(name, step, rank):
+    made = CASES[name].batch(step, rank)
+    return {k: v.float() if v.is_floating_point() else v for k, v in made.items()}
+
+
+# ---- modules in float32 --------------------------------------------------------------------------
+
+
+def is_norm(module):
+    return type(module).__name__ in ("LayerNorm", "LlamaRMSNorm", "Qwen3MoeRMSNorm")
+
+
+def mixed(whole):
+    """A copy in bf16 whose norms are float32, by hooks of its own."""
+    model = copy.deepcopy(whole)
+    for param in model.parameters():
+        param.data = param.to(BF16)
+    for own, module in zip(whole.modules(), model.modules(), strict=True):
+        if is_norm(module):
+            module.to(FP32).load_state_dict(own.state_dict())
+            module.register_forward_pre_hook(lambda _, args: (args[0].to(FP32),))
+            module.register_forward_hook(lambda _, __, output: output.to(BF16))
+    return model
+
+
+def emulated_gradients(name, world_size):
+    case, whole, total = CASES[name], build(name), {}
+    for rank in range(world_size):
+        model = mixed(whole)
+        inputs = batch(name, 0, rank)
+        inputs = {k: v.to(BF16) if v.is_floating_point() else v for k, v in inputs.items()}
+        case.loss(model(**inputs)).backward()
+        for key, param in model.named_parameters():
+            total[key] = total.get(key, 0.0) + param.grad.float()
+    return {key: value / world_size for key, value in total.items()}
+
+
+def gathers(engine):
+    return [e.unit for e in engine.recorder.events(0) if e.kind is EventKind.GATHER]
+
+
+def check_fp32_modules(name, settings):
+    case = CASES[name]
+    wanted = emulated_gradients(name, dist.get_world_size())
+    model = fs.shard(build(name), param_dtype="bf16", poison=True, **settings)
+    engine = engine_of(model)
+    calls, fetch = [], engine.transport.fetch
+    engine.transport.fetch = lambda fulls: calls.append(len(fulls)) or fetch(fulls)
+    case.loss(model(**batch(name, 0, dist.get_rank()))).backward()
+    found = whole_gradients(model)
+    wrong = [key for key in wanted if not torch.equal(found[key], wanted[key])]
+    assert not wrong, wrong
+    assert_planned_events(model, 0)
+    return calls, gathers(engine)
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("name", ["chain", "tied llama"])
+def test_modules_in_float32_have_the_bits_of_an_emulation(ranks, name, transport):
+    found = ranks(2)(check_fp32_modules, name, {"fp32_modules": "*norm*", "transport": transport})
+    for calls, units in found:
+        own = calls[: len(units)]  # whole_gradients comes after them and uses its own exchange
+        assert len(own) == len(units)  # one collective for both dtypes
+        assert 2 in own
+
+
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"fp32_modules: .*'blocks.0.nrom'.*Did you mean"):
+        fs.shard(Chain(3), param_dtype="bf16", fp32_modules=["blocks.0.nrom"])
+
+
+# ---- bf16 masters --------------------------------------------------------------------------------
+
+
+def check_bf16_master(strategy):
+    """Two backwards, then a step: sums in float32, cast once."""
+    case, rank, size = CASES["chain"], dist.get_rank(), dist.get_world_size()
+    whole = build("chain").to(BF16)
+    sums = {key: torch.zeros_like(p, dtype=FP32) for key, p in whole.named_parameters()}
+    for step in range(2):
+        total = {key: torch.zeros_like(value) for key, value in sums.items()}
+        for other in range(size):
+            inputs = {k: v.to(BF16) for k, v in batch("chain", step, other).items()}
+            case.loss(whole(**inputs)).backward()
+            for key, param in whole.named_parameters():
+                total[key] += param.grad.float()
+                param.grad = None
+        for key in sums:
+            sums[key] += total[key] / size
+    model = fs.shard(build("chain"), master_dtype="bf16", strategy=strategy, poison=True)
+    for step in range(2):
+        case.loss(model(x=batch("chain", step, rank)["x"].to(BF16))).backward()
+    assert all(p.dtype is BF16 and p.grad.dtype is BF16 for p in model.parameters())
+    found = whole_gradients(model)
+    for key, value in sums.items():
+        assert torch.equal(found[key], value.to(BF16)), key
+    for param in model.parameters():
+        param.grad.mul_(0.5)  # a change of what is shown counts
+    case.loss(model(x=batch("chain", 0, rank)["x"].to(BF16))).backward()
+    norm = fs.clip_grad_norm_(model, 1e-3)
+    assert norm > 1e-3
+    clipped = fs.global_norm([p.grad for p in model.parameters()])
+    assert abs(float(clipped) - 1e-3) < 1e-5
+    torch.optim.AdamW(model.parameters(), lr=LR).step()
+    assert all(value.dtype is BF16 for value in whole_params(model).values())
+    stats = fs.memory_stats(model)["gradient_shards"]["now"]
+    rows = {row.name: row.num_bytes for row in engine_of(model).plan.memory}
+    assert stats == rows["gradient shards"]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_bf16_masters_accumulate_in_float32(ranks, strategy):
+    ranks(2)(check_bf16_master, strategy)
+
+
+# ---- buffers and outputs -------------------------------------------------------------------------
+
+
+def test_buffers_and_outputs_have_the_dtypes_asked_for():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fs.shard(model, buffer_dtype="fp64", output_dtype="bf16", wrap="none")
+    assert model[1].running_mean.dtype is torch.float64
+    assert model[1].num_batches_tracked.dtype is torch.int64
+    model[1].double()  # would be a moved shard: the buffers alone are meant
+    with pytest.raises(Exception, match="expected its shard where"):
+        model(torch.randn(3, 4))
+
+
+def test_outputs_are_cast_and_give_gradients():
+    model = fs.shard(perturbed(Chain(3)), param_dtype="bf16", output_dtype="fp32")
+    scores, states = model(torch.randn(5, 12), states=True)
+    assert scores.dtype is FP32
+    assert {state.dtype for state in states} == {FP32}
+    scores.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ---- fp16 with a scaler --------------------------------------------------------------------------
+
+
+def check_scaler():
+    """An infinity on one rank makes every rank skip the step."""
+    rank = dist.get_rank()
+    model = fs.shard(perturbed(Chain(3)), param_dtype="fp16", poison=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = whole_params(model)
+    scales = []
+    for step in range(3):
+        x = batch("chain", step, rank)["x"]
+        if step == 1 and rank == 1:
+            x = x * float("inf")
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = whole_params(model)
+        changed = any(not torch.equal(after[key], before[key]) for key in after)
+        assert changed is (step != 1), (step, float(norm))
+        before = after
+        scales.append(scaler.get_scale())
+    assert all(torch.isfinite(value).all() for value in after.values())
+    return scales
+
+
+def test_one_ranks_infinity_skips_the_step_on_all(ranks):
+    one, two = ranks(2)(check_scaler)
+    assert one == two == [2.0**10, 2.0**9, 2.0**9]
