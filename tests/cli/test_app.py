@@ -136,7 +136,7 @@ def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatc
     assert err == f"ConfigError: {message}\n"
 
 
-@pytest.mark.parametrize("words", [["--json", "doctor"], ["plan", "--json", "--nodes", "0"]])
+@pytest.mark.parametrize("words", [["--json", "report"], ["plan", "--json", "--nodes", "0"]])
 def test_with_json_an_error_is_one_object_on_stdout_too(fullshard, words):
     done = fullshard(*words)
     assert done.returncode == 2

@@ -28,6 +28,7 @@ SURFACE = {
         "--timeout",
         "--wait",
     ],
+    "doctor": ["--help", "--json", "--nproc-per-node", "--out"],
     "launch": [
         "--dry-run",
         "--help",

@@ -20,9 +20,9 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.errors import ConfigError
 
-COMMANDS = ("train", "generate", "plan", "verify", "bench", "launch")
+COMMANDS = ("train", "generate", "plan", "verify", "bench", "launch", "doctor")
 # In the contract and not built yet.
-LATER = ("sft", "distill", "ckpt", "config", "doctor", "report")
+LATER = ("sft", "distill", "ckpt", "config", "report")
 # Typer's own options for a program of its own, which a command is not.
 _COMPLETION = ("install_completion", "show_completion")
 

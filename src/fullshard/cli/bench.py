@@ -52,9 +52,10 @@ def step(  # noqa: PLR0913  (one parameter an option)
     chosen = [cases.find_case(name) for name in case or cases.DEFAULT_CASES]
     if dry_run:
         return _show_dry_run(chosen, peers, absent)
-    from fullshard.bench import machine, report
+    from fullshard.bench import report
     from fullshard.bench import step as bench_step
     from fullshard.errors import VerifyError
+    from fullshard.launch import machine
 
     options = bench_step.Options(
         num_rounds=rounds, measure_memory=memory, wait=wait, timeout_s=timeout

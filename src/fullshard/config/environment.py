@@ -126,6 +126,11 @@ _MPI = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_JOBID"),
 )
 
+_NOTABLE = (
+    *("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "PYTHONHASHSEED"),
+    *(OURS, "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "LD_PRELOAD"),
+)
+
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 
 
@@ -166,6 +171,19 @@ def read_host_environment(variables: Mapping[str, str] | None = None) -> HostEnv
         columns=reader.integer("COLUMNS", at_least=0) or None,
         cache_dir=(Path(home) if home else Path.home() / ".cache") / "fullshard",
     )
+
+
+def notable_variables() -> dict[str, str]:
+    """What is set of the variables that change how ranks compute and talk, for reports.
+
+    Whole families by their prefix, and no value of a family that tells of hosts or people.
+    """
+    private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)
+    return {
+        name: "(set)" if name.startswith(private) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_NOTABLE) and not name.endswith(("TOKEN", "KEY", "SECRET"))
+    }
 
 
 def current_variables() -> dict[str, str]:

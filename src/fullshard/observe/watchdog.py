@@ -125,8 +125,9 @@ class Watchdog:
             return None
         if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
             return None
-        # A launcher that has seen a rank die ends the others: the word is worth its patience.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if not self.seat.supervised:
+            # torchrun ends all ranks when one has died: the word is worth its patience.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.here.fail(frame)
         with _quiet():
             self._publish(self.here.look(()))

@@ -1,0 +1,317 @@
+"""`fullshard doctor`: what this machine is, whether ranks can talk on it, what is known to hurt.
+
+facts (machine, versions, memory, disk, variables) --.
+a launch of two ranks (meet, collectives, bandwidth) -+--> findings, each with what to do
+                                                      '--> a block to paste into a bug report
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fullshard.config.environment import notable_variables, read_launch_environment
+from fullshard.errors import ConfigError
+from fullshard.launch.doctor_rank import Measured
+from fullshard.launch.machine import describe_machine
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+
+GIB = 1 << 30
+RANK_MODULE = "fullshard.launch.doctor_rank"
+RANKS_S = 120.0  # for two ranks to import torch, meet and measure
+PACKAGES = (
+    *("fullshard", "torch", "numpy", "transformers", "tokenizers", "safetensors"),
+    *("pydantic", "omegaconf", "typer", "accelerate", "deepspeed", "jax", "triton"),
+)
+OLDEST = {"torch": (2, 8), "transformers": (4, 56)}  # first releases that hold what we call
+
+
+class Health(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARN = "warn"  # works, but slower or harder to understand than it could
+    BROKEN = "broken"  # a run will fail
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: In a word or two.
+        health: How it is.
+        says: What was seen.
+        do: What to do about it; empty where it is well.
+    """
+
+    what: str
+    health: Health
+    says: str
+    do: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that the doctor found."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    memory: dict[str, int]
+    variables: dict[str, str]
+    ranks: dict[str, Any]
+    findings: tuple[Finding, ...]
+
+    @property
+    def broken(self) -> bool:
+        """Whether a run would fail."""
+        return any(finding.health is Health.BROKEN for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {**asdict(self), "broken": self.broken, "report": self.report()}
+
+    def report(self) -> str:
+        """A block for a bug report: nothing in it names a host, a user or a folder of theirs."""
+        lines = ["```text"]
+        for title in ("machine", "versions", "memory", "variables", "ranks"):
+            facts = getattr(self, title)
+            shown = ", ".join(f"{key} {value}" for key, value in facts.items()) or "none"
+            lines.append(f"{title}: {shown}")
+        for finding in self.findings:
+            if finding.health is not Health.OK:
+                lines.append(f"{finding.health}: {finding.what}: {finding.says}")
+        return anonymous("\n".join([*lines, "```"]))
+
+
+def anonymous(text: str) -> str:
+    """Without the host's name, the home, and the folders where things happen to lie here."""
+    for word, instead in (
+        (str(Path(__file__).parents[2]), "SRC"),
+        (sys.prefix, "PREFIX"),
+        (str(Path.cwd()), "CWD"),
+        (str(Path.home()), "~"),
+        (tempfile.gettempdir(), "TMP"),
+        (socket.getfqdn(), "HOST"),
+        (socket.gethostname(), "HOST"),
+    ):
+        if len(word) > 1 and word != "localhost":
+            text = text.replace(word, instead)
+    return text
+
+
+def examine(output_dir: Path, num_ranks: int | None = None) -> Diagnosis:
+    """Look at everything; starts local ranks, which takes some seconds.
+
+    Args:
+        output_dir: Where runs will be written; its disk is looked at.
+        num_ranks: Local ranks that shall talk; None: one a GPU, else two.
+    """
+    machine: dict[str, Any] = {**describe_machine(), "accelerators": _accelerators()}
+    versions, variables = _versions(), notable_variables()
+    memory = _memory(output_dir)
+    gpus = len(machine["accelerators"])
+    ranks, talk = _ranks(num_ranks or gpus or 2)
+    findings = (
+        *_of_versions(versions),
+        *_of_accelerators(gpus),
+        *_of_variables(variables, int(machine["cores"])),
+        *_of_memory(memory, output_dir),
+        *_of_system(),
+        talk,
+    )
+    return Diagnosis(machine, versions, memory, variables, ranks, findings)
+
+
+# ---- facts
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.system()}
+    found["kernel"] = platform.release().split("-")[0]
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{device.name} {device.total_memory / GIB:.0f} GiB" for device in devices]
+
+
+def _memory(output_dir: Path) -> dict[str, int]:
+    """Bytes that are free, by where."""
+    place = output_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    found = {
+        "host_bytes": psutil.virtual_memory().available,
+        "disk_bytes": shutil.disk_usage(place).free,
+    }
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and limit.read_text().strip().isdecimal():
+        found["cgroup_limit_bytes"] = int(limit.read_text())
+    if Path("/dev/shm").is_dir():
+        found["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").free
+    return found
+
+
+def _ranks(num_ranks: int) -> tuple[dict[str, Any], Finding]:
+    """Start ranks that meet and measure; what they measured, or why they could not."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as folder:
+        launch = LocalLaunch(RANK_MODULE, (folder,), num_ranks, Path(folder) / "logs", RANKS_S)
+        result = launch_local_ranks(launch)
+        if result.failure is not None:
+            says = f"{num_ranks} ranks could not: {result.failure.text}"
+            do = "The first error is the cause; `variables` below may have made it"
+            return {"num_ranks": num_ranks}, Finding("ranks", Health.BROKEN, says, do)
+        if result.exit_code:
+            raise KeyboardInterrupt
+        measured = Measured(**json.loads((Path(folder) / "measured.json").read_text()))
+    says = (
+        f"{num_ranks} ranks over {measured.backend} ({measured.transport}): all-gather "
+        f"{measured.fetch_gb_per_s:.2f} GB/s, reduce-scatter {measured.reduce_gb_per_s:.2f} GB/s "
+        f"a rank, a small all-reduce {measured.latency_ms:.2f} ms"
+    )
+    return {"num_ranks": num_ranks, **asdict(measured)}, Finding("ranks", Health.OK, says)
+
+
+# ---- what is known to hurt
+
+
+def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
+    for name, oldest in OLDEST.items():
+        if name not in versions:
+            continue
+        numbers = tuple(int(part) for part in versions[name].split("+")[0].split(".")[:2])
+        needed = ".".join(map(str, oldest))
+        if numbers < oldest:
+            says = f"{name} {versions[name]}, expected {needed} or newer"
+            yield Finding("versions", Health.BROKEN, says, f"pip install -U '{name}>={needed}'")
+    if "transformers" not in versions:
+        do = "pip install 'fullshard[hf]'"
+        yield Finding(
+            "versions", Health.WARN, "no transformers: train, plan and verify need it", do
+        )
+    shown = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch"))
+    yield Finding("versions", Health.OK, shown)
+
+
+def _of_accelerators(count: int) -> Iterator[Finding]:
+    import torch
+
+    has_driver = Path("/proc/driver/nvidia/version").exists()
+    if count:
+        yield Finding("accelerators", Health.OK, f"{count} GPUs")
+    elif has_driver and torch.version.cuda is None:
+        do = "Install a torch with CUDA (https://pytorch.org/get-started)"
+        says = "an NVIDIA driver is there, but this torch is built for CPUs"
+        yield Finding("accelerators", Health.WARN, says, do)
+    elif has_driver:
+        do = "Look at CUDA_VISIBLE_DEVICES, `nvidia-smi`, and the driver's age"
+        says = f"torch is built for CUDA {torch.version.cuda}, but sees no GPU"
+        yield Finding("accelerators", Health.WARN, says, do)
+    else:
+        yield Finding("accelerators", Health.OK, "none: ranks compute on CPUs")
+
+
+# Variable, values that hurt (None: any), how bad, what it does, what to do.
+_HARMFUL = (
+    ("CUDA_LAUNCH_BLOCKING", ("1",), "every kernel waits for the last: no overlap", "Unset it"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked first", "Unset it"),
+    ("NCCL_P2P_DISABLE", ("1",), "GPUs talk through the host's memory", "Unset it"),
+    ("NCCL_IB_DISABLE", ("1",), "InfiniBand is not used", "Unset it where there is one"),
+    ("NCCL_SHM_DISABLE", ("1",), "ranks of one host talk over sockets", "Unset it"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a failed rank leaves others waiting", "Unset it"),
+    (
+        "TORCH_NCCL_BLOCKING_WAIT",
+        ("1",),
+        "every collective blocks the host: no overlap",
+        "Unset it",
+    ),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", None, "every allocation goes to the driver", "Unset it"),
+    ("PYTHONHASHSEED", ("random",), "sets have another order on every rank", "Set a number"),
+)
+
+
+def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]:
+    try:
+        launch = read_launch_environment()
+    except ConfigError as error:
+        yield Finding("variables", Health.BROKEN, str(error), "Unset them outside of a launcher")
+        launch = None
+    if launch is not None:
+        says = f"this process is rank {launch.rank} of {launch.world_size} of {launch.launcher}"
+        do = "`fullshard train` here becomes that rank and starts none; unset them if not meant"
+        yield Finding("variables", Health.WARN, says, do)
+    for name, values, does, do in _HARMFUL:
+        value = variables.get(name)
+        if value is not None and (values is None or value in values):
+            yield Finding("variables", Health.WARN, f"{name}={value}: {does}", do)
+    interfaces = {name for _, name in socket.if_nameindex()}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = {part.lstrip("^=") for part in variables.get(name, "").split(",") if part}
+        if wanted and name.startswith("GLOO") and not wanted <= interfaces:
+            says = f"{name}={variables[name]}, which is no interface here"
+            do = f"One of {', '.join(sorted(interfaces))}, or unset it"
+            yield Finding("variables", Health.BROKEN, says, do)
+    threads = variables.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > cores:
+        says = f"OMP_NUM_THREADS={threads} on {cores} cores: threads wait for each other"
+        yield Finding("variables", Health.WARN, says, "At most the cores divided by the ranks")
+
+
+def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]:
+    free = f"{memory['host_bytes'] / GIB:.1f} GiB of memory free"
+    low = memory["host_bytes"] < GIB
+    yield Finding("memory", Health.WARN if low else Health.OK, free, "Stop others" if low else "")
+    free = f"{memory['disk_bytes'] / GIB:.1f} GiB free for {output_dir}"
+    low = memory["disk_bytes"] < GIB
+    do = "Name another training.output_dir, or make room" if low else ""
+    yield Finding("disk", Health.WARN if low else Health.OK, free, do)
+    shared = memory.get("shared_memory_bytes", GIB)
+    if shared < 64 << 20:
+        says = f"{shared >> 20} MiB free in /dev/shm, where data loader workers and NCCL hand over"
+        yield Finding("memory", Health.WARN, says, "docker run --shm-size=8g, or fewer workers")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=output_dir):
+            pass
+        if not any(output_dir.iterdir()):
+            output_dir.rmdir()
+    except OSError as error:
+        says = f"cannot write into {output_dir}: {error.strerror}"
+        yield Finding("disk", Health.BROKEN, says, "Name another training.output_dir")
+
+
+def _of_system() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        says = f"at most {soft} open files a process: sockets of many ranks need more"
+        yield Finding("limits", Health.WARN, says, "ulimit -n 65536")
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError:
+        says = "the host's own name has no address: gloo under torchrun cannot bind to it"
+        do = "Set GLOO_SOCKET_IFNAME (lo for one machine), or add the name to /etc/hosts"
+        yield Finding("network", Health.WARN, says, do)

@@ -1,0 +1,80 @@
+"""`fullshard doctor`: real ranks talk, what is broken is named with the way out, nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.launch.doctor import Diagnosis, Finding, Health, anonymous
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(tmp_path, *words, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "fullshard", "doctor", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+def test_ranks_talk_and_are_measured(tmp_path):
+    done = doctor(tmp_path, "--json", HF_TOKEN="secret", MASTER_ADDR="node-17.example")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["broken"]) == (0, False), done.stderr
+    ranks = found["ranks"]
+    assert ranks["num_ranks"] >= 1
+    assert ranks["fetch_gb_per_s"] > 0
+    assert ranks["reduce_gb_per_s"] > 0
+    assert ranks["latency_ms"] > 0
+    assert {"python", "torch", "fullshard"} <= found["versions"].keys()
+    assert found["memory"]["host_bytes"] > 0
+    assert found["memory"]["disk_bytes"] > 0
+    assert found["variables"]["MASTER_ADDR"] == "(set)"
+    assert "secret" not in done.stdout + done.stderr
+    assert "node-17" not in done.stdout + done.stderr
+    assert found["report"] in done.stderr  # with --json the text goes to standard error
+    assert list(tmp_path.iterdir()) == []  # the disk was tried, and nothing is left
+
+
+def test_what_is_broken_is_named_and_the_exit_code_says_so(tmp_path):
+    done = doctor(
+        tmp_path, GLOO_SOCKET_IFNAME="nope0", CUDA_LAUNCH_BLOCKING="1", OMP_NUM_THREADS="9999"
+    )
+    assert done.returncode == 1
+    assert "BROKEN  variables: GLOO_SOCKET_IFNAME=nope0, which is no interface here" in done.stdout
+    assert "warn    variables: CUDA_LAUNCH_BLOCKING=1: every kernel waits" in done.stdout
+    assert "warn    variables: OMP_NUM_THREADS=9999 on" in done.stdout
+    assert "BROKEN  ranks: " in done.stdout  # the ranks met what the variable does
+    assert str(ROOT) not in done.stdout.split("For a bug report:")[1]
+
+
+def test_a_folder_that_cannot_be_written_is_broken(tmp_path):
+    (tmp_path / "file").touch()
+    done = doctor(tmp_path, "--out", "file/runs", "--nproc-per-node", "1")
+    assert done.returncode == 1
+    assert "BROKEN  disk: cannot write into file/runs" in done.stdout
+
+
+def test_the_block_for_a_bug_report_names_no_host_and_no_home():
+    text = f"{Path.home()}/x on {socket.gethostname()}"
+    finding = Finding("disk", Health.BROKEN, text)
+    report = Diagnosis({}, {}, {}, {}, {}, (finding,)).report()
+    assert "broken: disk: " in report
+    for name in (str(Path.home()), socket.gethostname()):
+        if len(name) > 1 and name != "localhost":
+            assert name not in report
+
+
+@pytest.mark.parametrize("text", ["", "nothing to hide"])
+def test_what_names_nobody_stays(text):
+    assert anonymous(text) == text
