@@ -157,8 +157,8 @@ class Gradients:
         for group, carry in zip(unit.trained, carries, strict=True):
             assert group.grads is not None
             sums = group.grads.sums
-            lands_aside = carry or group.grads.is_far
-            outs.append(scratch.take(group.grads.like, sums.numel()) if lands_aside else sums)
+            aside = carry or group.grads.lands_aside
+            outs.append(scratch.take(group.grads.like, sums.numel()) if aside else sums)
         unit.reduction.land(outs)
         unit.reduction = None
         for group, carry, out in zip(unit.trained, carries, outs, strict=True):

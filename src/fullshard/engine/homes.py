@@ -20,17 +20,21 @@ class DeviceHomes:
         device: Computes; slots are there.
         parameters: Of the masters.
         gradients: Of the reduced gradients.
+        lands_aside: Whether reductions land in a buffer of the device first; so they do where the
+            host is the device, which takes the same way.
     """
 
     device: torch.device
     parameters: torch.device
     gradients: torch.device
+    lands_aside: bool
 
     @classmethod
     def of(cls, homes: Homes, device: torch.device) -> DeviceHomes:
         """What the plan's places mean beside a device."""
         places = {Place.DEVICE: device, Place.HOST: torch.device("cpu")}
-        return cls(device, places[homes.parameters], places[homes.gradients])
+        aside = homes.gradients is not Place.DEVICE
+        return cls(device, places[homes.parameters], places[homes.gradients], aside)
 
     def zeros(self, numel: int, dtype: DType, home: torch.device) -> torch.Tensor:
         """(numel,) zeros; on the host in pages that the device can read by itself."""
@@ -52,7 +56,7 @@ class GradientShard:
         self.shown = self.sums
         if dtypes.master is not dtypes.accumulate:
             self.shown = homes.zeros(numel, dtypes.master, homes.gradients)
-        self.is_far = homes.gradients != homes.device
+        self.lands_aside = homes.lands_aside
         self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
         self._version = 0
 

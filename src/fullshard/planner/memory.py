@@ -60,13 +60,14 @@ def gradient_bytes(group: GroupPlan) -> int:
 
 
 def communication_bytes(
-    units: Sequence[UnitPlan], events: Sequence[Event], transport: Transport
+    units: Sequence[UnitPlan], events: Sequence[Event], transport: Transport, homes: Homes
 ) -> int:
     """Bytes of the receive buffers that a transport keeps, found by replaying a step's events.
 
     A reduction holds its buffers from REDUCE to ACCUMULATE; freed ones are lent again, the
     smallest that fits first. Ranks that exchange directly hold one part of every peer, c10d one
-    part in all; replicas exchange chunks of a part when it lands.
+    part in all; replicas exchange chunks of a part when it lands. Gradients whose home is the host
+    land on the device first.
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
@@ -75,11 +76,15 @@ def communication_bytes(
             wanted = _received(units[event.unit].groups, transport)
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
-            for group in units[event.unit].groups:
+            trained = [group for group in units[event.unit].groups if group.trainable]
+            aside = trained if homes.gradients is not Place.DEVICE else []
+            landed = [pool.take(g.dtypes.accumulate, g.layout.part_numel) for g in aside]
+            for group in trained:
                 pool.give(lent[event.unit])
                 lent[event.unit] = []
                 chunks = _outer_chunks(group, transport, units[event.unit].mesh.replicate)
                 pool.give([pool.take(dtype, numel) for dtype, numel in chunks])
+            pool.give(landed)
     return pool.num_bytes
 
 

@@ -281,6 +281,6 @@ def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
 def _finish(plan: Plan) -> Plan:
     """Fill in what follows from units, rings and order: the events and the memory table."""
     events = simulate_step(plan.scheduler())
-    received = communication_bytes(plan.units, events, plan.transport)
+    received = communication_bytes(plan.units, events, plan.transport, plan.homes)
     memory = state_rows(plan.units, plan.rings, plan.buffer_bytes, received, plan.homes)
     return replace(plan, events=events, memory=memory)
