@@ -13,7 +13,7 @@ from fullshard.cli.words import DryRunFlag, JsonFlag
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fullshard.launch.spawn import LocalLaunch
+    from fullshard.launch.spawn import LocalLaunch, Machines
 
 app = typer.Typer()
 
@@ -63,34 +63,16 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     One rank's error ends the others and is shown first; a dead or stuck rank is named, and so are
     ranks that disagree, for scripts that call fullshard.shard with the unit they wait in.
     """
-    from fullshard.launch.spawn import LocalLaunch, Machines
+    from fullshard.launch.spawn import LocalLaunch
 
-    if not module and not script.endswith(".py"):
-        raise ConfigError(
-            f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
-        )
-    if not module and not Path(script).is_file():
-        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist.")
-    machines = Machines()
-    count = _machines(nnodes)
-    if count > 1:
-        if master_addr is None or not master_port:
-            raise ConfigError(
-                f"--master-addr, --master-port: expected both with --nnodes {count}, got one or "
-                "none. Name machine 0 and a free port there, the same on every machine."
-            )
-        machines = Machines(count, node_rank, master_addr, master_port)
-    elif master_port:
-        machines = Machines(port=master_port)
-    if not 0 <= node_rank < count:
-        raise ConfigError(f"--node-rank: expected 0 to {count - 1}, got {node_rank}.")
+    _check_script(script, module=module)
     order = LocalLaunch(
         script,
         tuple(arguments or ()),
         _ranks_here(nproc_per_node),
         log_dir,
         stuck_s=timeout,
-        machines=machines,
+        machines=_machines(nnodes, node_rank, master_addr, master_port),
     )
     if dry_run:
         ranks = f"ranks {order.ranks[0]} to {order.ranks[-1]} of {order.world_size}"
@@ -117,11 +99,33 @@ def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
         print(f"starting again: {order.attempt} of {max_restarts}")
 
 
-def _machines(text: str) -> int:
-    """`2`; torchrun's `1:4` changes the number of ranks during the run, which nothing here can."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--nnodes: expected an integer >= 1, got '{text}'.")
-    return int(text)
+def _check_script(script: str, *, module: bool) -> None:
+    if module:
+        return
+    if not script.endswith(".py"):
+        raise ConfigError(
+            f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
+        )
+    if not Path(script).is_file():
+        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist.")
+
+
+def _machines(count: str, index: int, address: str | None, port: int) -> Machines:
+    """What torchrun's flags say; its `--nnodes 1:4` changes ranks in a run, which nothing can."""
+    from fullshard.launch.spawn import Machines
+
+    if not count.isdecimal() or int(count) < 1:
+        raise ConfigError(f"--nnodes: expected an integer >= 1, got '{count}'.")
+    if not 0 <= index < int(count):
+        raise ConfigError(f"--node-rank: expected 0 to {int(count) - 1}, got {index}.")
+    if int(count) == 1:
+        return Machines(port=port)
+    if address is None or not port:
+        raise ConfigError(
+            f"--master-addr, --master-port: expected both with --nnodes {count}, got one or "
+            "none. Name machine 0 and a free port there, the same on every machine."
+        )
+    return Machines(int(count), index, address, port)
 
 
 def _ranks_here(text: str) -> int:
