@@ -80,6 +80,14 @@ def test_a_stopped_rank_is_silent_and_named(run):
     assert "---- stacks of rank 1 ----\n(none: the process is stopped" in report
 
 
+@pytest.mark.slow
+def test_a_rank_that_keeps_pythons_lock_is_silent_and_shows_its_stack(run):
+    result, err, report = run("lock")
+    assert (result.exit_code, result.failure.rank) == (5, 1)
+    assert "rank 1 is silent for" in err
+    assert "in read_batch" in report.partition("---- stacks of rank 1 ----")[2]
+
+
 def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
     result, err, _ = run("fewer")
     assert result.exit_code == 5

@@ -5,6 +5,7 @@ The fault lies in what users write: data that sleeps, a rank that is killed, a f
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def read_batch(step: int, fault: str) -> torch.Tensor:
             time.sleep(600)
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        while fault == "lock":
+            ctypes.PyDLL(None).sleep(600)  # a C extension that keeps Python's lock
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     return torch.randn(2, 64)
