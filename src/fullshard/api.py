@@ -118,9 +118,15 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     return clip.global_norm(params, norm_type)
 
 
-def no_sync(model: nn.Module) -> Any:
-    """Context: every backward inside keeps its gradients on this rank, unreduced."""
-    return engine_shard.no_sync(model)
+def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
+    """Context: every backward inside keeps its gradients on this rank, unreduced.
+
+    Args:
+        model: Sharded.
+        outer_only: Reduce over the shard axis all the same; only the sum over replicas waits for
+            the next backward outside. Holds a shard of gradients in place of whole ones.
+    """
+    return engine_shard.no_sync(model, outer_only=outer_only)
 
 
 def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract

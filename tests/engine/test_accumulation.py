@@ -316,3 +316,40 @@ def nothing_deferred():
 
 def test_without_no_sync_nothing_is_deferred(ranks):
     assert ranks(2)(nothing_deferred) == [{"now": 0, "peak": 0}] * 2
+
+
+# ---- only the replicate axis waits ---------------------------------------------------------------
+
+
+def outer_waits(model, step, rank):
+    """Two micro-batches whose sum over replicas waits for the third."""
+    case, losses = CASES["chain"], []
+    for micro in range(3):
+        waits = hasattr(model, "_fullshard") and micro < 2
+        with fs.no_sync(model, outer_only=True) if waits else contextlib.nullcontext():
+            losses.append(case.work(model, 10 * step + micro, rank))
+    return torch.stack(losses).sum()
+
+
+def check_outer(settings):
+    case = CASES["chain"]
+    model = assert_parity(case.build, outer_waits, settings)
+    ring = engine_of(model).recorder.events(2)
+    kinds = Counter(event.kind for event in ring)
+    sent = [event.num_bytes for event in ring if event.kind is EventKind.REDUCE]
+    stats = fs.memory_stats(model)
+    return kinds, sent, stats["deferred_gradients"], stats["gradient_shards"]["now"]
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+def test_the_sum_over_replicas_may_wait_alone(ranks, transport, reduction):
+    settings = {"strategy": "hybrid_shard", "replicate": 2, "transport": transport}
+    for kinds, sent, deferred, shards in ranks(4)(
+        check_outer, {**settings, "reduction": reduction}, timeout=100
+    ):
+        units = kinds[EventKind.REDUCE] // 3
+        assert kinds[EventKind.DEFER] == 0
+        assert kinds[EventKind.SETTLE] == 1
+        assert sum(sent[:units]) < sum(sent[-units:])  # the last one also goes across
+        assert deferred == {"now": 0, "peak": shards}

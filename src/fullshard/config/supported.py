@@ -17,7 +17,6 @@ from fullshard.config.schema import Offload, RunConfig, ShardConfig, TrainingCon
 from fullshard.config.values import (
     Backend,
     DType,
-    GradSync,
     Home,
     IntervalStrategy,
     Recompute,
@@ -69,12 +68,6 @@ SHARDING = (
     NotYet("offload", lambda c: _nvme(c.offload), "Use cpu", plans=True),
     NotYet(
         "activation_checkpointing", lambda c: _offloads(c.activation_checkpointing), "Use block"
-    ),
-    NotYet(
-        "grad_sync",
-        _among("grad_sync", GradSync.LAST_MICRO_BATCH_OUTER),
-        "Use every_micro_batch or last_micro_batch",
-        plans=True,
     ),
 )
 

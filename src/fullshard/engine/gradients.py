@@ -21,10 +21,12 @@ import torch
 
 from fullshard.engine._torch_compat import no_guard, will_execute
 from fullshard.engine.collectives import Transport
+from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, UnsupportedModelError
+from fullshard.planner.events import Sync
 
 
 class Gradients:
@@ -46,7 +48,7 @@ class Gradients:
     ) -> None:
         self.transport = transport
         self.norms = norms
-        self.deferring = False
+        self.sync = Sync.ALL
         self.expects_any = False
         self._divisor = divisor
         self._on_spill = on_spill
@@ -56,13 +58,13 @@ class Gradients:
         self.spilled_bytes = 0
 
     @contextmanager
-    def no_sync(self) -> Any:
-        """Inside, every backward keeps its gradients on this rank, unreduced."""
-        before, self.deferring = self.deferring, True
+    def no_sync(self, sync: Sync) -> Any:
+        """Inside, every backward leaves its gradients unreduced: all of them, or over replicas."""
+        before, self.sync = self.sync, sync
         try:
             yield
         finally:
-            self.deferring = before
+            self.sync = before
 
     # ---- during backward
 
@@ -104,7 +106,7 @@ class Gradients:
     def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
         """Where the group's gradients are collected in this backward."""
         if group.grad_full is None:
-            if self.deferring and group.deferred is None:
+            if self.sync is Sync.NONE and group.deferred is None:
                 self._start_deferring(group)
             kept = group.deferred
             group.grad_full = kept if kept is not None else self._take_slot(unit, group)
@@ -113,7 +115,10 @@ class Gradients:
     def _start_deferring(self, group: Group) -> None:
         dtype = torch_dtype(group.plan.dtypes.accumulate)
         group.deferred = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.full.device)
-        self._deferred_bytes += group.deferred.nbytes
+        self._count_deferred(group.deferred.nbytes)
+
+    def _count_deferred(self, num_bytes: int) -> None:
+        self._deferred_bytes += num_bytes
         self.peak_deferred_bytes = max(self.peak_deferred_bytes, self._deferred_bytes)
 
     def _take_slot(self, unit: Unit, group: Group) -> torch.Tensor:
@@ -152,27 +157,42 @@ class Gradients:
         """Land the reduction in the gradient shards; the gradient slots are free."""
         assert unit.reduction is not None
         scratch = unit.transport.scratch
-        carries = [self._carries_gradients(group) for group in unit.trained]
+        waits = self.sync is Sync.INNER and unit.plan.mesh.replicate > 1
         outs: list[torch.Tensor] = []
-        for group, carry in zip(unit.trained, carries, strict=True):
+        for group in unit.trained:
             assert group.grads is not None
-            sums = group.grads.sums
-            aside = carry or group.grads.lands_aside
-            outs.append(scratch.take(group.grads.like, sums.numel()) if aside else sums)
+            grads = group.grads
+            carries = not waits and self._carries_gradients(group)
+            aside = carries or waits or grads.lands_aside
+            outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
         unit.reduction = None
-        for group, carry, out in zip(unit.trained, carries, outs, strict=True):
+        for group, out in zip(unit.trained, outs, strict=True):
             assert group.grads is not None
-            group.grads.take(out, self._divisor, carry=carry)
+            self._land(unit, group.grads, out, waits=waits)
             if out is not group.grads.sums:
                 scratch.give(out)
             self._forget(group)
             self._free_slot(group)
 
+    def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
+        """Sum over replicas, or keep for a later backward what is summed over shards."""
+        if grads.held is not None:
+            landed.add_(grads.held)
+            self._count_deferred(-grads.held.nbytes)
+            grads.held = None
+        if waits:
+            grads.held = landed.clone()
+            self._count_deferred(grads.held.nbytes)
+            return
+        if unit.plan.mesh.replicate > 1:
+            unit.sum_replicas(landed)
+        grads.take(landed, self._divisor)
+
     def _forget(self, group: Group) -> None:
         """The group's gradients are reduced, or lost."""
         if group.deferred is not None:
-            self._deferred_bytes -= group.deferred.nbytes
+            self._count_deferred(-group.deferred.nbytes)
         group.grad_full = group.deferred = None
 
     def _free_slot(self, group: Group) -> None:
@@ -184,9 +204,11 @@ class Gradients:
 
     def _carries_gradients(self, group: Group) -> bool:
         """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in."""
+        assert group.grads is not None
         with no_guard():
             shown = [member.param.grad for member in group.members]
-            if all(grad is None for grad in shown):
+            group.grads.carries = any(grad is not None for grad in shown)
+            if not group.grads.carries:
                 return False
             for member, grad in zip(group.members, shown, strict=True):
                 assert member.grad is not None
@@ -236,6 +258,9 @@ class Gradients:
                 unit.reduction = None
             for group in unit.trained:
                 self._forget(group)
+                if group.grads is not None and group.grads.held is not None:
+                    self._count_deferred(-group.grads.held.nbytes)
+                    group.grads.held = None
                 for member in group.members:
                     member.touched = member.expected = False
                     member.compute.grad = None

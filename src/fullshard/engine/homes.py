@@ -49,6 +49,8 @@ class GradientShard:
         sums: (part_numel,), accumulate dtype.
         shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves where these
             have that dtype.
+        held: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
+        carries: Whether what is shown stays in the next sum.
     """
 
     def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
@@ -56,6 +58,8 @@ class GradientShard:
         self.shown = self.sums
         if dtypes.master is not dtypes.accumulate:
             self.shown = homes.zeros(numel, dtypes.master, homes.gradients)
+        self.held: torch.Tensor | None = None
+        self.carries = False
         self.lands_aside = homes.lands_aside
         self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
         self._version = 0
@@ -69,17 +73,16 @@ class GradientShard:
         """A tensor of the dtype and device that reductions land in."""
         return self._landing
 
-    def take(self, landed: torch.Tensor, divisor: int, *, carry: bool) -> None:
+    def take(self, landed: torch.Tensor, divisor: int) -> None:
         """Add what a reduction brought, or replace what was there; show it.
 
         Args:
             landed: (part_numel,), accumulate dtype: the sum over ranks; the sums themselves, or a
                 buffer of its own.
             divisor: What sums are divided by.
-            carry: Earlier gradients stay in the sum.
         """
         landed.div_(divisor)
-        if carry:
+        if self.carries:
             if self.shown is not self.sums and self.shown._version != self._version:
                 self.sums.copy_(self.shown)  # the user wrote into p.grad: that counts
             self.sums.add_(landed.to(self.sums.device))

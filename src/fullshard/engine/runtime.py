@@ -38,7 +38,7 @@ from fullshard.engine.collectives import Transport
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, SlotError
-from fullshard.planner.events import Event, EventKind, Recorder
+from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Order, Scheduler
 
 _REENTRANT = (
@@ -249,7 +249,7 @@ class Runtime:
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         nothing = self.gradients.begin_backward(self.units)
-        self.scheduler.begin_backward(nothing, defer=self.gradients.deferring)
+        self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         queue_callback(self._end_backward)
 
     def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
@@ -266,18 +266,20 @@ class Runtime:
                 "unit left it unseen; return it from the unit's forward, or make the unit larger."
             )
         if self.gradients.collect(unit, group, member):
-            self._run(self.scheduler.complete(index, defer=self.gradients.deferring))
+            self._run(self.scheduler.complete(index))
 
     def _end_backward(self) -> None:
-        reduce, defer = self.gradients.expects_any, self.gradients.deferring
-        self._run(self.scheduler.end_backward(defer=defer, reduce=reduce))
+        reduce = self.gradients.expects_any
+        self._run(self.scheduler.end_backward(reduce=reduce))
         for unit in self.units:
             if unit.in_backward:
                 unit.in_backward = False
                 unit.swap_out()
         self._task = -1
         self._recomputed = False
-        if reduce and not defer:  # which all ranks make, while deferring ones may differ
+        if (
+            reduce and self.gradients.sync is Sync.ALL
+        ):  # which all ranks make, while deferring ones may differ
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
 

@@ -26,7 +26,7 @@ from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
 from fullshard.errors import ConfigError, EngineError
-from fullshard.planner.events import Recorder
+from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.strategy import ROWS
@@ -162,6 +162,6 @@ def reset(model: nn.Module) -> None:
     engine_of(model).runtime.reset()
 
 
-def no_sync(model: nn.Module) -> Any:
-    """Context: every backward inside keeps its gradients on this rank, unreduced."""
-    return engine_of(model).gradients.no_sync()
+def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
+    """Context: every backward inside leaves its gradients unreduced (or only over replicas)."""
+    return engine_of(model).gradients.no_sync(Sync.INNER if outer_only else Sync.NONE)

@@ -17,7 +17,9 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     engine = engine_of(model)
     groups = [group for unit in engine.units for group in unit.groups]
     grads = [group.grads.nbytes for group in groups if group.grads is not None]
-    deferred = sum(g.deferred.nbytes for g in groups if g.deferred is not None)
+    held = [group.grads.held for group in groups if group.grads is not None]
+    waiting = [*held, *(group.deferred for group in groups)]
+    deferred = sum(tensor.nbytes for tensor in waiting if tensor is not None)
     fixed = {
         "parameter_shards": sum(group.master.nbytes for group in groups),
         "gradient_shards": sum(grads),

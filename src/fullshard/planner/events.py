@@ -32,6 +32,19 @@ class EventKind(StrEnum):
     SETTLE = "settle"
 
 
+class Sync(StrEnum):
+    """What a backward does with its gradients.
+
+    ALL: they are summed over both axes of the mesh.
+    INNER: over the shard axis; the sum over the replicate axis waits for a later backward.
+    NONE: they stay on this rank.
+    """
+
+    ALL = "all"
+    INNER = "inner"
+    NONE = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One action.

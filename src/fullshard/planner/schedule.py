@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.events import Event, EventKind, Sync
 from fullshard.planner.slot_table import SlotTable
 from fullshard.planner.units import UnitPlan, ancestors_of
 
@@ -96,9 +96,10 @@ class Scheduler:
         self.units = tuple(units)
         self.order = order
         self._depths = depths
-        self._reduce_bytes = [
-            sum(g.reduce_bytes(u.mesh.replicate) for g in u.groups) for u in units
-        ]
+        self._reduce_bytes = {
+            Sync.ALL: [sum(g.reduce_bytes(u.mesh.replicate) for g in u.groups) for u in units],
+            Sync.INNER: [sum(g.reduce_bytes(1) for g in u.groups) for u in units],
+        }
         self._ancestors = [ancestors_of(units, unit) for unit in units]
         self._reduces = set(order.reduce)
         self.reset()
@@ -110,7 +111,8 @@ class Scheduler:
         self._table = SlotTable(self.units)
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
-        self._stepped = self._defers = False
+        self._stepped = False
+        self._sync = Sync.ALL
 
     def holds(self, unit: int) -> bool:
         """Whether the unit's weights are in place (gathered, or read from the master)."""
@@ -167,14 +169,14 @@ class Scheduler:
 
     # ---- backward
 
-    def begin_backward(self, nothing_expected: Collection[int], *, defer: bool = False) -> None:
+    def begin_backward(self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL) -> None:
         """A backward begins.
 
         Args:
             nothing_expected: Units that get no gradient from it on this rank.
-            defer: Gradients stay unreduced on this rank.
+            sync: What becomes of its gradients.
         """
-        self._defers = defer
+        self._sync = sync
         self._table.begun.clear()
         self._table.complete = set(nothing_expected)
         self._outstanding.clear()
@@ -191,28 +193,27 @@ class Scheduler:
         events.append(Event(EventKind.BACKWARD, unit))
         return events
 
-    def complete(self, unit: int, *, defer: bool) -> list[Event]:
+    def complete(self, unit: int) -> list[Event]:
         """The last expected gradient of the unit is in its gradient slot."""
         self._table.complete.add(unit)
-        return self._drain(defer=defer, force=False)
+        return self._drain(force=False)
 
-    def end_backward(self, *, defer: bool, reduce: bool = True) -> list[Event]:
+    def end_backward(self, *, reduce: bool = True) -> list[Event]:
         """Autograd is done: reduce what is left in plan order, release everything.
 
         Args:
-            defer: Gradients stay unreduced on this rank.
             reduce: False where the backward reached no parameter at all.
         """
         events: list[Event] = []
         self._table.begun.clear()
         if reduce:
             self._catch_up(events, backward=True)
-            events += self._drain(defer=defer, force=True)
+            events += self._drain(force=True)
         while self._outstanding:
             events.append(Event(EventKind.ACCUMULATE, self._outstanding.popleft()))
         events += self._table.release_all()
         self._stepped = True
-        if reduce and not defer:
+        if reduce and self._sync is Sync.ALL:
             events.append(Event(EventKind.SETTLE, -1))
         return events
 
@@ -245,7 +246,7 @@ class Scheduler:
                 break
             self._issued += 1
         if backward and not used:
-            events += self._drain(defer=self._defers, force=False)
+            events += self._drain(force=False)
 
     def _catch_up(self, events: list[Event], *, backward: bool) -> None:
         """Do what is left of the order: other ranks may need it."""
@@ -271,7 +272,7 @@ class Scheduler:
                 self._table.begun.discard(other)
                 events += self._table.release(other)
 
-    def _drain(self, *, defer: bool, force: bool) -> list[Event]:
+    def _drain(self, *, force: bool) -> list[Event]:
         events: list[Event] = []
         order, coming = self.order.reduce, self.order.backward[self._position :]
         while self._reduced < len(order):
@@ -280,10 +281,10 @@ class Scheduler:
             if not ready and not force:
                 break
             self._reduced += 1
-            if defer:
+            if self._sync is Sync.NONE:
                 events.append(Event(EventKind.DEFER, unit))
                 continue
-            events.append(Event(EventKind.REDUCE, unit, self._reduce_bytes[unit]))
+            events.append(Event(EventKind.REDUCE, unit, self._reduce_bytes[self._sync][unit]))
             self._outstanding.append(unit)
             if len(self._outstanding) > 1:
                 events.append(Event(EventKind.ACCUMULATE, self._outstanding.popleft()))
@@ -309,7 +310,7 @@ def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
             continue
         uses[index] -= 1
         if not uses[index] and units[index].trainable:
-            events += scheduler.complete(index, defer=False)
-    events += scheduler.end_backward(defer=False, reduce=bool(order.reduce))
+            events += scheduler.complete(index)
+    events += scheduler.end_backward(reduce=bool(order.reduce))
     scheduler.reset()
     return tuple(events)

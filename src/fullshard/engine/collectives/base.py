@@ -1,7 +1,8 @@
 """What the engine asks of a transport.
 
     fetch(fulls)    every rank's part of each flat buffer to every rank, in place
-    reduce(fulls)   this rank's part of each sum over ranks
+    reduce(fulls)   this rank's part of each sum over the shard axis
+    sum_replicas(x) a part's sum over the replicate axis
     all_reduce(x)   small vectors: bits, squared norms
 
 Buffers of one call differ in dtype or in what is trained; they travel in one collective.
@@ -70,7 +71,7 @@ class Reduction(Protocol):
     """A reduction under way."""
 
     def land(self, outs: Sequence[torch.Tensor]) -> None:
-        """Write the sums over all ranks of this rank's parts; the inputs are then free.
+        """Write the sums over the shard axis of this rank's parts; the inputs are then free.
 
         Args:
             outs: (part_numel,) each, accumulate dtype.
@@ -90,7 +91,11 @@ class Transport(Protocol):
         ...
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Sum each (numel,), reduce dtype, over all ranks. They must not change until land."""
+        """Sum each (numel,), reduce dtype, over the shard axis. Unchanged until `land`."""
+        ...
+
+    def sum_replicas(self, values: torch.Tensor) -> None:
+        """Sum (part_numel,), accumulate dtype, over the replicate axis, in place."""
         ...
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:

@@ -41,6 +41,16 @@ class C10dTransport:
             return _OrderedReduction(self._axes, fulls, self.scratch)
         return _NativeReduction(self._axes, fulls, self.scratch)
 
+    def sum_replicas(self, values: torch.Tensor) -> None:
+        replicas, group = self._axes.mesh.replicate, self._axes.replicate_group
+        if self._kind is ReductionKind.NATIVE:
+            dist.all_reduce(values, group=group)
+            return
+        everyone = self.scratch.take(values, replicas * values.numel())
+        all_gather_single(everyone, values, group=group)
+        sum_in_order(list(everyone.chunk(replicas)), values)
+        self.scratch.give(everyone)
+
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self._axes.mesh.world_size > 1:
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -55,7 +65,7 @@ class _Done:
 
 
 class _NativeReduction:
-    """Reduce-scatter in the wire dtype, all-reduce of the parts over replicas."""
+    """Reduce-scatter in the wire dtype."""
 
     __slots__ = ("_axes", "_parts", "_scratch", "_works")
 
@@ -74,8 +84,6 @@ class _NativeReduction:
             out.copy_(part)
             if self._axes.mesh.shard > 1:
                 self._scratch.give(part)
-            if self._axes.mesh.replicate > 1:
-                dist.all_reduce(out, group=self._axes.replicate_group)
 
 
 class _OrderedReduction:
@@ -101,12 +109,3 @@ class _OrderedReduction:
             sum_in_order(list(received.chunk(self._axes.mesh.shard)), out)
             if self._axes.mesh.shard > 1:
                 self._scratch.give(received)
-            self._sum_replicas(out)
-
-    def _sum_replicas(self, out: torch.Tensor) -> None:
-        replicas = self._axes.mesh.replicate
-        if replicas > 1:
-            everyone = self._scratch.take(out, replicas * out.numel())
-            all_gather_single(everyone, out, group=self._axes.replicate_group)
-            sum_in_order(list(everyone.chunk(replicas)), out)
-            self._scratch.give(everyone)

@@ -41,6 +41,9 @@ class DirectTransport:
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         return _DirectReduction(self._axes, fulls, self.scratch)
 
+    def sum_replicas(self, values: torch.Tensor) -> None:
+        _sum_replicas(self._axes, values, self.scratch)
+
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self._axes.mesh.world_size > 1:
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
@@ -62,7 +65,7 @@ class _Works:
 
 
 class _DirectReduction:
-    """Parts from all peers of the shard axis, summed in rank order; then the replicate axis."""
+    """Parts from all peers of the shard axis, summed in rank order."""
 
     __slots__ = ("_axes", "_parts", "_scratch", "_works")
 
@@ -83,8 +86,6 @@ class _DirectReduction:
         for out, parts in zip(outs, self._parts, strict=True):
             sum_in_order(parts, out)
             _give_back(parts, self._axes.shard_index, self._scratch)
-            if len(self._axes.replicate_ranks) > 1:
-                _sum_replicas(self._axes, out, self._scratch)
         self._parts = []
 
 

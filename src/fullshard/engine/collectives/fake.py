@@ -36,6 +36,9 @@ class FakeTransport:
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         return _Landed(self._axes, fulls)
 
+    def sum_replicas(self, values: torch.Tensor) -> None:
+        sum_in_order([values.clone()] * self._axes.mesh.replicate, values)
+
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not maximum:
             values.mul_(self._axes.mesh.world_size)
@@ -57,5 +60,3 @@ class _Landed:
         for full, out in zip(self._fulls, outs, strict=True):
             own = full.chunk(mesh.shard)[self._axes.shard_index]
             sum_in_order([own] * mesh.shard, out)
-            if mesh.replicate > 1:
-                sum_in_order([out.clone()] * mesh.replicate, out)
