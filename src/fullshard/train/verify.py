@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 RANK_MODULE = "fullshard.train.verify_rank"
 REFERENCE = Path(__file__).with_name("reference.py")
 # Tolerances: float64; float64 with logits that a model makes float32 all the same (two ways to
-# write a loss then differ by 1e-7); below float32, where few roundings differ by much.
-EXACT, SINGLE, LOW = 1e-9, 1e-4, 0.1
+# write a loss then differ by 1e-7); below float32.
+EXACT, SINGLE, LOW = 1e-9, 1e-4, 0.2
 MOST_RANKS = 4
 MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
 TIMEOUT_S = 600.0

@@ -96,6 +96,8 @@ class Sides:
         self.pieces = [load_file(place / f"rank_{rank}.safetensors") for rank in ranks]
         state = place / "state.safetensors"
         self.state = load_file(state) if state.is_file() else None
+        # Few roundings of a low precision fall the other way, and are large: on the average.
+        self.size = _largest if choice.compute_dtype == "float64" else _root_mean_square
 
     @property
     def names(self) -> list[str]:
@@ -176,7 +178,7 @@ class Sides:
                     continue
                 found = self.piece(step, what, rank, name)
                 wanted = self.part(step, what, rank, name)
-                error = _tensor_error(found, wanted, self._scale(key, floor))
+                error = self._error(found, wanted, self._scale(key, floor))
                 yield Difference(kind, step, rank, name, error)
                 if place["start"] <= covered:
                     covered = max(covered, place["stop"])
@@ -190,19 +192,26 @@ class Sides:
             whole = self.whole.get(wanted.get(name, ""))
             found = state.get(name)
             scale = 1.0 if whole is None else self._scale(wanted[name], 1e-3)
-            yield Difference(STATE, step, None, name, _tensor_error(found, whole, scale))
+            yield Difference(STATE, step, None, name, self._error(found, whole, scale))
+
+    def _error(
+        self, found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float
+    ) -> float:
+        if found is None or wanted is None:
+            return 0.0 if found is wanted else math.inf
+        if found.shape != wanted.shape:
+            return math.inf
+        return _finite(self.size(found.double() - wanted.double()) / scale)
 
     def _scale(self, key: str, floor: float) -> float:
         whole = self.whole.get(key)
-        if whole is None or not whole.numel():
-            return 1.0
-        return max(float(whole.abs().max()), floor)
+        return 1.0 if whole is None else max(self.size(whole), floor)
 
     def _floor(self, step: int) -> float:
         share = EXACT_FLOOR if self.choice.compute_dtype == "float64" else LOW_FLOOR
         prefix = f"{step}/gradient/"
-        largest = (float(v.abs().max()) for k, v in self.whole.items() if k.startswith(prefix))
-        return share * max(largest, default=1.0)
+        sizes = (self.size(whole) for key, whole in self.whole.items() if key.startswith(prefix))
+        return share * max(sizes, default=1.0)
 
 
 def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
@@ -225,16 +234,16 @@ def _at(values: list[Any], index: int, default: Any) -> Any:
 
 
 def _number_error(found: float, wanted: float) -> float:
-    error = abs(found - wanted) / max(abs(wanted), 1e-3)
+    return _finite(abs(found - wanted) / max(abs(wanted), 1e-3))
+
+
+def _finite(error: float) -> float:
     return error if error == error else math.inf
 
 
-def _tensor_error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else math.inf
-    if found.shape != wanted.shape:
-        return math.inf
-    if not found.numel():
-        return 0.0
-    error = float((found.double() - wanted.double()).abs().max()) / scale
-    return error if error == error else math.inf
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
