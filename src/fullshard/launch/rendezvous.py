@@ -20,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch.store import LOOPBACK, LaunchStore
@@ -86,7 +88,8 @@ def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironme
     """
     if launch.master_addr is not None and launch.master_port is not None:
         return launch
-    if launch.world_size > launch.local_world_size or launch.run_id is None:
+    known = launch.run_id is not None or launch.launcher is Launcher.MPI
+    if launch.world_size > launch.local_world_size or not known:
         raise ConfigError(
             f"MASTER_PORT: expected a free port on {launch.master_addr or 'the first host'} under "
             f"{launch.launcher}, got nothing. Set MASTER_ADDR and MASTER_PORT to the same values "
@@ -110,7 +113,10 @@ def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironme
 
 
 def _port_file(launch: LaunchEnvironment) -> Path:
-    name = hashlib.sha256(str(launch.run_id).encode()).hexdigest()[:16]
+    """Named by the job; where mpirun gives it no name, by the process that started all ranks."""
+    parent = psutil.Process(os.getppid())
+    job = launch.run_id or f"{parent.pid} {parent.create_time()}"
+    name = hashlib.sha256(job.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"fullshard-{os.getuid()}-{name}.port"
 
 
