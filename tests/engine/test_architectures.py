@@ -14,7 +14,7 @@ from support.parity import assert_parity, assert_planned_events
 
 FLAT = ("full_shard", "shard_grad_op", "no_shard")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-FAST = ("gpt2", "qwen3_moe", "mamba", "bart")
+FAST = ("gpt2", "gemma2", "qwen3_moe", "mamba", "bart", "clip", "swin")
 
 
 def check(name):

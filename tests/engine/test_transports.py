@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 
 import pytest
 import torch
@@ -68,7 +69,11 @@ def check_bits(name, settings):
 
 
 def in_every_strategy(name):
-    return {strategy: check_bits(name, {"strategy": strategy}) for strategy in STRATEGIES}
+    settings = {strategy: {"strategy": strategy} for strategy in STRATEGIES}
+    if dist.get_world_size() == 4:
+        for replicate in (1, 2, 4):
+            settings[f"hybrid {replicate}"] = {"strategy": "hybrid_shard", "replicate": replicate}
+    return {name_: check_bits(name, fields) for name_, fields in settings.items()}
 
 
 @pytest.mark.parametrize(
@@ -133,16 +138,19 @@ def step_alone(model, step):
         ({"shard": 1000}, "full_shard"),
         ({"shard": 64}, "shard_grad_op"),
         ({"replicate": 64}, "no_shard"),
+        ({"replicate": 8, "shard": 8}, "hybrid_shard"),
+        ({"replicate": 3, "shard": 5}, "hybrid_shard_zero2"),
     ],
 )
 def test_fake_ranks_run_the_plan_of_any_world(sizes, strategy):
     model = fs.shard(chain(), transport="fake", poison=True, strategy=strategy, **sizes)
     optimizer = torch.optim.AdamW(model.parameters())
-    world_size = next(iter(sizes.values()))
+    world_size = math.prod(sizes.values())
     engine = engine_of(model)
     assert engine.plan.mesh.world_size == world_size
     assert engine.plan.transport is Transport.FAKE
-    wanted = fs.plan(chain(), world_size=world_size, transport="fake", strategy=strategy)
+    settings = {"transport": "fake", "strategy": strategy, **sizes}
+    wanted = fs.plan(chain(), world_size=world_size, **settings)
     for step in range(3):
         step_alone(model, step)
         optimizer.step()

@@ -241,6 +241,14 @@ ARCHITECTURES = {
         },
     ),
     "mamba": Architecture("mamba", fields={"state_size": 4}, batch=unmasked),
+    "falcon_mamba": Architecture(
+        "falcon_mamba",
+        fields={"state_size": 4},
+        batch=unmasked,
+        # Decay rates are exponentials taken in float32: after an update, weights that differ in
+        # their last bit of float64 may round to neighbours in float32.
+        tolerance=1e-6,
+    ),
     "mamba2": Architecture(
         "mamba2",
         fields={"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
