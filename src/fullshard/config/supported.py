@@ -16,7 +16,6 @@ from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import Offload, RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import (
     Backend,
-    DType,
     Home,
     IntervalStrategy,
     Recompute,
@@ -90,12 +89,6 @@ RUN = (
     NotYet("student", _any("student"), "Write model"),
     NotYet("sft", _any("sft"), "Leave it out"),
     NotYet("distill", _any("distill"), "Leave it out"),
-    NotYet(
-        "sharding.param_dtype",  # the main loop has no loss scaler
-        lambda c: _among("param_dtype", DType.FLOAT16)(c.sharding),
-        "Use bfloat16",
-        plans=True,
-    ),
 )
 
 

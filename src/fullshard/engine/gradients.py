@@ -186,7 +186,7 @@ class Gradients:
             self._count_deferred(grads.held.nbytes)
             return
         if unit.plan.mesh.replicate > 1:
-            unit.sum_replicas(landed)
+            unit.transport.sum_replicas(landed)
         grads.take(landed, self._divisor)
 
     def _forget(self, group: Group) -> None:

@@ -159,3 +159,12 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
             f"{left[0]}{others}: expected a value from the model's own initialisation or from "
             "weights; there is none, and it would stay on meta. Build the model on the CPU."
         )
+
+
+def has_weights_of(model: nn.Module, folder: str | Path) -> bool:
+    """Whether a Hugging Face folder has all of a model's parameters under the model's names."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    files = FolderWeights(folder, getattr(model, "base_model_prefix", ""))
+    return not files.missing(list(names.values()))

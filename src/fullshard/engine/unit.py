@@ -106,8 +106,6 @@ class Unit:
         self.part = plan.mesh.coordinates(transport.rank)[1]
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
-        # The outer reduction is a callable of its own, to be replaced where replicas may be lost.
-        self.sum_replicas: Callable[[torch.Tensor], None] = transport.sum_replicas
         self.swaps: list[Swap] = []
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False

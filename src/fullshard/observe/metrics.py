@@ -17,7 +17,8 @@ class StepRow:
         step: From 1, after the update.
         epoch: Passes over the training data so far, as a fraction.
         loss: Mean over all label tokens of the global batch, in nats, before the update.
-        grad_norm: Of the global gradient, before clipping.
+        grad_norm: Of the global gradient, before clipping; None where fp16 overflowed and the
+            step was skipped.
         learning_rate: Of this update.
         tokens_per_s: Input tokens of all ranks a second.
         samples_per_s: Sequences of all ranks a second.
@@ -32,7 +33,7 @@ class StepRow:
     step: int
     epoch: float
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
     tokens_per_s: float
     samples_per_s: float

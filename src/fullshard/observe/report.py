@@ -197,6 +197,7 @@ def _memory_chart(steps: list[Row]) -> str:
 
 
 def _curve(steps: list[Row], field: str, color: int, label: str, *, from_zero: bool = False) -> str:
+    steps = [row for row in steps if row.get(field) is not None]
     series = [Series(label, _column(steps, "step"), _column(steps, field), color)]
     return line_chart(series, Axes("step", label, from_zero=from_zero))
 

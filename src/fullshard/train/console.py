@@ -119,7 +119,12 @@ class RunConsole:
         return (
             self._head(last.step)
             .append(f"loss {loss:.4f}", style="bold")
-            .append(f"  grad norm {last.grad_norm:.2f}  lr {last.learning_rate:.1e}")
+            .append(f"  grad norm {_norm(last)}  lr {last.learning_rate:.1e}")
             .append(f"  {tokens / time_s:>6,.0f} tokens/s  {human_bytes(last.memory_peak_bytes)}")
             .append(f"  {shares}", style="dim")
         )
+
+
+def _norm(row: StepRow) -> str:
+    """Two digits, or what happened in place of a norm."""
+    return "overflow, skipped" if row.grad_norm is None else f"{row.grad_norm:.2f}"

@@ -22,9 +22,10 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.values import GradReduction, GradSync
-from fullshard.errors import DivergedError
+from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import EvalRow, StepRow
-from fullshard.train.loss import backward_scale, num_label_tokens
+from fullshard.train.loss import IGNORED, backward_scale, num_label_tokens
+from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 
 Batch = dict[str, torch.Tensor]
@@ -47,7 +48,10 @@ class Recipe(Protocol):
         ...
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`."""
+        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`.
+
+        Ranks may have different numbers of them where `tokens_per_step` is None.
+        """
         ...
 
     def held_out(self) -> Iterable[Batch]:
@@ -109,6 +113,7 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     communication_seconds: Callable[[], float]
     memory_bytes: Callable[[], tuple[int, int]]
+    scaler: LossScaler | None = None  # of fp16
 
 
 class Loop:
@@ -127,6 +132,10 @@ class Loop:
         self._settings = settings
         self._team = team
         self._watcher = watcher
+        self._scaler = trainee.scaler or LossScaler(
+            trainee.optimizer, torch.device("cpu"), enabled=False
+        )
+        self._last: Batch | None = None  # stands in where other ranks have more
 
     def run(self) -> None:
         """All steps, with the evaluations between them and one after the last.
@@ -169,11 +178,13 @@ class Loop:
         batches = self._recipe.micro_batches(step - 1)
         data_s = time.perf_counter() - began
         self._watcher.entered("forward and backward", step)
-        num_tokens = self._num_tokens(batches)
+        num_inputs = sum(batch["input_ids"].numel() for batch in batches)
+        batches, num_tokens = self._even_out(batches, step)
         total = self._accumulate(batches, num_tokens)
         self._watcher.entered("optimizer", step)
+        self._scaler.unscale()
         grad_norm = float(fs.clip_grad_norm_(trainee.model, settings.max_grad_norm or math.inf))
-        if not math.isfinite(grad_norm):
+        if not math.isfinite(grad_norm) and not self._scaler.enabled:
             loss = self._mean_loss(self._team.exchange([total.item()]), num_tokens)
             finite = math.isfinite(loss)
             what, value = ("gradient norm", grad_norm) if finite else ("loss", loss)
@@ -181,26 +192,45 @@ class Loop:
         learning_rate = settings.schedule.learning_rate(step - 1)
         for group in trainee.optimizer.param_groups:
             group["lr"] = learning_rate
-        trainee.optimizer.step()
+        self._scaler.step(step)
         trainee.optimizer.zero_grad(set_to_none=True)
         comm_s = trainee.communication_seconds() - comm_before
         elapsed_s = time.perf_counter() - began
         self._watcher.entered("end of step", step)
         parts = self._team.exchange(
-            [total.item(), elapsed_s, data_s, comm_s, *trainee.memory_bytes()]
+            [total.item(), elapsed_s, data_s, comm_s, *trainee.memory_bytes(), num_inputs]
         )
         loss = self._mean_loss(parts, num_tokens)
         if not math.isfinite(loss):
             raise DivergedError(_diverged("loss", loss, step))
-        num_inputs = sum(batch["input_ids"].numel() for batch in batches) * self._team.world_size
-        return self._row(step, loss, grad_norm, num_inputs, parts)
+        return self._row(step, loss, grad_norm, parts)
 
-    def _num_tokens(self, batches: list[Batch]) -> int:
-        """Label tokens of the step over all ranks: N of [Note: global token mean]."""
+    def _even_out(self, batches: list[Batch], step: int) -> tuple[list[Batch], int]:
+        """As many micro-batches on every rank, and N of [Note: global token mean].
+
+        [Note: uneven batches]
+        A rank that has fewer micro-batches than another would leave it waiting in a collective. So
+        where recipes do not know the counts, ranks exchange them once a step with their label
+        tokens, and one that has fewer repeats its last batch with labels that count nothing.
+
+        Raises:
+            DataError: No rank has a batch, or this one never had.
+        """
         if self._recipe.tokens_per_step is not None:
-            return self._recipe.tokens_per_step
+            return batches, self._recipe.tokens_per_step
         here = sum(num_label_tokens(batch["labels"]) for batch in batches)
-        return int(sum(part[0] for part in self._team.exchange([here])))
+        parts = self._team.exchange([here, len(batches)])
+        most = int(max(part[1] for part in parts))
+        self._last = batches[-1] if batches else self._last
+        if self._last is None or most == 0:
+            who = "this rank" if most else "all ranks"
+            raise DataError(
+                f"batches of step {step}: expected at least one; {who} has none. Give every rank "
+                "data for the first step at least, and no more steps than there are data for."
+            )
+        blank = {**self._last, "labels": torch.full_like(self._last["labels"], IGNORED)}
+        missing = most - len(batches)
+        return batches + [blank] * missing, int(sum(part[0] for part in parts))
 
     def _accumulate(self, batches: list[Batch], num_tokens: int) -> torch.Tensor:
         """Forward and backward of every micro-batch; returns this rank's summed loss."""
@@ -208,11 +238,12 @@ class Loop:
         scale = backward_scale(num_tokens, self._team.world_size, settings.grad_reduction)
         totals: list[torch.Tensor] = []
         for index, batch in enumerate(batches):
-            reduces = index == len(batches) - 1
-            defer = settings.grad_sync is not GradSync.EVERY_MICRO_BATCH and not reduces
-            with fs.no_sync(model) if defer else contextlib.nullcontext():
+            reduces = index == len(batches) - 1 or settings.grad_sync is GradSync.EVERY_MICRO_BATCH
+            outer_only = settings.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
+            waits = fs.no_sync(model, outer_only=outer_only)
+            with contextlib.nullcontext() if reduces else waits:
                 batch_total, _ = self._recipe.loss(model, batch)
-                (batch_total * scale).backward()
+                self._scaler.scale(batch_total * scale).backward()
             totals.append(batch_total.detach())
         return torch.stack(totals).sum(dtype=torch.float64)
 
@@ -225,20 +256,20 @@ class Loop:
         step: int,
         loss: float,
         grad_norm: float,
-        num_inputs: int,
         parts: list[list[float]],
     ) -> StepRow:
-        """Joins what the ranks measured: (loss, elapsed, data, communication, memory, peak)."""
-        _, elapsed, data, comm, memory, peak = (list(column) for column in zip(*parts, strict=True))
+        """Joins what the ranks measured: (loss, elapsed, data, communication, memory, ...)."""
+        columns = (list(column) for column in zip(*parts, strict=True))
+        _, elapsed, data, comm, memory, peak, inputs = columns
         step_time_s = max(elapsed)
         data_s, comm_s = sum(data) / len(data), sum(comm) / len(comm)
         return StepRow(
             step=step,
             epoch=step / self._recipe.steps_per_epoch,
             loss=loss,
-            grad_norm=grad_norm,
+            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             learning_rate=self._settings.schedule.learning_rate(step - 1),
-            tokens_per_s=num_inputs / step_time_s,
+            tokens_per_s=sum(inputs) / step_time_s,
             samples_per_s=self._recipe.samples_per_step / step_time_s,
             step_time_s=step_time_s,
             data_s=data_s,

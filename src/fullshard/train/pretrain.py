@@ -21,6 +21,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
 from fullshard.engine.engine import engine_of
+from fullshard.engine.initial import has_weights_of
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import HangError
 from fullshard.launch import rendezvous
@@ -36,7 +37,7 @@ from fullshard.train.dataset import Dataset
 from fullshard.train.export import save_model
 from fullshard.train.generate import SamplingSettings, generate
 from fullshard.train.loop import Loop, LoopSettings, Trainee
-from fullshard.train.model import build_model, freeze, quiet_libraries
+from fullshard.train.model import build_model, build_on_meta, freeze, quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.prepare import (
     StepPlan,
@@ -46,6 +47,7 @@ from fullshard.train.prepare import (
 )
 from fullshard.train.result import Result, environment, finish, planned, print_result
 from fullshard.train.run_folder import RunFolder, RunStatus
+from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.team import RankTeam
 
@@ -139,11 +141,20 @@ def _train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
 
 
 def _build(config: RunConfig, model_config: PretrainedConfig, device: torch.device) -> nn.Module:
-    """The sharded model; its whole weights, equal on all ranks, exist until they are cut."""
+    """The sharded model, of which no rank ever holds the whole.
+
+    Folders whose tensors have other names than the model's, which transformers converts as it
+    loads them, are loaded whole on every rank and then cut.
+    """
     dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
-    model = build_model(model_config, weights_folder(config), dtype, config.training.seed)
+    folder = weights_folder(config)
+    model = build_on_meta(model_config, dtype)
+    if folder is not None and not has_weights_of(model, folder):
+        model = build_model(model_config, folder, dtype, config.training.seed).to(device)
+        folder = None
     freeze(model, config.freeze)
-    return fs.shard(model.to(device), config.sharding)
+    torch.manual_seed(config.training.seed)
+    return fs.shard(model, config.sharding, weights=folder)
 
 
 def _announce(facts: RunFacts, folder: RunFolder, console: RunConsole) -> None:
@@ -169,8 +180,13 @@ def _trainee(config: RunConfig, model: nn.Module, seat: Seat) -> Trainee:
             adam_epsilon=training.adam_epsilon,
         ),
     )
+    fp16 = config.sharding.param_dtype is DType.FLOAT16
     return Trainee(
-        model, optimizer, partial(communication_seconds, model), partial(memory_bytes, seat.device)
+        model,
+        optimizer,
+        partial(communication_seconds, model),
+        partial(memory_bytes, seat.device),
+        LossScaler(optimizer, seat.device, enabled=fp16),
     )
 
 

@@ -110,7 +110,12 @@ class _SkippedReduction(Injection):
             own = [full.chunk(shard)[unit.part].clone() for full in fulls]
             return _Landing(real.reduce(fulls), lambda outs: _copy(own, outs))
 
-        unit.transport = _Wrapped(real, reduce=reduce)
+        def sum_replicas(values: torch.Tensor) -> None:
+            own = values.clone()
+            real.sum_replicas(values)
+            values.copy_(own)
+
+        unit.transport = _Wrapped(real, reduce=reduce, sum_replicas=sum_replicas)
 
 
 class _WrongDivisor(Injection):
