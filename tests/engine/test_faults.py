@@ -266,6 +266,8 @@ def report_of(case, settings, fault, wanted):
 def reports(name, strategy, poison, which):
     """(lines, strikes) by fault on this rank; first of all, without one."""
     settings = {"strategy": strategy, "poison": poison}
+    if strategy.startswith("hybrid"):
+        settings["replicate"] = 2
     case = CASES[name]
     wanted = train_alone(case.build, case.work, world_size=dist.get_world_size())
     assert report_of(case, settings, None, wanted) == ([], 0)
@@ -273,7 +275,7 @@ def reports(name, strategy, poison, which):
 
 
 def assert_caught(found, poison):
-    """Each fault struck, and was reported on every rank that the check runs on."""
+    """Each fault struck, and was reported on every rank; `poison` says whether as NaN."""
     for fault in found[0]:
         strikes = sum(by_rank[fault][1] for by_rank in found)
         assert strikes, f"{fault} was never injected"
@@ -283,7 +285,7 @@ def assert_caught(found, poison):
             assert lines, f"{fault}: rank {rank} saw nothing"
             early = [line for line in lines if line.startswith("step 0")]
             assert not early, f"{fault}: reported before it was injected: {early}"
-        if fault in SHOWN_BY_POISON:
+        if fault in SHOWN_BY_POISON and poison is not None:
             is_nan = any("differs by inf" in line for line in everything)
             assert is_nan is poison, (fault, everything[:5])
 
@@ -295,6 +297,13 @@ def test_every_injected_fault_is_reported(ranks, strategy, world_size, poison):
     which = [name for name in FAULTS if name not in NOT_THERE.get(strategy, ())]
     found = ranks(world_size)(reports, "chain", strategy, poison, which, timeout=100)
     assert_caught(found, poison)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_every_injected_fault_is_reported_where_shards_are_replicated(ranks, strategy):
+    found = ranks(4)(reports, "chain", strategy, True, list(FAULTS), timeout=100)
+    assert_caught(found, poison=None)  # what is NaN here differs from the replica first
 
 
 def test_faults_are_reported_on_a_language_model(ranks):
