@@ -142,7 +142,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
                 environment = _environment(launch, rank, folder, store, run_id)
                 ranks.append(_start(launch, environment, folder, relay))
             relay.start()
-            store.serve()
+            store.serve_soon()
             return supervisor.watch(caught)
         finally:
             supervisor.end_all()

@@ -7,6 +7,7 @@ and never freed in between; who comes before the store is there waits in the soc
 from __future__ import annotations
 
 import socket
+import threading
 from typing import Any
 
 from fullshard.errors import ConfigError
@@ -31,6 +32,7 @@ class LaunchStore:
         self.host = host
         self.port = port
         self.store: Any = None
+        self._serving: threading.Thread | None = None
         self._socket: socket.socket | None = None
         if served_here:
             self._socket = self._bind(host, port)
@@ -50,8 +52,13 @@ class LaunchStore:
         bound.listen(_BACKLOG)
         return bound
 
+    def serve_soon(self) -> None:
+        """Answer from a thread: torch takes seconds to import, and ranks are watched meanwhile."""
+        self._serving = threading.Thread(target=self.serve, name="store of the launch")
+        self._serving.start()
+
     def serve(self) -> None:
-        """Answer. Imports torch, which takes seconds: call it once the ranks have started."""
+        """Answer from now on."""
         if self._socket is None:
             return
         from torch._C._distributed_c10d import TCPStore
@@ -66,6 +73,8 @@ class LaunchStore:
 
     def close(self) -> None:
         """Free the port."""
+        if self._serving is not None:
+            self._serving.join()
         if self._socket is not None:
             self._socket.close()
         self.store = None
