@@ -90,8 +90,10 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
             "--inject: expected a sharded strategy for stale_slot, got 'no_shard'",
         ),
         (["--dryrun"], "Did you mean '--dry-run'?"),
-        (["freeze=[modell.*]"], "freeze: expected globs of parameter names, got 'modell.*'"),
+        (["freeze=[decoder.*]"], "freeze: expected globs of parameter names, got 'decoder.*'"),
         (["sharding.wrap=[LlamaDecoderLayer]"], "LlamaDecoderLayer"),
+        (["sharding.transport=fake"], "sharding.transport: expected a real one, got 'fake'"),
+        (["backend=jax"], "backend: expected torch, got 'jax'"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error_of_the_configuration(
@@ -123,7 +125,7 @@ def test_sharding_is_fitted_to_local_ranks():
         plan = verify.prepare(load_config(None, [MODEL, *words]).config, None).plan
         return plan.mesh.replicate, plan.mesh.shard
 
-    assert mesh_of("launch.num_processes=64") == (1, 2)
+    assert mesh_of("launch.num_processes=64", "launch.num_machines=8") == (1, 2)
     assert mesh_of("launch.num_processes=3") == (1, 3)
     assert mesh_of("strategy=no_shard") == (2, 1)
     assert mesh_of("strategy=hybrid_shard") == (2, 2)

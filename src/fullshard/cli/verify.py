@@ -55,7 +55,6 @@ def verify(
 
     fault = parse_fault(inject)
     resolved = load(words, config, flags=FLAGS)
-    resolved.check_supported()
     try:
         prepared = check.prepare(resolved.config, fault)
     except ConfigError as error:

@@ -24,7 +24,8 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.schema import RunConfig, ShardConfig
-from fullshard.config.values import DType, WrapKind
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Backend, DType, Transport, WrapKind
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
@@ -121,6 +122,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
+    _check_supported(config)
     require_transformers()
     quiet_libraries()
     notes: list[str] = []
@@ -146,6 +148,15 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
     _check_fault(fault, plan, model)
     return Prepared(job, model, small.config, plan, small.changes, tuple(notes))
+
+
+def _check_supported(config: RunConfig) -> None:
+    """Of the whole configuration only the model and its sharding matter here."""
+    if config.backend is not Backend.TORCH:
+        raise ConfigError(f"backend: expected torch, got '{config.backend}'. It has no ranks.")
+    if config.sharding.transport is Transport.FAKE:
+        raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
+    check_supported(config.sharding)
 
 
 def _model_config(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
