@@ -10,6 +10,7 @@ import pytest
 
 from fullshard.config.load import load_config
 from fullshard.train import verify
+from fullshard.train.model import config_from_settings
 from fullshard.train.verify_compare import _number_error
 from fullshard.train.verify_faults import Fault
 
@@ -118,6 +119,23 @@ def test_reference_imports_nothing_of_fullshard(tmp_path):
     numbers = json.loads((tmp_path / "float64" / "reference.json").read_text())
     assert numbers["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert len(numbers["norm"]) == 4
+
+
+def test_fault_that_nobody_notices_ends_with_code_1(capsys):
+    from fullshard.cli.verify import _outcome
+
+    prepared = verify.prepare(load_config(None, [MODEL]).config, Fault.WRONG_DIVISOR)
+    outcome = _outcome(prepared, verify.Verdict((), None, 1.0))
+    assert outcome.exit_code == 1
+    assert "NOT SEEN" in capsys.readouterr().out
+
+
+def test_model_folder_is_shrunk_like_a_configuration(tmp_path):
+    config = config_from_settings({"model_type": "qwen3", "num_hidden_layers": 30})
+    config.save_pretrained(tmp_path)
+    prepared = verify.prepare(load_config(None, [f"model={tmp_path}"]).config, None)
+    assert prepared.plan.model_kind == "Qwen3ForCausalLM"
+    assert prepared.config.num_hidden_layers == 4
 
 
 def test_sharding_is_fitted_to_local_ranks():

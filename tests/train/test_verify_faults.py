@@ -6,6 +6,8 @@ Both sides are the real ones; the ranks are a standing pool's instead of fresh p
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from fullshard.config.load import load_config
 from fullshard.train import verify
@@ -93,6 +96,54 @@ def test_fault_is_seen_and_named(ranks, checks, fault, model):
     verdict = verdict_of(ranks, folder, prepared, fault)
     assert verdict.diagnosis is not None
     assert verdict.diagnosis.kind == fault, verdict.diagnosis.says
+
+
+def spoil(folder: Path, name: str, kind: str) -> str:
+    """Changes one element of a file of tensors; returns the key that it is under."""
+    tensors = load_file(folder / name)
+    key = next(key for key, value in tensors.items() if kind in key and value.numel())
+    tensors[key].view(-1)[0] += 1e-6
+    save_file(tensors, folder / name)
+    return key.removeprefix(kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "row"),
+    [
+        ("rank_1.safetensors", "1/gradient/", "gradients"),
+        ("rank_0.safetensors", "2/parameter/", "updated parameters"),
+        ("state.safetensors", "", "saved state"),
+        ("rank_1.safetensors", "3/parameter/", "step after loading"),
+    ],
+)
+def test_one_wrong_element_on_one_rank_is_found(ranks, checks, name, kind, row):
+    folder, prepared = checks["opt", False]
+    assert verdict_of(ranks, folder, prepared, None).diagnosis is None
+    parameter = spoil(folder / "float64", name, kind)
+    verdict = verify.judge(prepared.job, folder, time.perf_counter())
+    wrong = [found for found in verdict.rows if not found.is_equal]
+    assert [found.name for found in wrong] == [row]
+    assert parameter in wrong[0].where
+    assert verdict.diagnosis is not None
+    assert parameter in verdict.diagnosis.says
+
+
+def test_element_that_no_rank_holds_is_found(ranks, checks):
+    folder, prepared = checks["opt", False]
+    assert verdict_of(ranks, folder, prepared, None).diagnosis is None
+    file = folder / "float64" / "rank_1.json"
+    facts = json.loads(file.read_text())
+    tensors = load_file(file.with_suffix(".safetensors"))
+    place = next(p for p in facts["pieces"][0].values() if p["stop"] > p["start"])
+    name = next(name for name, p in facts["pieces"][0].items() if p is place)
+    place["stop"] -= 1
+    for key in [key for key in tensors if key.endswith(f"/{name}") and key[0] != "3"]:
+        tensors[key] = tensors[key][:-1].clone()
+    file.write_text(json.dumps(facts))
+    save_file(tensors, file.with_suffix(".safetensors"))
+    wrong = [row for row in verify.judge(prepared.job, folder, 0.0).rows if not row.is_equal]
+    assert [row.name for row in wrong] == ["gradients", "updated parameters"]
+    assert all(math.isinf(row.worst_error) and name in row.where for row in wrong)
 
 
 @pytest.mark.slow
