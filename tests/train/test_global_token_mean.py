@@ -89,10 +89,10 @@ class Rows:
     """Keeps what the loop says."""
 
     def __init__(self) -> None:
-        self.steps, self.evaluations = [], []
+        self.steps, self.evaluations, self.phases = [], [], []
 
     def entered(self, phase, step) -> None:
-        """What the loop does now is the watchdog's to know."""
+        self.phases.append((phase, step))
 
     def stepped(self, row) -> None:
         self.steps.append(row)
@@ -180,6 +180,14 @@ def test_ranks_and_micro_batches_train_as_one_joined_batch(
         assert state.keys() == expected.keys()
         for name, value in state.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def test_the_loop_says_what_it_does_for_a_report_of_a_hang():
+    rows = Rows()
+    make_loop(0, 1, 2, {}, rows)[1].run()
+    of_a_step = ["data loading", "forward and backward", "optimizer", "end of step"]
+    expected = [(phase, step) for step in range(1, NUM_STEPS + 1) for phase in of_a_step]
+    assert rows.phases == [*expected, ("evaluation", NUM_STEPS)]
 
 
 def test_mean_of_micro_batch_means_is_another_gradient():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
 
 from fullshard.config.fields import (
     Count,
@@ -14,7 +14,6 @@ from fullshard.config.fields import (
     Names,
     Number,
     Rejected,
-    Text,
     Word,
     to_names,
     to_number,
@@ -105,6 +104,21 @@ def _write_wrap(value: Wrap) -> object:
     return f"<callable {getattr(value, '__module__', '?')}.{name}>"
 
 
+def _read_strategies(value: object) -> tuple[tuple[str, Strategy], ...]:
+    """A mapping of module names (globs) to strategies, kept as pairs, which can be compared."""
+    pairs = cast("Mapping[object, object]", value).items() if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise Rejected("a mapping of module names (globs) to strategies")
+    found: list[tuple[str, Strategy]] = []
+    for glob, strategy in cast("Iterable[tuple[object, object]]", pairs):
+        try:
+            found.append((str(glob), parse(Strategy, strategy, "")))
+        except ConfigProblems as error:
+            expected, advice = error.problems[0].expected, error.problems[0].advice
+            raise Rejected(f"for {glob} {expected}", advice) from None
+    return tuple(found)
+
+
 def _read_depth(value: object) -> object:
     """A depth, a flag of FSDP1's `forward_prefetch`, or a word of its `BackwardPrefetch`.
 
@@ -168,7 +182,12 @@ class ShardConfig(Section):
     """full_shard (ZeRO-3) | shard_grad_op (ZeRO-2) | no_shard (DDP) | hybrid_shard |
     hybrid_shard_zero2 | auto (the planner chooses, where a batch is known)."""
 
-    strategies: dict[Text, Word[Strategy]] = Field(default_factory=dict)
+    strategies: Annotated[
+        tuple[tuple[str, Strategy], ...],
+        PlainValidator(_read_strategies),
+        PlainSerializer(dict),
+        WithJsonSchema({"type": "object", "additionalProperties": {"enum": list(Strategy)}}),
+    ] = ()
     """Other strategies for some units, by module name (globs); the last that fits counts. On the
     same mesh: sharded ones differ in when slots are given back, no_shard copies over all ranks."""
 

@@ -329,6 +329,13 @@ def compute_device(model: nn.Module) -> torch.device:
             f"{second}: expected all parameters on one device; it is on {other}, {first} on {one}. "
             "Move the model before fs.shard."
         )
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if devices and on_meta is not None:
+        raise UnsupportedModelError(
+            f"{on_meta}: expected all parameters on meta, or none; it is, and "
+            f"{next(iter(devices.values()))} is on {next(iter(devices))}. Give both a value, or "
+            "build the whole model under torch.device('meta')."
+        )
     if devices:
         return next(iter(devices))
     if torch.cuda.is_available():

@@ -239,7 +239,7 @@ def _bare_units(
 def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow]:
     """The strategy of each unit: the last glob of `strategies` that names it or a module above."""
     rows = dict.fromkeys(names, row_of(config.strategy))
-    for glob, strategy in config.strategies.items():
+    for glob, strategy in config.strategies:
         named = [name for name in names if name and matches(name, (glob,))]
         if not named:
             raise WrapError(

@@ -21,17 +21,9 @@ def refusal(config, **how):
     ("fields", "said"),
     [
         ({"strategy": "auto"}, "strategy: 'auto'"),
-        ({"strategy": "hybrid_shard"}, "strategy: 'hybrid_shard'"),
-        ({"strategy": "HYBRID_SHARD_ZERO2"}, "strategy: 'hybrid_shard_zero2'"),
-        ({"replicate": 2}, "replicate: 2"),
-        ({"master_dtype": "bf16"}, "master_dtype: 'bfloat16'"),
-        ({"buffer_dtype": "bf16"}, "buffer_dtype: 'bfloat16'"),
-        ({"output_dtype": "fp32"}, "output_dtype: 'float32'"),
-        ({"fp32_modules": ["norm"]}, "fp32_modules: a list"),
         ({"transport": "shared"}, "transport: 'shared'"),
-        ({"offload": "cpu"}, "offload: a mapping"),
-        ({"activation_checkpointing": "every_2"}, "activation_checkpointing: 'every_2'"),
-        ({"grad_sync": "last_micro_batch_outer"}, "grad_sync: 'last_micro_batch_outer'"),
+        ({"offload": "nvme"}, "offload: 'nvme'"),
+        ({"activation_checkpointing": "offload"}, "activation_checkpointing: 'offload'"),
     ],
 )
 def test_sharding_that_is_not_built_is_named(fields, said):
@@ -50,6 +42,10 @@ def test_sharding_that_is_not_built_is_named(fields, said):
         {"replicate": 1, "transport": "direct", "grad_sync": "last_micro_batch", "poison": True},
         {"transport": "c10d", "reduction": "ordered", "reduce_dtype": "bf16"},
         {"transport": "fake", "param_dtype": "fp16"},
+        {"strategy": "HYBRID_SHARD_ZERO2", "replicate": 2, "grad_sync": "last_micro_batch_outer"},
+        {"master_dtype": "bf16", "buffer_dtype": "bf16", "output_dtype": "fp32"},
+        {"fp32_modules": ["norm"], "offload": "cpu", "activation_checkpointing": "every_2"},
+        {"strategies": {"layers.0": "ddp", "layers.*": "zero2"}},
     ],
 )
 def test_sharding_that_is_built_passes(fields):
@@ -64,7 +60,6 @@ def test_sharding_that_is_built_passes(fields):
         ({"student": "s"}, "student: a mapping"),
         ({"sft": {"packing": True}}, "sft: a mapping"),
         ({"distill": {"alpha": 1}}, "distill: a mapping"),
-        ({"sharding": {"param_dtype": "fp16"}}, "sharding.param_dtype: 'float16'"),
         ({"training": {"save_strategy": "steps"}}, "training.save_strategy: 'steps'"),
         ({"training": {"save_steps": 5}}, "training.save_steps: 5"),
         ({"training": {"save_total_limit": 2}}, "training.save_total_limit: 2"),
@@ -102,23 +97,20 @@ def test_a_run_refuses_the_transport_that_moves_nothing():
 
 
 def test_a_plan_may_hold_what_a_run_does_not_yet():
-    check_supported(ShardConfig(strategy="hybrid_shard", replicate=2), planning=True)
-    assert refusal(ShardConfig(offload="cpu"), planning=True).startswith("offload: ")
+    check_supported(ShardConfig(offload="nvme"), planning=True)
     assert refusal(ShardConfig(strategy="auto"), planning=True).startswith("strategy: ")
 
 
 def test_the_refusal_of_a_file_has_its_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.yaml"
-    path.write_text("model: x\nstrategy: hybrid_full\ntraining: {gradient_checkpointing: true}\n")
+    path.write_text("model: x\nstrategy: auto\nsharding: {offload: nvme}\n")
     resolved = load_config(path.relative_to(tmp_path), ["save_steps=5"])
     with pytest.raises(ConfigError) as caught:
         resolved.check_supported()
     assert str(caught.value) == (
         "3 problems:\n"
-        "  train.yaml:2: strategy: 'hybrid_shard' is not yet supported. "
-        "Use full_shard, shard_grad_op or no_shard\n"
-        "  train.yaml:3: training.gradient_checkpointing: 'block' is not yet supported. "
-        "Leave it out\n"
+        "  train.yaml:2: strategy: 'auto' is not yet supported. Name the strategy\n"
+        "  train.yaml:3: sharding.offload: 'nvme' is not yet supported. Use cpu\n"
         "  command line: save_steps: 5 is not yet supported. Write save_strategy: no"
     )

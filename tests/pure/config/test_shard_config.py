@@ -14,6 +14,7 @@ from fullshard.errors import ConfigError
 
 CONTRACT = {
     "strategy": "full_shard",
+    "strategies": {},
     "replicate": None,
     "shard": None,
     "wrap": "auto",

@@ -60,7 +60,7 @@ def test_one_rank_in_the_environment_needs_no_group(monkeypatch):
     ("mesh", "text"),
     [
         ((1, 2), "expected 1 .the number of ranks.; got 1 x 2 = 2"),
-        ((2, 1), "replicate: 2 is not yet supported"),
+        ((2, 1), "replicate x shard: expected 1 .the number of ranks.; got 2 x 1 = 2"),
         ((0, 1), "replicate: expected an integer >= 1, got 0"),
         ((1.5, 1), "replicate: expected an integer"),
         (("a", 1), "replicate: expected an integer"),
