@@ -1,6 +1,6 @@
 """Killed, stuck and desynchronised ranks are named, by real processes with a user's own fault.
 
-Timed from the fault on: every job reaches its fault within a few seconds of its start.
+"Within 20 s" is timed from the fault, whose time the job leaves, to the report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, print_failur
 from support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
-START_S = 15.0  # for ranks to come as far as their fault on a busy machine
+NAMED_S = 20.0
 
 
 @pytest.fixture
@@ -32,11 +32,12 @@ def run(tmp_path, monkeypatch, capfd):
         launch = LocalLaunch(
             "support.hang_job", (fault,), 2, tmp_path / "logs", timeout_s=100.0, stuck_s=5.0
         )
-        started = time.monotonic()
         result = launch_local_ranks(launch)
-        assert time.monotonic() - started < START_S + 20.0
+        ended = time.time()
         print_failure(launch, result)
         file = tmp_path / "logs" / "hang.txt"
+        if file.exists():
+            assert ended - (tmp_path / "fault").stat().st_mtime < NAMED_S
         return result, capfd.readouterr().err, file.read_text() if file.exists() else ""
 
     return run
@@ -121,7 +122,7 @@ def test_under_torchrun_the_ranks_watch_each_other(fault, words, tmp_path, monke
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = ["-m", "support.hang_job", fault]
     done = subprocess.run(
-        [*command, *job], cwd=tmp_path, timeout=START_S + 40, capture_output=True, text=True
+        [*command, *job], cwd=tmp_path, timeout=60, capture_output=True, text=True
     )
     assert done.returncode != 0
     said = next(line for line in done.stderr.splitlines() if line.startswith("HangError: "))

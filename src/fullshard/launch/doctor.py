@@ -269,12 +269,11 @@ def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]
         if value is not None and (values is None or value in values):
             yield Finding("variables", Health.WARN, f"{name}={value}: {does}", do)
     interfaces = {name for _, name in socket.if_nameindex()}
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = {part.lstrip("^=") for part in variables.get(name, "").split(",") if part}
-        if wanted and name.startswith("GLOO") and not wanted <= interfaces:
-            says = f"{name}={variables[name]}, which is no interface here"
-            do = f"One of {', '.join(sorted(interfaces))}, or unset it"
-            yield Finding("variables", Health.BROKEN, says, do)
+    wanted = variables.get("GLOO_SOCKET_IFNAME", "")
+    if not set(filter(None, wanted.split(","))) <= interfaces:
+        says = f"GLOO_SOCKET_IFNAME={wanted}, which is no interface here"
+        do = f"One of {', '.join(sorted(interfaces))}, or unset it"
+        yield Finding("variables", Health.BROKEN, says, do)
     threads = variables.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
         says = f"OMP_NUM_THREADS={threads} on {cores} cores: threads wait for each other"
