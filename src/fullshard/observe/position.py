@@ -347,6 +347,19 @@ def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:
     )
 
 
+def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Verdict | None:
+    """The rank that has not answered for so long, after a collective has failed: no proof alone."""
+    silent = [one for one in seen if one.silent_s >= silent_s and not one.position.ended]
+    if not silent:
+        return None
+    rank, place = silent[0].position.rank, silent[0].position.place
+    return Verdict(
+        rank,
+        f"run: expected every rank to live, but rank {rank} does not answer any more "
+        f"(last seen in {place}). Its own log says why.",
+    )
+
+
 def _left_early(here: Sequence[Seen]) -> Verdict | None:
     alive = [one for one in here if not one.position.ended]
     if not all(one.position.kind and one.stands_s > SETTLED_S for one in alive) or not alive:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,8 @@ DEFAULT_TIMEOUT_S = 600.0
 POLL_S = 0.5
 STACKS_S = 3.0  # for all ranks to leave their stacks
 EXPLAIN_S = 2.0  # for all ranks to say what they have issued, after an error in a collective
+# Where nothing can be done about a store that is gone, or was never there.
+_STORE_GONE = (RuntimeError, AttributeError)
 _VERDICT = 1_000_000  # what a verdict adds to the alarm; a question adds 1
 
 
@@ -111,7 +114,7 @@ class Watchdog:
         self._stop.set()
         self._thread.join(2.0)
         if self._channel is not None:
-            with _quiet():
+            with suppress(*_STORE_GONE):
                 self._publish(replace(self.here.last, beat=self.here.last.beat + 1, ended=True))
 
     def explain(self, error: BaseException) -> Verdict | None:
@@ -129,21 +132,29 @@ class Watchdog:
             # torchrun ends all ranks when one has died: the word is worth its patience.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.here.fail(frame)
-        with _quiet():
+        with suppress(*_STORE_GONE):
             self._publish(self.here.look(()))
             self._ask(())
             deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
             while True:
                 seen = self._look()
                 verdict = judging.judge(seen, float("inf"))
+                late = time.monotonic() >= deadline
                 if verdict is None and not preempted:
                     verdict = judging.left_early(seen, self.here.last)
+                if verdict is None and late:  # the supervisor knows those of this machine
+                    others = filter(self._is_unknown, seen.values())
+                    verdict = judging.fallen_silent(others, EXPLAIN_S - POLL_S)
                 if verdict is not None:
                     self._write(verdict, {}, seen)
-                if verdict is not None or time.monotonic() >= deadline:
+                if verdict is not None or late:
                     return verdict
                 time.sleep(POLL_S / 2)
         return Verdict(0, "run: expected rank 0 to live, but the store that it serves is gone.")
+
+    def _is_unknown(self, one: Seen) -> bool:
+        """Whether nobody here would see the rank's process die."""
+        return one.position.host != self.here.last.host
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """What Python calls for an error that nobody caught, where no launcher of ours would."""
@@ -260,7 +271,7 @@ class Watchdog:
         self._write(verdict, told, seen)
         if not self.seat.supervised:
             sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.seat.hang_file}\n")
-        with _quiet():
+        with suppress(*_STORE_GONE):
             self._channel.set("written", "")
         _exit()
 
@@ -268,7 +279,7 @@ class Watchdog:
         """Leave the stacks, and end once the judge has written its report."""
         self._channel.set(f"stacks/{self.seat.rank}", stacks())
         deadline = time.monotonic() + STACKS_S + 2.0
-        with _quiet():
+        with suppress(*_STORE_GONE):
             while time.monotonic() < deadline and not self._channel.check(["written"]):
                 time.sleep(0.1)
         _exit()
@@ -313,9 +324,6 @@ def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]
     keys = [str(rank) for rank in range(world_size) if channel.check([str(rank)])]
     texts = channel.multi_get(keys) if keys else []
     return {place.rank: Seen(place) for place in map(Position.from_json, texts)}
-
-
-# ---- the process's own
 
 
 _current: list[Watchdog] = []
@@ -367,9 +375,6 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
         ring.keep_in(file, titles)
 
 
-# ---- helpers
-
-
 def _last_frame(trace: TracebackType | None) -> FrameType | None:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -381,15 +386,6 @@ def _lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-class _quiet:
-    """A store that is gone is no error where nothing can be done about it."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is not None and issubclass(kind, (RuntimeError, AttributeError))
 
 
 def _exit() -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fullshard.observe.position import Digests, Position, Seen, awaited, judge, streams
+from fullshard.observe.position import (
+    Digests,
+    Position,
+    Seen,
+    awaited,
+    fallen_silent,
+    judge,
+    streams,
+)
 from fullshard.planner.events import Event, EventKind
 
 TITLES = ("(root)", "a", "b", "c")
@@ -55,6 +63,15 @@ def test_the_rank_that_others_wait_for_is_named():
 def test_a_dead_rank_is_named_at_once():
     here = seen(waiting(0, "gather of a", ["a"], 0)) | {1: Seen(Position(1), gone=True)}
     assert judge(here, 600.0).rank == 1
+
+
+def test_after_a_failed_collective_the_rank_that_does_not_answer_is_named():
+    here = seen(Position(0)) | {3: Seen(Position(3, step=7, doing="optimizer"), silent_s=1.9)}
+    verdict = fallen_silent(here.values(), 1.5)
+    assert verdict.rank == 3
+    assert "rank 3 does not answer any more (last seen in optimizer, step 7)" in verdict.message
+    assert fallen_silent(here.values(), 2.0) is None
+    assert fallen_silent([Seen(Position(3, ended=True), silent_s=9.0)], 1.5) is None
 
 
 def test_a_rank_that_left_in_order_is_not_dead():
