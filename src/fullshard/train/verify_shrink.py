@@ -45,6 +45,7 @@ _HEAD_DIM = ("head_dim", "d_kv", "attention_head_size", "kv_channels", "d_head")
 _FFN = re.compile(r".*(intermediate_size|ffn_dim|d_?ff|n_inner|d_inner|ffn_hidden_size)(_mlp)?")
 _EXPERTS = re.compile(r"(n_routed|moe_num|num_local|num_moe|num)_experts")
 _CHOSEN = re.compile(r"num_experts_per_(tok|token)|moe_(topk|top_k|k)|experts_per_token")
+_POSITIONS = ("max_position_embeddings", "n_positions")
 # Sizes whose ratio to others does not matter, with the largest value that is kept.
 _AT_MOST = {
     "q_lora_rank": 16,
@@ -237,6 +238,8 @@ def _narrower(section: Settings) -> Settings:
     rotated = section.get("rotary_dim")
     if isinstance(rotated, int):
         found["rotary_dim"] = min(rotated, max(2, 2 * (rotated * narrow // head_dim // 2)))
+    if not any(name.startswith("rope_") for name in section):  # a learned table
+        found |= {k: min(section[k], 64) for k in _POSITIONS if _is_count(section.get(k))}
     return found | _mamba_heads(section, width) | _fewer_experts(section)
 
 

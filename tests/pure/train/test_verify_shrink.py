@@ -56,6 +56,11 @@ def test_dropout_is_off_and_said():
     assert found.config.embd_pdrop == 0.0
 
 
+def test_table_of_positions_is_shrunk_where_it_is_learned():
+    assert small_of({"model_type": "gpt2"}).config.n_positions == 64
+    assert small_of({"model_type": "llama"}).config.max_position_embeddings == 2048
+
+
 def test_small_model_is_left_as_it_is():
     settings = {
         "model_type": "llama",
