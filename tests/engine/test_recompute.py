@@ -21,15 +21,14 @@ from torch.utils.checkpoint import (
 import fullshard as fs
 from fullshard.errors import EngineError
 from support.models import CASES, Chain, mean_square, perturbed, vectors
-from support.parity import assert_same, finish_step, whole_gradients, whole_params
+from support.parity import assert_same, finish_step, whole_gradients
 from support.ranks import RankError
+from support.recompute import NUM_STEPS, assert_bits, compare, is_same, trained
 from support.reference import make_optimizer, train_alone
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 RANKED = list(itertools.product(STRATEGIES, (1, 2, 3)))
 DEPTHS = ((0, 0), (1, 1), (2, 1), (0, 2))
-NUM_STEPS = 3
-WRAPPED = "_checkpoint_wrapped_module."
 recompute = partial(checkpoint, use_reentrant=False)
 
 
@@ -190,56 +189,6 @@ WORKS = (
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def trained(make, work, settings, before=None, after=None):
-    """(loss, gradients, parameters) after each step, and how often linear layers ran."""
-    model, calls = make(), []
-    if before:
-        before(model)
-    fs.shard(model, poison=True, **settings)
-    if after:
-        after(model)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_: calls.append(1))
-    optimizer = make_optimizer("adamw", model.parameters())
-    steps = []
-    for step in range(NUM_STEPS):
-        loss = work(model, step, dist.get_rank())
-        gradients = whole_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((loss, _plain(gradients), _plain(whole_params(model))))
-    return steps, len(calls)
-
-
-def _plain(named):
-    return {name.replace(WRAPPED, ""): value for name, value in named.items()}
-
-
-def assert_bits(found, wanted):
-    """Nothing differs in any bit, and something was recomputed."""
-    for step, (ours, theirs) in enumerate(zip(found[0], wanted[0], strict=True)):
-        assert torch.equal(ours[0], theirs[0]), f"step {step}: loss {ours[0]}, not {theirs[0]}"
-        for kind in (1, 2):
-            assert ours[kind].keys() == theirs[kind].keys()
-            wrong = [n for n, v in theirs[kind].items() if not _is_same(ours[kind][n], v)]
-            assert not wrong, f"step {step}: {wrong}"
-    assert found[1] > wanted[1], "nothing was recomputed"
-
-
-def _is_same(one, other):
-    return one is other if one is None or other is None else torch.equal(one, other)
-
-
-def compare(make, work, settings, **ways):
-    """With and without recompute, the same settings."""
-    try:
-        wanted = trained(make, work, settings)
-        assert_bits(trained(make, work, settings, **ways), wanted)
-    except Exception as error:
-        raise AssertionError(f"{getattr(work, '__name__', work)}, {settings}") from error
-
-
 def check_way(name, strategy):
     for forward, backward in DEPTHS:
         depths = {"forward_prefetch": forward, "backward_prefetch": backward}
@@ -251,10 +200,8 @@ def check_way(name, strategy):
 
 def check_ways():
     """Each way once; all else is slow."""
-    for name, way in WAYS.items():
+    for way in WAYS.values():
         compare(build, one_forward, {}, before=way)
-        if name != "selective":
-            compare(build, two_forwards_one_backward, {}, after=way)
 
 
 def test_every_way_to_recompute_has_the_bits_of_no_recompute(ranks):
@@ -293,6 +240,7 @@ def check_inner_units():
         assert_bits(trained(build, one_forward, {"wrap": wrap}, before=by_wrapper), wanted)
 
 
+@pytest.mark.slow
 def test_units_lie_around_or_inside_of_what_recomputes(ranks):
     ranks(2)(check_inner_units)
 
@@ -425,7 +373,7 @@ def reentrant_errors(strategy):
         outside(model)
         one_forward(model, 0, rank)
         ours = whole_gradients(model)
-        found.append([name for name, value in wanted.items() if not _is_same(ours[name], value)])
+        found.append([name for name, value in wanted.items() if not is_same(ours[name], value)])
     return found
 
 

@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from support.models import Batch, generator_of, perturbed
+from support.inputs import (
+    VOCABULARY,
+    captioned_pictures,
+    labelled_pictures,
+    language,
+    large_pictures,
+    sounds,
+    speech,
+    translation,
+    unmasked,
+)
+from support.models import Batch, perturbed
 from support.reference import TOLERANCE
 
-VOCABULARY = 96
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -30,59 +40,6 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 EXPERTS = {"experts_implementation": "eager"}  # the grouped matmul has no float64
-
-
-# ---- inputs --------------------------------------------------------------------------------------
-
-
-def token_ids(step: int, rank: int, length: int = 9) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (2, length), generator=generator_of(step, rank))
-
-
-def language(step: int, rank: int) -> Batch:
-    """Ids as input and as labels; the last ones of every second sequence are masked."""
-    ids = token_ids(step, rank)
-    mask = torch.ones_like(ids)
-    mask[1, -2:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
-
-
-def unmasked(step: int, rank: int) -> Batch:
-    ids = token_ids(step, rank)
-    return {"input_ids": ids, "labels": ids}
-
-
-def translation(step: int, rank: int) -> Batch:
-    """Another length on the side of the decoder."""
-    return {**language(step, rank), "labels": token_ids(step + 7, rank, 5)}
-
-
-def pictures(step: int, rank: int, size: int = 16) -> torch.Tensor:
-    shape = (2, 3, size, size)
-    return torch.randn(shape, generator=generator_of(step, rank), dtype=torch.float64)
-
-
-def labelled_pictures(step: int, rank: int) -> Batch:
-    labels = torch.randint(0, 5, (2,), generator=generator_of(step, rank))
-    return {"pixel_values": pictures(step, rank), "labels": labels}
-
-
-def large_pictures(step: int, rank: int) -> Batch:
-    return {**labelled_pictures(step, rank), "pixel_values": pictures(step, rank, 32)}
-
-
-def captioned_pictures(step: int, rank: int) -> Batch:
-    """Text and image; the loss compares them over the batch."""
-    ids = token_ids(step, rank)
-    ids[:, -1] = 2  # the end of text, whose state is the text's
-    whether: Any = True
-    return {"input_ids": ids, "pixel_values": pictures(step, rank), "return_loss": whether}
-
-
-def speech(step: int, rank: int) -> Batch:
-    shape = (2, 8, 16)
-    features = torch.randn(shape, generator=generator_of(step, rank), dtype=torch.float64)
-    return {"input_features": features, "labels": token_ids(step, rank, 5)}
 
 
 # ---- architectures -------------------------------------------------------------------------------
@@ -269,6 +226,56 @@ ARCHITECTURES = {
         },
         batch=unmasked,
     ),
+    "qwen3_next": Architecture(  # linear and full attention
+        "qwen3_next",
+        fields={
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "use_cache": False,
+            **EXPERTS,
+        },
+        batch=unmasked,
+    ),
+    "zamba2": Architecture(  # one block that is called from several places
+        "zamba2",
+        fields={
+            "num_hidden_layers": 6,
+            "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+            "num_key_value_heads": 4,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "num_mem_blocks": 1,
+            "mamba_d_state": 4,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 4,
+            "use_cache": False,
+        },
+        batch=unmasked,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        fields={"layer_types": ["conv", "full_attention", "conv"], "use_cache": False},
+        batch=unmasked,
+    ),
+    "rwkv": Architecture(
+        "rwkv", fields={"attention_hidden_size": 32, "use_cache": False}, batch=unmasked
+    ),
+    "xlnet": Architecture(
+        "xlnet",
+        fields={"vocab_size": 96, "d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48},
+        batch=unmasked,
+        sizes=False,
+    ),
     "bert": Architecture("bert", MASKED),
     "roberta": Architecture("roberta", MASKED),
     "distilbert": Architecture(
@@ -316,6 +323,43 @@ ARCHITECTURES = {
         IMAGES,
         {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": 5},
         large_pictures,
+        sizes=False,
+    ),
+    "segformer": Architecture(
+        "segformer",
+        IMAGES,
+        {
+            "num_encoder_blocks": 2,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 2],
+            "num_attention_heads": [1, 2],
+            "sr_ratios": [2, 1],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "mlp_ratios": [2, 2],
+            "num_labels": 5,
+        },
+        large_pictures,
+        sizes=False,
+    ),
+    "wav2vec2": Architecture(
+        "wav2vec2",
+        "AutoModelForCTC",
+        {
+            "vocab_size": 32,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "conv_dim": [16, 16],
+            "conv_stride": [5, 4],
+            "conv_kernel": [10, 8],
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 4,
+            "mask_time_prob": 0.0,
+            "ctc_zero_infinity": True,
+        },
+        sounds,
         sizes=False,
     ),
     "clip": Architecture(
