@@ -55,6 +55,16 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[report
 no_guard = torch._C.DisableTorchFunctionSubclass
 
 
+def outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile neither traces nor compiles; nothing is imported until a call.
+
+    Public as torch.compiler.disable, which imports the compiler at once (a second).
+    """
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(function)
+
+
 def graph_task_id() -> int:
     """Identity of the backward that runs on this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
