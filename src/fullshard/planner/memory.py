@@ -67,7 +67,8 @@ def communication_bytes(
     A reduction holds its buffers from REDUCE to ACCUMULATE; freed ones are lent again, the
     smallest that fits first. Ranks that exchange directly hold one part of every peer, c10d one
     part in all; replicas exchange chunks of a part when it lands. Gradients whose home is the host
-    land on the device first.
+    land on the device first. So do those that are added to gradients of an earlier backward; that
+    one part more is not counted, since the plan does not know whether micro-batches accumulate.
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}

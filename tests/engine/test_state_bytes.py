@@ -1,0 +1,88 @@
+"""What ranks hold between steps is what the plan said, as the system counts it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.bench.memory import can_measure, proportional_bytes, return_free_memory
+from fullshard.engine.shard import plan_of
+
+WIDTH, NUM_BLOCKS = 4096, 7
+TOLERANCE = 0.02
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "full_shard": (2, {}),
+    "shard_grad_op": (2, {}),
+    "no_shard": (2, {}),
+    "hybrid_shard": (4, {"replicate": 2}),
+    "hybrid_shard_zero2": (4, {"replicate": 2}),
+}
+
+pytestmark = pytest.mark.skipif(not can_measure(), reason="needs /proc/self/smaps_rollup")
+
+
+class Block(nn.Module):
+    """A matrix, and a buffer that nobody shards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.utils.skip_init(nn.Linear, width, width)
+        nn.init.constant_(self.linear.weight, 1e-3)  # random numbers would take the most time
+        nn.init.zeros_(self.linear.bias)
+        self.register_buffer("scale", torch.ones(width, width // 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh() * self.scale.mean(1)
+
+
+def train(width: int, num_blocks: int, strategy: str, sizes: dict[str, int]) -> Any:
+    """Shards a model, its first block frozen, and takes two steps; what is held afterwards."""
+    model = nn.Sequential(*[Block(width) for _ in range(num_blocks)])
+    model[0].requires_grad_(False)
+    fs.shard(model, strategy=strategy, wrap=["Block"], **sizes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(1, width)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer  # with gradients: they are in the plan
+
+
+def held_bytes(strategy: str, sizes: dict[str, int]) -> tuple[int, dict[str, int], int]:
+    """Growth of this rank's memory, the plan's rows and the number of parameters."""
+    train(64, 2, strategy, sizes)  # what is loaded at first use is no state
+    gc.collect()  # whole cycles: a model, its hooks and its engine
+    return_free_memory()
+    torch.distributed.barrier()
+    before = proportional_bytes()
+    kept = train(WIDTH, NUM_BLOCKS, strategy, sizes)
+    return_free_memory()
+    torch.distributed.barrier()
+    growth = proportional_bytes() - before
+    torch.distributed.barrier()  # shared pages count by who else holds them: nobody leaves early
+    plan = plan_of(kept[0])
+    return growth, {row.name: row.num_bytes for row in plan.memory}, plan.num_parameters
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "full_shard",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in list(STRATEGIES)[1:]],
+    ],
+)
+def test_planned_and_measured_state_bytes_agree(ranks, strategy):
+    world_size, sizes = STRATEGIES[strategy]
+    results = ranks(world_size)(held_bytes, strategy, sizes, timeout=240)
+    _, rows, num_parameters = results[0]
+    assert num_parameters >= 100_000_000
+    measured = sum(growth for growth, *_ in results)
+    planned = world_size * sum(rows.values())
+    print(f"{strategy}: planned {planned:,}, measured {measured:,}, {measured / planned - 1:+.2%}")
+    assert measured == pytest.approx(planned, rel=TOLERANCE), (strategy, measured / planned, rows)
