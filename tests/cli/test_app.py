@@ -201,3 +201,9 @@ def test_unexpected_errors_have_their_traceback(error, code):
     shown = json.loads(done.stdout)["error"]
     assert shown["exit_code"] == code
     assert "Traceback" in shown["traceback"]
+
+
+@pytest.mark.parametrize("words", [["--max-restarts", "1"], ["--", "--max-restarts", "1"]])
+def test_a_launchers_flags_may_stand_behind_two_dashes(words, capfd):
+    assert run(["train", "max_steps=1", *words]) == 2
+    assert capfd.readouterr().err.startswith("ConfigError: --max-restarts: expected 0, got 1;")

@@ -10,7 +10,16 @@ from fullshard.cli.app import app
 
 SURFACE = {
     "": ["--help", "--json", "--version"],
-    "train": ["--config", "--config_file", "--dry-run", "--help", "--json", "--resume"],
+    "train": [
+        "--config",
+        "--config_file",
+        "--dry-run",
+        "--help",
+        "--json",
+        "--max-restarts",
+        "--max_restarts",
+        "--resume",
+    ],
     "generate": ["--help", "--json", "--max-new-tokens", "--prompt", "--seed", "--temperature"],
     "plan": ["--config", "--config_file", "--gpus", "--help", "--json", "--nodes"],
     "verify": ["--config", "--config_file", "--dry-run", "--help", "--inject", "--json"],

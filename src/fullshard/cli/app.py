@@ -129,6 +129,8 @@ def invoke(words: Sequence[str]) -> Outcome:
         words: the command line without the program's name.
     """
     command = typer.main.get_command(app)
+    if words[:1] == ["train"]:  # a launcher's flags stand behind `--`, and are ours to read
+        words = [word for word in words if word != "--"]
     try:
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the outermost frame

@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 
 COMMAND = "train"
-FLAGS = ("--config", "--dry-run", "--json", "--resume")
+FLAGS = ("--config", "--dry-run", "--json", "--max-restarts", "--resume")
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -28,6 +28,9 @@ def train(
     words: Words = None,
     config: ConfigFlag = None,
     resume: Annotated[str, typer.Option(help="never, auto or a checkpoint's path.")] = "auto",
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", "--max_restarts", help="How often to go on by itself.")
+    ] = 0,
     as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
@@ -44,6 +47,11 @@ def train(
         raise ConfigError(
             f"--resume: expected auto or never, got '{resume}'; a checkpoint's path is not yet "
             "supported. Leave it out."
+        )
+    if max_restarts:
+        raise ConfigError(
+            f"--max-restarts: expected 0, got {max_restarts}; a run that goes on by itself needs "
+            "checkpoints, which are not yet supported. Leave it out."
         )
     launch = read_launch_environment()
     resolved = load(words, config, flags=FLAGS)

@@ -147,6 +147,7 @@ def test_text_that_yaml_cannot_read_is_text(load):
         (["--fp16"], ["training.fp16=true"]),
         (["--lerning_rate", "1"], ["training.lerning_rate=1"]),
         (["--num_processes", "4"], ["num_processes=4"]),
+        (["--nproc-per-node=4"], ["nproc_per_node=4"]),  # torchrun's, behind `--`
         (["--strategy", "zero2"], ["strategy=zero2"]),
         (["--sharding.wrap", "none"], ["sharding.wrap=none"]),
         (["--model_name_or_path", "x"], ["model_name_or_path=x"]),
@@ -157,3 +158,16 @@ def test_text_that_yaml_cannot_read_is_text(load):
 )
 def test_flags_of_hugging_face_are_keys_of_training(args, overrides):
     assert overrides_from_args(args) == overrides
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("nproc_per_node=4", "num_processes", 4),
+        ("nnodes=2", "num_machines", 2),
+        ("master_addr=here", "main_process_ip", "here"),
+        ("master_port=29500", "main_process_port", 29500),
+    ],
+)
+def test_flags_of_torchrun_are_fields_of_launch(load, flag, field, value):
+    assert getattr(load(flag).launch, field) == value
