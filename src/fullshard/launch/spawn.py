@@ -123,7 +123,8 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             f"launch.num_processes: expected an integer >= 1, got {launch.num_processes}."
         )
     launch.log_dir.mkdir(parents=True, exist_ok=True)
-    (launch.log_dir / "hang.txt").unlink(missing_ok=True)
+    if launch.attempt == 0:
+        (launch.log_dir / "hang.txt").unlink(missing_ok=True)
     machines = launch.machines
     store = LaunchStore(machines.address, machines.port, served_here=machines.index == 0)
     with _private_folder() as folder, caught_stop_signals() as caught:

@@ -111,6 +111,8 @@ class Watchdog:
 
     def stop(self) -> None:
         """Say that this rank has left in order."""
+        if os.getpid() != self.here.last.pid:
+            return  # a forked child, whose end is not the rank's
         self._stop.set()
         self._thread.join(2.0)
         if self._channel is not None:
@@ -122,7 +124,7 @@ class Watchdog:
 
         Call it in the main thread, with nothing to do any more but to end.
         """
-        frame = _last_frame(error.__traceback__)
+        frame = _last_frame(error.__traceback__) if os.getpid() == self.here.last.pid else None
         preempted = isinstance(error, PreemptedError)
         if frame is None or self._channel is None or (self.seat.supervised and preempted):
             return None
