@@ -64,7 +64,8 @@ class FolderWeights:
     ) -> torch.Tensor:
         """(stop - start,): elements [start, stop) of a tensor in row-major order.
 
-        Reads the rows that these lie in, no others.
+        Reads the rows that these lie in, no others. A copy: views would keep every file mapped,
+        and change with it.
 
         Raises:
             ConfigError: The tensor has another shape in the files.
@@ -80,11 +81,11 @@ class FolderWeights:
                     "Use the config.json of the same folder."
                 )
             if not shape:
-                return file.get_tensor(name).reshape(-1)[start:stop]
+                return file.get_tensor(name).reshape(-1)[start:stop].clone()
             row = max(1, math.prod(shape[1:]))
             first, last = start // row, -(-stop // row)
             rows: torch.Tensor = found[first:last]
-            return rows.reshape(-1)[start - first * row : stop - first * row]
+            return rows.reshape(-1)[start - first * row : stop - first * row].clone()
 
     def _open(self, file: Path) -> Any:
         try:

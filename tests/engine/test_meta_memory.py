@@ -1,0 +1,172 @@
+"""A model on meta is sharded under a memory limit that the whole model does not fit into.
+
+Four fresh processes each limit their private memory to what they use plus their planned share, the
+slots, one block and some slack, and shard a model whose weights alone are more than twice that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORLD_SIZE = 4
+SLACK_BYTES = 24 * 2**20  # one matrix twice, stacks of threads, message buffers
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 2048,
+}
+LARGE = 2**16  # allocations from here on are mappings of their own, which end when they are freed
+HELD_ROWS = ("parameter shards", "gradient shards", "slots", "gradient slots", "buffers")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux"),
+]
+
+
+def make(num_layers: int = SIZES["num_hidden_layers"]) -> Any:
+    """The model, seeded: frozen, so that the weights are what memory is for."""
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    sizes = {**SIZES, "num_hidden_layers": num_layers}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False)
+
+
+def make_on_meta(num_layers: int = SIZES["num_hidden_layers"]) -> Any:
+    import torch
+
+    with torch.device("meta"):
+        return make(num_layers)
+
+
+# ---- on a rank -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def limited(extra_bytes: int) -> Iterator[None]:
+    """At most so much private memory more than now."""
+    status = Path("/proc/self/status").read_text().split("VmData:")[1]
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(status.split()[0]) * 1024 + extra_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def wrong_shards(model: Any, folder: Path) -> list[str]:
+    """Parameters whose shard is not the slice of the files."""
+    import torch
+    from safetensors import safe_open
+
+    import fullshard as fs
+
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    wrong = []
+    for name, param in model.named_parameters():
+        place = fs.sharding(param)
+        with safe_open(folder / index[name], framework="pt") as file:
+            whole = file.get_tensor(name).view(-1)
+            if not torch.equal(param.to_local().view(-1), whole[place.start : place.stop]):
+                wrong.append(name)
+    return wrong
+
+
+def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
+    """All that is tried on one rank."""
+    import torch
+    import torch.distributed as dist
+
+    import fullshard as fs
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE
+    )
+    fs.shard(make_on_meta(2))  # process groups, imports
+    plan = fs.plan(make_on_meta(), world_size=WORLD_SIZE)
+    rows = {row.name: row.num_bytes for row in plan.memory}
+    block_bytes = max(4 * unit.numel for unit in plan.units)
+    extra = sum(rows[name] for name in HELD_ROWS) + block_bytes + SLACK_BYTES
+    found: dict[str, Any] = {"extra_bytes": extra, "model_bytes": 4 * plan.num_parameters}
+    try:
+        with limited(extra):
+            make()
+    except (MemoryError, RuntimeError) as error:
+        found["unsharded"] = str(error) or type(error).__name__
+    for name, weights in (("initialised", None), ("read", folder)):
+        dist.barrier()
+        torch.manual_seed(3)
+        model = make_on_meta()
+        with limited(extra):
+            fs.shard(model, weights=weights)
+        found[name] = wrong_shards(model, folder)
+        del model
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+# ---- in the test ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("meta_memory")
+    make().save_pretrained(folder / "model", max_shard_size="20MB")
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(LARGE), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(folder / "store"), str(folder / "model")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        shown = [rank.communicate(timeout=360) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    errors = [err for rank, (_, err) in zip(ranks, shown, strict=True) if rank.returncode]
+    assert not errors, "\n".join(errors)
+    return [json.loads(out.splitlines()[-1]) for out, _ in shown]
+
+
+def test_the_whole_model_does_not_fit_into_the_limit(found):
+    for rank in found:
+        assert 2 * rank["extra_bytes"] < rank["model_bytes"]
+        assert "memory" in rank["unsharded"].lower()
+
+
+def test_a_model_on_meta_is_initialised_within_the_limit(found):
+    assert [rank["initialised"] for rank in found] == [[]] * WORLD_SIZE
+
+
+def test_a_folder_is_read_within_the_limit(found):
+    assert [rank["read"] for rank in found] == [[]] * WORLD_SIZE
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_rank(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))))
