@@ -38,6 +38,7 @@ def without_wrapper(tensors):
 
 def check(how, early, strategy, backend):
     with warnings.catch_warnings():  # the compiler asks activations for their .grad
+        warnings.simplefilter("ignore", DeprecationWarning)  # of its own imports
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         check_quietly(how, early, strategy, backend)
 

@@ -154,7 +154,7 @@ def test_a_weak_reference_to_a_parameter_on_meta_is_refused():
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     reference = weakref.ref(model.weight)
-    with pytest.raises(UnsupportedModelError, match="weight: .*weak reference"):
+    with pytest.raises(UnsupportedModelError, match=r"weight: .*weak reference"):
         fs.shard(model)
     assert reference() is model.weight
 

@@ -22,7 +22,6 @@ import fullshard as fs
 from fullshard.errors import EngineError
 from support.models import CASES, Chain, mean_square, perturbed, vectors
 from support.parity import assert_same, finish_step, whole_gradients
-from support.ranks import RankError
 from support.recompute import NUM_STEPS, assert_bits, compare, is_same, trained
 from support.reference import make_optimizer, train_alone
 
@@ -212,15 +211,6 @@ def check_selective():
     compare(build, two_forwards_one_backward, {}, after=selective)
 
 
-SEES_OUR_COPIES = pytest.mark.xfail(
-    reason="torch's selective recompute counts the engine's own copies: Runtime._run must turn "
-    "dispatch modes off",
-    raises=RankError,
-    strict=True,
-)
-
-
-@SEES_OUR_COPIES
 def test_selective_recompute_does_not_see_the_engines_copies(ranks):
     ranks(2)(check_selective)
 

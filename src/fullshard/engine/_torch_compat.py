@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 all_gather_single: Callable[..., Any] = (
@@ -55,14 +57,18 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[report
 no_guard = torch._C.DisableTorchFunctionSubclass
 
 
-def outside_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile neither traces nor compiles; nothing is imported until a call.
+@_disable_dynamo
+def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a hook that torch.compile shall neither trace nor compile.
 
-    Public as torch.compiler.disable, which imports the compiler at once (a second).
+    Public as torch.compiler.disable, which imports the compiler at once (a second), this one at the
+    first call.
     """
-    from torch._compile import _disable_dynamo
+    return function(*args)
 
-    return _disable_dynamo(function)
+
+# What the engine does is no part of a user's dispatch modes (selective recompute counts calls).
+outside_modes = _disable_current_modes
 
 
 def graph_task_id() -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.engine._torch_compat import no_guard, outside_compile
+from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.collectives import Transport
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes
@@ -153,12 +153,12 @@ class Engine:
         for name, module in model.named_modules():
             index = by_name.get(name)
             if index is not None:
-                before = outside_compile(partial(self._pre_forward, index))
-                after = outside_compile(partial(self._post_forward, index))
+                before = partial(call_outside_compile, self._pre_forward, index)
+                after = partial(call_outside_compile, self._post_forward, index)
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
                 module.register_forward_hook(after, always_call=True)
             elif id(module) in owners:
-                watch = outside_compile(partial(self._watch, owners[id(module)]))
+                watch = partial(call_outside_compile, self._watch, owners[id(module)])
                 module.register_forward_hook(watch)
 
     # ---- hooks: torch calls them with more than they need

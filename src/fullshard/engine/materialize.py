@@ -26,8 +26,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fullshard.engine._torch_compat import outside_modes
 from fullshard.errors import UnsupportedModelError
 
 Sink = Callable[[str, torch.Tensor], None]  # (name, the whole tensor), which is freed afterwards
@@ -80,7 +81,7 @@ class Birth(TorchDispatchMode):
 
     def take_real(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Put what was real at once (`torch.ones`) under the same rule; returns its stand-in."""
-        with _outside():
+        with outside_modes():
             base = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
             )
@@ -146,7 +147,7 @@ class Birth(TorchDispatchMode):
         whole = name in _OVERWRITES and any(
             self._find(w) is storage and w.numel() == storage.base.numel() for w in written
         )
-        with _outside():
+        with outside_modes():
             if storage.given and not whole:
                 storage.real = self._recall(storage.name).reshape(-1)
             else:
@@ -157,7 +158,7 @@ class Birth(TorchDispatchMode):
         for storage in self._storages.values():
             if storage.real is not None and storage.name and storage not in keep:
                 if self._writes:
-                    with _outside():
+                    with outside_modes():
                         self._sink(storage.name, _place(storage, storage.base))
                     storage.given = True
                 storage.real = None
@@ -208,13 +209,8 @@ _QUESTIONS: dict[Any, Any] = {
 def _place(storage: _Storage, like: torch.Tensor) -> torch.Tensor:
     """The real elements seen as a tensor on meta sees them."""
     assert storage.real is not None
-    with _outside():
+    with outside_modes():
         return storage.real.as_strided(like.size(), like.stride(), like.storage_offset())
-
-
-def _outside() -> Any:
-    """Our own tensors are no part of a birth."""
-    return _disable_current_modes()
 
 
 def _on_cpu(kwargs: Mapping[str, Any]) -> bool:

@@ -32,6 +32,7 @@ import torch
 from fullshard.engine._torch_compat import (
     graph_task_id,
     next_sequence_number,
+    outside_modes,
     queue_callback,
 )
 from fullshard.engine.collectives import Transport
@@ -305,7 +306,7 @@ class Runtime:
     # ---- events
 
     def _run(self, events: Sequence[Event]) -> None:
-        with torch.no_grad():
+        with outside_modes(), torch.no_grad():
             for event in events:
                 self.recorder.begin(event, self.step)
                 self._actions[event.kind](event)

@@ -162,6 +162,13 @@ class Unit:
         """
         for group in self.groups:
             for member in group.members:
+                if member.compute.dtype is not group.full.dtype:
+                    raise EngineError(
+                        f"{member.piece.name}: expected a forward that leaves its parameters "
+                        f"alone; it converted this one to {member.compute.dtype} (module.to, "
+                        ".float()), while its slot stays as it is. Name its module in "
+                        "fp32_modules, or leave param_dtype out."
+                    )
                 if group.gathers and member.compute._version != member.version:
                     raise EngineError(
                         f"{member.piece.name}: expected a forward that leaves its parameters "
