@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.config.values import DType, Transport
+from fullshard.config.values import DType, GradSync, Transport
 from fullshard.planner.events import Event, EventKind
 from fullshard.planner.homes import Homes, Place
 from fullshard.planner.layout import ALIGNMENT
@@ -31,6 +31,7 @@ def state_rows(
     buffer_bytes: int,
     received_bytes: int,
     homes: Homes,
+    grad_sync: GradSync,
 ) -> tuple[MemoryRow, ...]:
     """Bytes per rank that a run with AdamW holds: shards, slots, optimizer, buffers.
 
@@ -41,7 +42,7 @@ def state_rows(
     master = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in groups)
     grads = sum(g.layout.part_numel * gradient_bytes(g) for g in trained)
     adam = sum(ADAM_STATES * g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
-    return (
+    rows = (
         MemoryRow("parameter shards", master, homes.parameters),
         MemoryRow("gradient shards", grads, homes.gradients),
         MemoryRow("optimizer (AdamW)", adam, homes.optimizer),
@@ -49,7 +50,25 @@ def state_rows(
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
         MemoryRow("communication buffers", received_bytes),
         MemoryRow("buffers", buffer_bytes),
+        MemoryRow("deferred gradients", deferred_bytes(units, grad_sync)),
     )
+    return rows if rows[-1].num_bytes else rows[:-1]
+
+
+def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
+    """Bytes of gradients that wait for the last micro-batch of an accumulated step."""
+    total = 0
+    for unit in units:
+        for group in unit.groups:
+            itemsize = ITEMSIZE[group.dtypes.accumulate] if group.trainable else 0
+            match grad_sync:
+                case GradSync.EVERY_MICRO_BATCH:
+                    continue
+                case GradSync.LAST_MICRO_BATCH:
+                    total += group.layout.numel * itemsize
+                case GradSync.LAST_MICRO_BATCH_OUTER:
+                    total += group.layout.part_numel * itemsize * (unit.mesh.replicate > 1)
+    return total
 
 
 def gradient_bytes(group: GroupPlan) -> int:

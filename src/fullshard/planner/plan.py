@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import Home, Strategy, Transport, did_you_mean
+from fullshard.config.values import GradSync, Home, Strategy, Transport, did_you_mean
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.events import Event
@@ -55,6 +55,7 @@ class Plan:
         memory: Bytes per rank by kind.
         transport: Who moves the bytes; `auto` where the plan was made without a device.
         buffer_bytes: Of the model's buffers.
+        grad_sync: Which micro-batches of an accumulated step reduce.
         recompute: Modules whose forward runs again in backward.
         homes: Where state lives.
     """
@@ -70,6 +71,7 @@ class Plan:
     memory: tuple[MemoryRow, ...]
     transport: Transport
     buffer_bytes: int
+    grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
     recompute: tuple[str, ...] = ()
     homes: Homes = DEFAULT_HOMES
 
@@ -201,6 +203,7 @@ def make_plan(
         memory=(),
         transport=config.transport,
         buffer_bytes=spec.buffer_bytes,
+        grad_sync=config.grad_sync,
         recompute=recomputed_modules(spec, config.activation_checkpointing),
         homes=homes,
     )
@@ -282,5 +285,7 @@ def _finish(plan: Plan) -> Plan:
     """Fill in what follows from units, rings and order: the events and the memory table."""
     events = simulate_step(plan.scheduler())
     received = communication_bytes(plan.units, events, plan.transport, plan.homes)
-    memory = state_rows(plan.units, plan.rings, plan.buffer_bytes, received, plan.homes)
+    memory = state_rows(
+        plan.units, plan.rings, plan.buffer_bytes, received, plan.homes, plan.grad_sync
+    )
     return replace(plan, events=events, memory=memory)

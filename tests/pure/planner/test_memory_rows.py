@@ -168,3 +168,23 @@ def test_like_neighbours_are_folded_and_frozen_ones_are_not_like_the_others() ->
     assert "blocks.0 .. blocks.1 (2): Linear, block" in tree
     assert tree.count("frozen") == 1
     assert "blocks.2 .. blocks.5 (4): Linear, block" in tree
+
+
+@pytest.mark.parametrize(
+    ("grad_sync", "strategy", "replicate", "whole"),
+    [
+        ("every_micro_batch", "full_shard", None, None),
+        ("last_micro_batch", "full_shard", None, True),
+        ("last_micro_batch_outer", "full_shard", None, None),  # nothing is copied: nothing waits
+        ("last_micro_batch_outer", "hybrid_shard", 2, False),
+    ],
+)
+def test_gradients_that_wait_for_the_last_micro_batch_are_planned(
+    grad_sync: str, strategy: str, replicate: int | None, whole: bool | None
+) -> None:
+    fields = {"grad_sync": grad_sync, "strategy": strategy, "replicate": replicate}
+    plan, rows = rows_of(Model(3, 16), world_size=8, **fields)
+    groups = [group for unit in plan.units for group in unit.groups]
+    wanted = {None: 0, True: sum(g.layout.numel for g in groups) * 4}
+    wanted[False] = sum(g.layout.part_numel for g in groups) * 4
+    assert rows.get("deferred gradients", 0) == wanted[whole]
