@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before torch is imported anywhere: processes of a test share few cores, and no test may use a hub.
@@ -17,6 +18,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 sys.path.insert(0, str(Path(__file__).parent))
 
 from support.ranks import RankPools
+
+# A slow machine is no fault, and two runs of one commit shall try the same examples.
+hypothesis.settings.register_profile("fullshard", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fullshard")
 
 
 @pytest.fixture(scope="session")
