@@ -11,6 +11,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
+# The version that `make test-torch` tries.
+TORCH ?=
+TORCH_VENV = .venv-torch-$(TORCH)
 # The Python of `make gpu`: one whose torch sees the GPU.
 GPU_PYTHON ?= $(BIN)/python
 
@@ -25,17 +28,19 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow lint format bench gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
 	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\""
 	@echo "make test       all tests but the slow ones and those that need a GPU"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        the tests that need a GPU"
 	@echo "make lint       format, style, types, arrows, sizes, spelling, collectives"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
+	@echo "make long-parity  a thousand steps of DDP, FSDP2 and fullshard, their losses in one plot"
 	@echo "make docs       the documentation, into docs/_build/html"
 	@echo "make clean      remove build artefacts and caches (not $(VENV), not runs)"
 
@@ -67,6 +72,13 @@ $(VENV)/.stamp-docs: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 	@$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
+# The other pins hold for another torch too.
+$(VENV)/.stamp-torch: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
+	@echo "installing torch $(TORCH) and what tests need into $(VENV)"
+	@grep -v '^torch==' constraints.txt > $(CONSTRAINTS)
+	@$(PIP_INSTALL) 'torch==$(TORCH)' --editable '.[test]'
+	@touch $@
+
 setup: $(VENV)/.stamp-setup
 
 # ---- what one runs ---------------------------------------------------------------------------------
@@ -80,8 +92,20 @@ test: $(VENV)/.stamp-setup
 test-slow: $(VENV)/.stamp-setup
 	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1200 $(ARGS)
 
+test-torch:
+	@if [ -z "$(TORCH)" ]; then \
+		echo "make test-torch: expected a version, as in make test-torch TORCH=2.13.0" >&2; exit 1; fi
+	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) CONSTRAINTS=$(TORCH_VENV)/constraints.txt \
+		$(TORCH_VENV)/.stamp-torch
+	@$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(TORCH_VENV)/bin/python -m pytest -m "not slow and not gpu and not peers" \
+		tests/engine tests/pure/engine $(ARGS)
+
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
+
+long-parity: $(VENV)/.stamp-setup
+	$(BIN)/python benchmarks/long_parity.py $(ARGS)
 
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \

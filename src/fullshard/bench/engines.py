@@ -29,12 +29,14 @@ class Setup:
 
     Attributes:
         prefetch: FSDP2's explicit prefetch distance, in blocks; 0 leaves it to FSDP2.
+        max_norm: Clip gradients to this norm, with torch's own function in every engine.
     """
 
     case: Case
     seed: int
     learning_rate: float
     prefetch: int = 0
+    max_norm: float | None = None
 
     def model(self) -> GPT:
         """Builds the model, with the same weights in every engine and rank."""
@@ -45,10 +47,14 @@ class Setup:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, fused=True)
 
 
-def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def _train_step(model: nn.Module, setup: Setup) -> Step:
+    optimizer = setup.adamw(model.parameters())
+
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = model(tokens, labels)
         loss.backward()
+        if setup.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), setup.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -63,7 +69,7 @@ def build_ours(setup: Setup, transport: str = "auto") -> Step:
     model = fs.shard(
         setup.model(), strategy="full_shard", wrap=[Block.__name__], transport=transport
     )
-    return _train_step(model, setup.adamw(model.parameters()))
+    return _train_step(model, setup)
 
 
 def build_ours_c10d(setup: Setup) -> Step:
@@ -87,7 +93,7 @@ def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + setup.prefetch])
             before = blocks[max(0, i - setup.prefetch) : i]
             block.set_modules_to_backward_prefetch(before[::-1])
-    return _train_step(model, setup.adamw(model.parameters()))
+    return _train_step(model, setup)
 
 
 def build_fsdp2_zero2(setup: Setup) -> Step:
@@ -108,13 +114,13 @@ def build_fsdp1(setup: Setup) -> Step:
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
-    return _train_step(model, setup.adamw(model.parameters()))
+    return _train_step(model, setup)
 
 
 def build_ddp(setup: Setup) -> Step:
     """torch's DistributedDataParallel: everything on every rank."""
     model = nn.parallel.DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
-    return _train_step(model, setup.adamw(model.parameters()))
+    return _train_step(model, setup)
 
 
 def build_deepspeed(setup: Setup) -> Step:
