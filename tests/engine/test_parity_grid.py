@@ -79,7 +79,7 @@ MIXED = (
     {"strategies": {"blocks.1": "no_shard"}},
     {"strategies": {"blocks.*": "no_shard", "blocks.2": "shard_grad_op"}},
     {"strategy": "shard_grad_op", "strategies": {"blocks.0": "full_shard"}},
-    {"strategy": "no_shard", "strategies": {"blocks.3": "no_shard"}},
+    {"strategies": {"head": "no_shard", "stem": "shard_grad_op"}},  # named, so units
     {"strategy": "hybrid_shard", "replicate": 2, "strategies": {"blocks.1": "no_shard"}},
 )
 

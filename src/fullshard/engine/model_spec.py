@@ -12,7 +12,7 @@ from torch import nn
 
 from fullshard.config.values import DType
 from fullshard.errors import ConfigError, UnsupportedModelError
-from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, matches
+from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, check_globs, matches
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
@@ -25,6 +25,8 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
         UnsupportedModelError: A parameter cannot be sharded; says which, why, and the way out.
     """
     globs = tuple(ignore)
+    known = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
+    check_globs("ignore", globs, known, "modules or parameters")
     read_directly = {
         id(inner)
         for module in model.modules()

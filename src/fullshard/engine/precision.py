@@ -16,9 +16,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import did_you_mean
 from fullshard.engine.ring import torch_dtype
-from fullshard.errors import ConfigError
 from fullshard.planner.spec import matches, parent_name
 
 
@@ -32,22 +30,13 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fp32_roots(model: nn.Module, globs: tuple[str, ...]) -> list[str]:
-    """The outermost modules that the globs name.
-
-    Raises:
-        ConfigError: A glob names none.
-    """
-    names = [name for name, _ in model.named_modules() if name]
-    for glob in globs:
-        if not any(matches(name, (glob,)) for name in names):
-            raise ConfigError(
-                f"fp32_modules: expected names (globs) of modules; got {glob!r}, which is none in "
-                f"{type(model).__name__}. {did_you_mean(glob, names)}"
-            )
+    """The outermost modules that the globs name."""
     return [
         name
-        for name in names
-        if matches(name, globs) and not (parent_name(name) and matches(parent_name(name), globs))
+        for name, _ in model.named_modules()
+        if name
+        and matches(name, globs)
+        and not (parent_name(name) and matches(parent_name(name), globs))
     ]
 
 

@@ -21,7 +21,7 @@ from fullshard.engine.model_spec import chosen_modules, spec_of
 from fullshard.engine.optimizers import watch_optimizers
 from fullshard.engine.order import trace_order
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
-from fullshard.engine.precision import apply_dtypes, fp32_roots
+from fullshard.engine.precision import apply_dtypes
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
@@ -71,7 +71,6 @@ def shard_model(
     plan = plan_model(model, config, topology)
     if sample is not None:
         plan = trace_order(model, plan, sample)
-    fp32_roots(model, config.fp32_modules)  # a name that is none is said before anything changes
     meshes = dict.fromkeys([plan.mesh, *(unit.mesh for unit in plan.units)])
     if ROWS[plan.strategy].hybrid and plan.mesh.replicate == 1 and config.replicate is None:
         _say_one_host(plan)

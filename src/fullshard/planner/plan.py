@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.schema import ShardConfig
-from fullshard.config.values import GradSync, Home, Strategy, Transport, did_you_mean
+from fullshard.config.values import GradSync, Home, Strategy, Transport
 from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.events import Event
@@ -33,7 +33,7 @@ from fullshard.planner.schedule import (
 )
 from fullshard.planner.slices import Slice
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
-from fullshard.planner.spec import ModelSpec, matches
+from fullshard.planner.spec import ModelSpec, check_globs, matches
 from fullshard.planner.strategy import StrategyRow, row_of
 from fullshard.planner.units import ContractRule, UnitPlan, assign_params, group_params
 from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units
@@ -185,7 +185,11 @@ def make_plan(
     row = row_of(config.strategy)
     mesh = resolve_mesh(row, topology, config.replicate, config.shard)
     spec = spec.without(config.ignore)
-    choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params)
+    modules = [module.name for module in spec.modules if module.name]
+    check_globs("fp32_modules", config.fp32_modules, modules, "modules")
+    check_globs("strategies", [glob for glob, _ in config.strategies], modules, "modules")
+    named = [glob for glob, _ in config.strategies]
+    choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
     units = _bare_units(spec, config, choices, mesh)
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config)
@@ -247,8 +251,8 @@ def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow
         if not named:
             raise WrapError(
                 f"strategies: expected names (globs) of units or of modules around them; got "
-                f"{glob!r}, which is none. {did_you_mean(glob, [n for n in names if n])} "
-                f"Units are chosen by wrap, here: {', '.join(names[1:6]) or 'none'} ..."
+                f"{glob!r}, which names modules inside of units. Write a module's whole name to "
+                f"make it a unit. Units here: {', '.join(names[1:6]) or 'the root alone'}."
             )
         rows.update(dict.fromkeys(named, row_of(strategy)))
     return rows

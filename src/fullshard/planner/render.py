@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import UnitPlan
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def render_tree(plan: Plan) -> str:
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
     ]
     for _, run in groupby(plan.units, key=_likeness):
-        lines.append("  " + _unit_line(list(run)))
+        lines.append("  " + _unit_line(list(run), mesh))
     lines.append("rings:")
     for ring in plan.rings:
         lines.append(
@@ -49,15 +50,16 @@ def _likeness(unit: UnitPlan) -> tuple[object, ...]:
     return unit.kind, unit.role, unit.parent, groups
 
 
-def _unit_line(run: list[UnitPlan]) -> str:
+def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
     first, last = run[0], run[-1]
     title = first.title if len(run) == 1 else f"{first.title} .. {last.title} ({len(run)})"
     frozen = "" if first.trainable or not first.groups else ", frozen"
     slots = sorted({g.slot.ring.rpartition(".")[0] for g in first.groups if g.slot})
+    copied = f", on {first.mesh.replicate} x {first.mesh.shard}" if first.mesh != mesh else ""
     where = f"ring {', '.join(slots)}" if slots else "read in place"
     return (
         f"{title}: {first.kind}, {first.role}, {first.numel:,} elements "
-        f"(padding {first.padding:,}), {where}{frozen}"
+        f"(padding {first.padding:,}), {where}{frozen}{copied}"
     )
 
 

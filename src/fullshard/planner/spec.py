@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fullshard.config.values import DType
+from fullshard.config.values import DType, did_you_mean
+from fullshard.errors import ConfigError
 
 ITEMSIZE = {DType.FLOAT64: 8, DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2}
 
@@ -92,6 +93,21 @@ class ModelSpec:
         globs = tuple(patterns)
         kept = tuple(p for p in self.params if not any(matches(name, globs) for name in p.names))
         return replace(self, params=kept)
+
+
+def check_globs(key: str, globs: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Every glob must name something.
+
+    Raises:
+        ConfigError: One names nothing; says the nearest name.
+    """
+    for glob in globs:
+        if not any(matches(name, (glob,)) for name in names):
+            near = did_you_mean(glob.replace("*", ""), names)
+            raise ConfigError(
+                f"{key}: expected names (globs) of {what}; got {glob!r}, which is none. "
+                f"{near or 'Names look like ' + ', '.join(names[:3]) + '.'}"
+            )
 
 
 def matches(param_name: str, globs: tuple[str, ...]) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,13 +58,16 @@ class ModuleNames:
 Wrap = WrapKind | tuple[str, ...] | ModuleNames
 
 
-def choose_units(spec: ModelSpec, wrap: Wrap, min_params: int) -> tuple[UnitChoice, ...]:
+def choose_units(
+    spec: ModelSpec, wrap: Wrap, min_params: int, also: Collection[str] = ()
+) -> tuple[UnitChoice, ...]:
     """Choose the units, the root first, then in registration order.
 
     Args:
         spec: The model.
         wrap: How to choose: a `WrapKind`, class names, or modules chosen by a callable.
         min_params: Parameters that make a unit under `wrap="size"`.
+        also: Modules that are units whatever `wrap` chooses.
 
     Raises:
         WrapError: A named class is not in the model, no blocks are found where they were asked
@@ -72,6 +75,9 @@ def choose_units(spec: ModelSpec, wrap: Wrap, min_params: int) -> tuple[UnitChoi
     """
     tree = _Tree(spec)
     chosen = {choice.module: choice for choice in _choose(tree, wrap, min_params)}
+    for module in spec.modules:
+        if module.name in also and module.can_be_unit and tree.numel[module.name]:
+            chosen.setdefault(module.name, UnitChoice(module.name, Role.BLOCK))
     chosen.pop("", None)
     if not chosen and wrap is not WrapKind.NONE and spec.numel > LARGE_MODEL:
         said = f"[{', '.join(wrap)}]" if isinstance(wrap, tuple) else wrap
