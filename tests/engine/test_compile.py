@@ -41,6 +41,7 @@ def check(how, early, strategy, backend):
         warnings.simplefilter("ignore", DeprecationWarning)  # of its own imports
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         check_quietly(how, early, strategy, backend)
+    torch._dynamo.reset()
 
 
 def check_quietly(how, early, strategy, backend):
