@@ -196,3 +196,24 @@ def _legend(series: Sequence[Series]) -> str:
         for one in series
     )
     return f'<div class="legend">{entries}</div>'
+
+
+def standalone(drawing: str, names: Sequence[str], style: str, title: str) -> str:
+    """A drawing as an SVG file of its own, with a legend.
+
+    Args:
+        drawing: What `line_chart` made.
+        names: Of its series, in the order of their colors (1 is the first).
+        style: CSS of its classes; a report has it in its page.
+        title: One line above the legend.
+    """
+    head, _, body = drawing.partition("</svg>")[0].partition(">")
+    right = float(head.partition('viewBox="0 0 ')[2].partition(" ")[0]) - 230
+    legend = "".join(
+        f'<path class="series c{color}" d="M{right:g} {16 + 18 * color}h30"/>'
+        f'<text class="tick" x="{right + 40:g}" y="{20 + 18 * color}">{escape(name)}</text>'
+        for color, name in enumerate(names, start=1)
+    )
+    top = f'<text class="tick" x="{right:g}" y="20">{escape(title)}</text>'
+    sheet = f"<style>\n{style}</style>"
+    return f'{head} xmlns="http://www.w3.org/2000/svg">{sheet}{body}{top}{legend}</svg>\n'

@@ -120,7 +120,7 @@ def _tile(label: str, value: str, note: str, mood: str = "") -> dict[str, str]:
 
 def _charts(steps: list[Row], evaluations: list[Row], record: Row) -> list[dict[str, Any]]:
     drawings = {
-        "Loss": _loss_chart(steps, evaluations, record["measured"].get("baseline_loss")),
+        "Loss": loss_chart(steps, evaluations, record["measured"].get("baseline_loss")),
         "Where a step's time goes": _time_chart(steps),
         "Memory of the largest rank": _memory_chart(steps),
         "Tokens a second, all ranks": _curve(steps, "tokens_per_s", 3, "tokens/s", from_zero=True),
@@ -145,7 +145,7 @@ def _column(rows: list[Row], name: str) -> list[float]:
     return [float(row[name]) for row in rows]
 
 
-def _loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None) -> str:
+def loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None) -> str:
     xs, losses = _column(steps, "step"), _column(steps, "loss")
     series = [
         Series("training, every step", xs, losses, 1, "faint"),
