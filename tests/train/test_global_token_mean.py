@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.values import GradReduction, GradSync, LrSchedule
 from fullshard.engine.engine import engine_of
-from fullshard.errors import DivergedError
+from fullshard.errors import DataError, DivergedError
 from fullshard.train.loop import Batch, Loop, LoopSettings, Trainee
 from fullshard.train.loss import IGNORED, causal_lm_loss, num_label_tokens
+from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.team import RankTeam
 
@@ -237,3 +239,125 @@ def test_loss_that_is_nan_on_one_rank_ends_all_ranks_before_the_update(ranks):
         assert message.startswith("loss of step 1: expected a finite number, got nan.")
         assert steps == []
         assert same
+
+
+# ---- ranks with fewer batches, sums that wait, fp16 ----------------------------------------------
+
+# Samples of each rank's micro-batches, by step: unequal numbers, and none at all.
+SPREADS = (
+    (((0, 1), (2, 3), (4, 5)), ((6, 7),)),
+    (((0,), (1, 2, 3, 4, 5, 6)), ((7,),)),
+    (((0, 1, 2, 3), (4, 5, 6, 7)), ()),
+)
+
+
+class UnevenRecipe(RaggedRecipe):
+    """The samples of a step spread as SPREADS says."""
+
+    def micro_batches(self, step):
+        ids, labels = ragged_samples(step)
+        mine = SPREADS[step % len(SPREADS)][self._rank]
+        chosen = [torch.tensor(samples) for samples in mine]
+        return [{"input_ids": ids[samples], "labels": labels[samples]} for samples in chosen]
+
+
+def with_recipe(loop: Loop, recipe) -> Loop:
+    loop._recipe = recipe
+    return loop
+
+
+def train_unevenly(grad_sync):
+    rank, rows = torch.distributed.get_rank(), Rows()
+    model, loop, _ = make_loop(rank, 2, 1, {"grad_sync": grad_sync}, rows)
+    with_recipe(loop, UnevenRecipe(rank, 2, 1)).run()
+    state = fs.full_state_dict(model, rank0_only=False)
+    return state, [row.loss for row in rows.steps], [row.tokens_per_s for row in rows.steps]
+
+
+@pytest.mark.parametrize("grad_sync", ["every_micro_batch", "last_micro_batch"])
+def test_unequal_numbers_of_batches_train_as_one_joined_batch(ranks, grad_sync):
+    expected, losses, _ = reference()
+    assert sum(len(s) for rank in SPREADS[0] for s in rank) == GLOBAL_BATCH
+    for state, rank_losses, speeds in ranks(2)(train_unevenly, grad_sync):
+        assert rank_losses == pytest.approx(losses, abs=1e-12)
+        assert all(speed > 0 for speed in speeds)
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+class EmptyRecipe(RaggedRecipe):
+    """Nobody has anything."""
+
+    def micro_batches(self, step):
+        return []
+
+
+def test_no_batch_at_all_is_an_error():
+    _, loop, _ = make_loop(0, 1, 1, {}, Rows())
+    with pytest.raises(DataError, match=r"batches of step 1: expected at least one; all ranks"):
+        with_recipe(loop, EmptyRecipe(0, 1, 1)).run()
+
+
+def train_on_a_mesh(grad_sync):
+    rank, rows = torch.distributed.get_rank(), Rows()
+    options = {"strategy": "hybrid_shard", "replicate": 2, "grad_sync": grad_sync}
+    model, loop, _ = make_loop(rank, 4, 2, options, rows)
+    loop.run()
+    return fs.full_state_dict(model, rank0_only=False), [row.loss for row in rows.steps]
+
+
+@pytest.mark.parametrize("grad_sync", ["every_micro_batch", "last_micro_batch_outer"])
+def test_sums_over_replicas_that_wait_train_as_one_joined_batch(ranks, grad_sync):
+    expected, losses, _ = reference()
+    for state, rank_losses in ranks(4)(train_on_a_mesh, grad_sync):
+        assert rank_losses == pytest.approx(losses, abs=1e-12)
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def scaled_loop():
+    """A loop in fp16."""
+    rows = Rows()
+    options = {"param_dtype": "fp16", "master_dtype": "fp32"}
+    _, loop, recipe = make_loop(0, 1, 1, options, rows)
+    trainee = loop._trainee
+    scaler = LossScaler(trainee.optimizer, torch.device("cpu"), enabled=True)
+    loop = Loop(
+        Trainee(
+            trainee.model,
+            trainee.optimizer,
+            trainee.communication_seconds,
+            trainee.memory_bytes,
+            scaler,
+        ),
+        recipe,
+        loop._settings,
+        loop._team,
+        rows,
+    )
+    return loop, rows
+
+
+def test_fp16_skips_steps_that_overflow_until_the_scale_fits():
+    loop, rows = scaled_loop()
+    loop.run()
+    norms = [row.grad_norm for row in rows.steps]
+    assert len(norms) == NUM_STEPS
+    assert all(norm is None or math.isfinite(norm) for norm in norms)
+    assert all(math.isfinite(row.loss) for row in rows.steps)
+
+
+def overflow(scaler, parameter):
+    for step in range(1, 100):
+        scaler.scale((parameter * float("inf")).sum()).backward()
+        scaler.unscale()
+        scaler.step(step)
+        parameter.grad = None
+
+
+def test_fp16_that_overflows_at_every_scale_ends_the_run():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    scaler = LossScaler(torch.optim.SGD([parameter], lr=RATE), torch.device("cpu"), enabled=True)
+    with pytest.raises(DivergedError, match="expected finite numbers at some loss scale"):
+        overflow(scaler, parameter)
+    assert torch.equal(parameter.detach(), torch.ones(2))
