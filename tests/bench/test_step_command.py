@@ -38,6 +38,7 @@ def test_every_engine_has_equal_losses_and_a_row(tmp_path):
     assert "| fullshard |" in (tmp_path / "step.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(540)
 def test_memory_is_measured_of_an_engine_alone():
     done = run("step", "--case", "tiny", "--rounds", "3", "--engine", "ddp", "--json")

@@ -354,3 +354,14 @@ def test_the_sum_over_replicas_may_wait_alone(ranks, transport, reduction):
         assert kinds[EventKind.SETTLE] == 1
         assert sum(sent[:units]) < sum(sent[-units:])  # the last one also goes across
         assert deferred == {"now": 0, "peak": shards}
+
+
+def check_outer_without_replicas():
+    for strategy in ("full_shard", "no_shard"):
+        for mixed in ({}, {"strategies": {"blocks.1": "no_shard"}}):
+            assert_parity(CASES["chain"].build, outer_waits, {"strategy": strategy, **mixed})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_is_lost_where_no_sum_over_replicas_waits(ranks, world_size):
+    ranks(world_size)(check_outer_without_replicas)

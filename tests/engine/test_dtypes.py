@@ -194,3 +194,37 @@ def check_scaler():
 def test_one_ranks_infinity_skips_the_step_on_all(ranks):
     one, two = ranks(2)(check_scaler)
     assert one == two == [2.0**10, 2.0**9, 2.0**9]
+
+
+# ---- what is written into p.grad of a bf16 master counts ------------------------------------------
+
+
+def check_writes_count():
+    """An old way to zero gradients, a scaler's division, and parameters that got nothing."""
+    model = fs.shard(perturbed(Chain(3)), master_dtype="bf16", param_dtype="fp16")
+    x = batch("chain", 0, dist.get_rank())["x"]
+    model(x).square().mean().backward()
+    first = whole_gradients(model)
+    for param in model.parameters():
+        param.grad.data.zero_()
+    model(x).square().mean().backward()
+    again = whole_gradients(model)
+    assert all(torch.equal(again[key], first[key]) for key in first)
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler.scale(model(x).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    fs.clip_grad_norm_(model, 1e-2)
+    norm = float(fs.global_norm([p.grad for p in model.parameters()]))
+    assert norm == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_writes_into_gradients_of_bf16_masters_count(ranks):
+    ranks(2)(check_writes_count)
+
+
+def test_norms_in_float32_beside_a_bf16_master():
+    model = fs.shard(perturbed(Chain(3)), master_dtype="bf16", fp32_modules="*norm*")
+    model(torch.randn(4, 12, dtype=BF16)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

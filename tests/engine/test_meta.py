@@ -222,3 +222,11 @@ def check_seeds():
 
 def test_ranks_of_different_seeds_are_refused(ranks):
     assert ranks(2)(check_seeds) == [True, True]
+
+
+def test_what_was_put_into_a_model_since_it_was_built_is_named():
+    model = meta_llama()
+    with torch.device("meta"):
+        model.value_head = nn.Linear(32, 1)
+    with pytest.raises(UnsupportedModelError, match=r"value_head.weight, value_head.bias"):
+        fs.shard(model)

@@ -103,7 +103,7 @@ def test_units_of_different_strategies_train_as_in_one_process(ranks, world_size
     ranks(world_size)(check_meshes, "chain", MIXED, timeout=100)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_prefetch_depth_trains_as_in_one_process(ranks, strategy, world_size):
     ranks(world_size)(check_depths, strategy, timeout=100)

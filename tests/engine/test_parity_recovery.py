@@ -317,7 +317,7 @@ def check_removed_for_some(strategy):
     assert_parity(chain, work, {"strategy": strategy}, alone=alone, kinds=("adamw",))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", [check_zero_in_place, check_replaced, check_removed_for_some])
 def test_gradients_in_p_grad_are_accumulated_into_as_autograd_does(ranks, check, world_size):
     for strategy in STRATEGIES:

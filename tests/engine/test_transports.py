@@ -100,7 +100,7 @@ def with_bfloat16_on_the_wire(name):
     return differing(direct, bits_of(case, {**settings, **ORDERED}))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_bits_agree_with_bfloat16_on_the_wire(ranks, world_size):
     assert ranks(world_size)(with_bfloat16_on_the_wire, "chain") == [[]] * world_size
 

@@ -146,3 +146,25 @@ def check_hybrid_replicas():
 
 def test_equal_replicas_pass(ranks):
     assert all(ranks(4)(check_hybrid_replicas))
+
+
+def check_one_rank_evaluates():
+    """Where nothing is gathered, a rank alone may evaluate at any step."""
+    model = fs.shard(perturbed(Chain(3)), strategy="no_shard")
+    for step in range(2):
+        train_on(model, [step])
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(vectors(step, 0)["x"].float())
+        dist.barrier()
+
+
+def test_a_rank_alone_may_evaluate_a_replicated_model(ranks):
+    ranks(2)(check_one_rank_evaluates)
+
+
+def test_an_ignored_parameter_may_have_any_dtype():
+    model = perturbed(Chain(3))
+    model.table = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    fs.shard(model, ignore=["table"])
+    assert model.table.dtype is torch.int8

@@ -206,6 +206,8 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
+        if not torch.is_grad_enabled():
+            return  # one rank alone may evaluate where nothing is gathered: no collective
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
             self._looked = self.runtime.step
             check_replicas(self.units, self.transport)

@@ -157,7 +157,7 @@ class Gradients:
         """Land the reduction in the gradient shards; the gradient slots are free."""
         assert unit.reduction is not None
         scratch = unit.transport.scratch
-        waits = self.sync is Sync.INNER and unit.plan.mesh.replicate > 1
+        waits = self.sync is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained:
             assert group.grads is not None
@@ -253,7 +253,7 @@ class Gradients:
             unit.left = 0
             if unit.reduction is not None:
                 unit.reduction.land(
-                    [torch.empty_like(g.grads.sums) for g in unit.trained if g.grads]
+                    [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
                 )
                 unit.reduction = None
             for group in unit.trained:

@@ -62,7 +62,6 @@ class GradientShard:
         self.carries = False
         self.lands_aside = homes.lands_aside
         self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
-        self._version = 0
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +82,15 @@ class GradientShard:
         """
         landed.div_(divisor)
         if self.carries:
-            if self.shown is not self.sums and self.shown._version != self._version:
-                self.sums.copy_(self.shown)  # the user wrote into p.grad: that counts
+            self._take_writes()
             self.sums.add_(landed.to(self.sums.device))
         elif landed is not self.sums:
-            self.sums.copy_(landed, non_blocking=True)
+            self.sums.copy_(landed)  # and wait: the host reads it next
         self.show()
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients."""
-        if self.shown is not self.sums and self.shown._version != self._version:
-            self.sums.copy_(self.shown)
+        self._take_writes()
         self.sums.mul_(factor.to(self.sums))
         self.show()
 
@@ -101,4 +98,9 @@ class GradientShard:
         """Cast the sums once into what `p.grad` shows."""
         if self.shown is not self.sums:
             self.shown.copy_(self.sums)
-            self._version = self.shown._version
+
+    def _take_writes(self) -> None:
+        """What the user wrote into `p.grad` counts; the rest keeps its finer sum."""
+        if self.shown is not self.sums:
+            wrote = self.shown != self.sums.to(self.shown.dtype)
+            self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))

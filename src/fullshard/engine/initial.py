@@ -98,7 +98,9 @@ class InitialValues:
         for name, param in self._model.named_parameters():
             if name not in self._first and param.is_meta and files.find([name]) is not None:
                 shape = tuple(param.shape)
-                self.whole[name] = files.read([name], shape, 0, param.numel()).view(shape)
+                self.whole[name] = (
+                    files.read([name], shape, 0, param.numel()).view(shape).to(param.dtype)
+                )
         for name, buffer in self.buffers.items():
             if files.find([name]) is not None:
                 shape = tuple(buffer.shape)

@@ -262,7 +262,15 @@ def initialise(
     else:
         twin = _initialise_in_place(model, birth)
     unwritten = birth.close()
-    missing = [name for name in unwritten if name in wanted] if writes else []
+    missing: list[str] = []
+    if writes:  # what was put into the model since it was built is not in its twin
+        shapes = {name: param.shape for name, param in twin.named_parameters()}
+        missing = [name for name in unwritten if name in wanted]
+        missing += [
+            name
+            for name, param in model.named_parameters()
+            if param.is_meta and shapes.get(name) != param.shape
+        ]
     buffers = {}
     for name, buffer in twin.named_buffers():
         real = birth.real_of(buffer)

@@ -98,7 +98,10 @@ class _Guarded:
         return _SPECIAL[rule](func, name, like, args, kwargs)
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements as a plain tensor that shares memory with the shard."""
+        """This rank's elements as a plain tensor that shares memory with the shard.
+
+        For reading: known norms of gradients do not see what is written through it.
+        """
         with no_guard():
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
 

@@ -49,9 +49,10 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
             for leaf, buffer in module._buffers.items():
                 if buffer is not None and not matches(name, config.fp32_modules):
                     module._buffers[leaf] = _cast(dtype, buffer)
-    if config.param_dtype is None:
+    compute = config.param_dtype or config.master_dtype
+    if compute is None:
         return
-    low = torch_dtype(config.param_dtype)
+    low = torch_dtype(compute)
     if low.itemsize < 4:
         for name in roots:
             module = model.get_submodule(name)

@@ -42,7 +42,8 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
             "fs.shard: expected the same model and the same configuration on every rank; the "
             "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks."
         )
-    names = list(params)
+    cut = {n for unit in plan.units for g in unit.groups for names in g.names for n in names}
+    names = [name for name in params if name in cut]
     hashes = [bits_hash(params[name].detach()) for name in names]
     if not hashes:
         return

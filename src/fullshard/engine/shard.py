@@ -163,4 +163,8 @@ def reset(model: nn.Module) -> None:
 
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
     """Context: every backward inside leaves its gradients unreduced (or only over replicas)."""
-    return engine_of(model).gradients.no_sync(Sync.INNER if outer_only else Sync.NONE)
+    engine = engine_of(model)
+    if not outer_only:
+        return engine.gradients.no_sync(Sync.NONE)
+    has_replicas = any(unit.plan.mesh.replicate > 1 for unit in engine.units)
+    return engine.gradients.no_sync(Sync.INNER if has_replicas else Sync.ALL)

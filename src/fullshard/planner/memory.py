@@ -58,6 +58,7 @@ def state_rows(
 def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
     """Bytes of gradients that wait for the last micro-batch of an accumulated step."""
     total = 0
+    has_replicas = any(unit.mesh.replicate > 1 for unit in units)
     for unit in units:
         for group in unit.groups:
             itemsize = ITEMSIZE[group.dtypes.accumulate] if group.trainable else 0
@@ -67,7 +68,7 @@ def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
                 case GradSync.LAST_MICRO_BATCH:
                     total += group.layout.numel * itemsize
                 case GradSync.LAST_MICRO_BATCH_OUTER:
-                    total += group.layout.part_numel * itemsize * (unit.mesh.replicate > 1)
+                    total += group.layout.part_numel * itemsize * has_replicas
     return total
 
 
