@@ -196,7 +196,7 @@ def test_one_ranks_infinity_skips_the_step_on_all(ranks):
     assert one == two == [2.0**10, 2.0**9, 2.0**9]
 
 
-# ---- what is written into p.grad of a bf16 master counts ------------------------------------------
+# ---- what is written into p.grad of a bf16 master counts ----------------------------------------
 
 
 def check_writes_count():
