@@ -13,6 +13,7 @@ stays None, as it does in one process (AdamW would decay it otherwise).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
+
+logger = logging.getLogger(__name__)
 
 
 class Gradients:
@@ -249,6 +252,11 @@ class Gradients:
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
+        if self._deferred_bytes:
+            logger.warning(
+                "fullshard: gradients of earlier micro-batches under no_sync are lost with the "
+                "backward that failed; repeat the whole step."
+            )
         for unit in units:
             unit.left = 0
             if unit.reduction is not None:
