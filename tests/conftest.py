@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))  # what test files define is pickled as tests.x.y
 
 from support.ranks import RankPools
 

@@ -255,6 +255,21 @@ def test_parameters_that_are_left_out_take_part_in_clipping(ranks, ours):
     ranks(2)(compare, partial(some_left_out, ours=ours))
 
 
+def clip_beside_unequal_gradients() -> Any:
+    """One rank alone has a gradient of a parameter that is left out, and a large one."""
+    run = Run(torch.distributed.get_world_size(), torch.distributed.get_rank())
+    model = run.shard(run.model(), ignore=["scale"])
+    run.loss(model, 0).backward()
+    model.scale.grad = torch.full_like(model.scale, 100.0) if run.rank == 0 else None
+    return fs.clip_grad_norm_(model, CLIP).item(), fs.global_norm([model.head.weight.grad]).item()
+
+
+def test_ranks_scale_alike_where_gradients_that_are_left_out_differ(ranks):
+    one, other = ranks(2)(clip_beside_unequal_gradients)
+    assert one == other
+    assert one[0] > 100
+
+
 def norms_of_the_model(run: Run) -> Any:
     model = run.shard(run.model())
     run.loss(model, 0).backward()

@@ -16,7 +16,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from support.models import CASES, mean_square
+from support.models import CASES, float32_batch, float32_model, mean_square
 from support.parity import assert_planned_events, whole_gradients, whole_params
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
@@ -26,16 +26,6 @@ NUM_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build(name):
-    return CASES[name].build().float()
-
-
-def batch(name, step, rank):
-    """Floating point inputs in float32: the engine casts them."""
-    made = CASES[name].batch(step, rank)
-    return {k: v.float() if v.is_floating_point() else v for k, v in made.items()}
-
-
 def make_optimizer(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
@@ -43,7 +33,7 @@ def make_optimizer(params):
 def emulate(name, dtype):
     """(gradients, masters) after each step, and every rank's losses."""
     case, size = CASES[name], dist.get_world_size()
-    master = build(name)
+    master = float32_model(name)
     compute = copy.deepcopy(master)
     pairs = list(zip(master.parameters(), compute.parameters(), strict=True))
     optimizer = make_optimizer(master.parameters())
@@ -53,7 +43,7 @@ def emulate(name, dtype):
         for rank in range(size):
             for whole, low in pairs:
                 low.data = whole.detach().to(dtype)
-            inputs = batch(name, step, rank)
+            inputs = float32_batch(name, step, rank)
             inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
             loss = case.loss(compute(**inputs))
             loss.backward()
@@ -73,11 +63,11 @@ def emulate(name, dtype):
 def train(name, settings):
     """The same, sharded; this rank's losses."""
     case, rank = CASES[name], dist.get_rank()
-    model = fs.shard(build(name), poison=True, **settings)
+    model = fs.shard(float32_model(name), poison=True, **settings)
     optimizer = make_optimizer(model.parameters())
     steps = []
     for step in range(NUM_STEPS):
-        loss = case.loss(model(**batch(name, step, rank)))
+        loss = case.loss(model(**float32_batch(name, step, rank)))
         loss.backward()
         gradients = whole_gradients(model)
         optimizer.step()
@@ -161,16 +151,16 @@ def test_a_bfloat16_wire_is_summed_in_float32(ranks):
 def check_deferred_sums():
     """Micro-batches under no_sync are summed in float32 on their rank, then over ranks."""
     size = dist.get_world_size()
-    model = fs.shard(build("chain"), param_dtype="bf16", poison=True)
+    model = fs.shard(float32_model("chain"), param_dtype="bf16", poison=True)
     for micro in range(3):
         with fs.no_sync(model) if micro < 2 else contextlib.nullcontext():
-            mean_square(model(**batch("chain", micro, dist.get_rank()))).backward()
-    found, low = whole_gradients(model), build("chain").bfloat16()
+            mean_square(model(**float32_batch("chain", micro, dist.get_rank()))).backward()
+    found, low = whole_gradients(model), float32_model("chain").bfloat16()
     wanted = {name: torch.zeros(p.shape) for name, p in low.named_parameters()}
     for rank in range(size):
         own = {name: torch.zeros(p.shape) for name, p in low.named_parameters()}
         for micro in range(3):
-            mean_square(low(batch("chain", micro, rank)["x"].bfloat16())).backward()
+            mean_square(low(float32_batch("chain", micro, rank)["x"].bfloat16())).backward()
             for name, param in low.named_parameters():
                 own[name] += param.grad.float()
                 param.grad = None
@@ -193,7 +183,7 @@ def train_fsdp2(name):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     case, rank = CASES[name], dist.get_rank()
-    model = build(name)
+    model = float32_model(name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in model.modules():
@@ -203,7 +193,7 @@ def train_fsdp2(name):
     optimizer = make_optimizer(model.parameters())
     steps = []
     for step in range(NUM_STEPS):
-        loss = case.loss(model(**batch(name, step, rank)))
+        loss = case.loss(model(**float32_batch(name, step, rank)))
         loss.backward()
         gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
         optimizer.step()
@@ -259,7 +249,7 @@ CONTRACTS = {  # settings, and master, compute, reduce, accumulate of a float32 
 
 def dtypes_of(settings):
     """What the plan lists, and what the tensors of a step have: (plan, tensors, outputs)."""
-    model = fs.shard(build("chain"), poison=True, **settings)
+    model = fs.shard(float32_model("chain"), poison=True, **settings)
     engine, seen = engine_of(model), set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -268,7 +258,7 @@ def dtypes_of(settings):
                     (str(m.weight.dtype), str(args[0].dtype), str(out.dtype))
                 )
             )
-    x = batch("chain", 0, dist.get_rank())["x"]
+    x = float32_batch("chain", 0, dist.get_rank())["x"]
     output = model(x if "param_dtype" in settings else x.to(next(model.parameters()).dtype))
     output.square().mean().backward()
     groups = [group for unit in engine.units for group in unit.groups]

@@ -275,3 +275,14 @@ CASES = {
     "albert": Case(albert, tokens, loss_of_output, ("AlbertLayer",)),
     "chain": Case(chain, vectors, mean_square, ("Block",)),
 }
+
+
+def float32_model(name: str) -> nn.Module:
+    """A case's model in float32."""
+    return CASES[name].build().float()
+
+
+def float32_batch(name: str, step: int, rank: int) -> Batch:
+    """A case's batch with floating point inputs in float32: the engine casts them."""
+    made = CASES[name].batch(step, rank)
+    return {key: v.float() if v.is_floating_point() else v for key, v in made.items()}

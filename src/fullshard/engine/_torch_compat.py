@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
@@ -69,6 +70,17 @@ def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
 
 # What the engine does is no part of a user's dispatch modes (selective recompute counts calls).
 outside_modes = _disable_current_modes
+
+
+# Nested lists, mappings and model outputs (public only as torch.utils._pytree).
+tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
+tree_map_only: Callable[..., Any] = _pytree.tree_map_only
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for all tensors that share memory, also on meta, where there is no address."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
 
 
 def graph_task_id() -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.engine import engine_of
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
 from fullshard.engine.parameter import _Guarded
 from fullshard.errors import ShardedTensorError
@@ -21,8 +21,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     no gradient; other norms are a collective. The factor is min(1, max_norm / (norm + 1e-6)), as
     in `torch.nn.utils.clip_grad_norm_`.
 
-    Parameters that are left out of sharding (`ignore`) take part with the gradients that they have
-    on this rank: to sum those over the ranks is their owner's business.
+    Parameters that are left out of sharding (`ignore`) take part: to sum their gradients over the
+    ranks is their owner's business. Where ranks differ in them, all take the largest norm, so that
+    the shards of one parameter are scaled alike; this costs a collective.
 
     Args:
         model: Sharded.
@@ -37,15 +38,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     with no_guard():
         shown = [m.param.grad for g in groups for m in g.members if m.param.grad is not None]
     others = _left_out(model) if engine.config.ignore else []
+    order = norm_order(norm_type)
+    apart = _largest_norm(engine, others, order) if engine.config.ignore else None
     if not shown and not others:
         return torch.zeros((), device=engine.device)
-    order = norm_order(norm_type)
     norm = engine.norms.known_total(shown) if order == 2.0 else None
     if norm is None:
         norm = engine.norms.total(shown, order)
-    if others:
-        norms = [torch.linalg.vector_norm(grad, order).to(norm) for grad in others]
-        norm = torch.linalg.vector_norm(torch.stack([norm, *norms]), order)
+    if apart is not None:
+        norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if not factor >= 1.0:  # also where it is NaN, which then shows in every weight, as in torch
         ours = {id(m.grad) for g in groups for m in g.members}
@@ -66,6 +67,15 @@ def _left_out(model: nn.Module) -> list[torch.Tensor]:
     """Gradients of the parameters that are left out of sharding."""
     plain = (param for param in model.parameters() if not isinstance(param, _Guarded))
     return [param.grad for param in plain if param.grad is not None]
+
+
+def _largest_norm(engine: Engine, grads: list[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of gradients that are no shards, on the rank where it is largest."""
+    norms = [torch.linalg.vector_norm(grad, order).double() for grad in grads]
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    largest = torch.linalg.vector_norm(own, order).to(engine.device).view(1)
+    engine.transport.all_reduce(largest, maximum=True)
+    return largest.squeeze()
 
 
 def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -25,10 +25,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.engine._torch_compat import outside_modes
+from fullshard.engine._torch_compat import (
+    outside_modes,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from fullshard.errors import UnsupportedModelError
 
 Sink = Callable[[str, torch.Tensor], None]  # (name, the whole tensor), which is freed afterwards
@@ -120,7 +124,7 @@ class Birth(TorchDispatchMode):
             made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
             self._add(made)
             return made
-        found = [s for s in map(self._find, _pytree.tree_leaves((args, kwargs))) if s is not None]
+        found = [s for s in map(self._find, tree_leaves((args, kwargs))) if s is not None]
         if not found or _is_view(func):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -135,7 +139,7 @@ class Birth(TorchDispatchMode):
         for storage in found:
             if storage.real is None:
                 self._make_real(storage, func, written)
-        real_args, real_kwargs = _pytree.tree_map_only(torch.Tensor, self._real, (args, kwargs))
+        real_args, real_kwargs = tree_map_only(torch.Tensor, self._real, (args, kwargs))
         result = func(*real_args, **real_kwargs)
         if written:
             return written[0] if func._schema.returns else None
@@ -170,11 +174,10 @@ class Birth(TorchDispatchMode):
     def _find(self, value: Any) -> _Storage | None:
         if not isinstance(value, torch.Tensor):
             return None
-        with torch._C.DisableTorchFunction():
-            return self._storages.get(value.untyped_storage()._cdata)
+        return self._storages.get(storage_key(value))
 
     def _add(self, base: torch.Tensor) -> _Storage:
-        storage = self._storages[base.untyped_storage()._cdata] = _Storage(base)
+        storage = self._storages[storage_key(base)] = _Storage(base)
         return storage
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree
 
+from fullshard.engine._torch_compat import tree_map_only
 from fullshard.errors import ConfigError
 from fullshard.planner.plan import Plan
 from fullshard.planner.schedule import nominal_trace
@@ -56,7 +56,7 @@ def _note(forward: list[int], index: int, *_: Any) -> None:
 
 def _run_fake(model: nn.Module, sample: Any) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = _pytree.tree_map_only(torch.Tensor, mode.from_tensor, sample)
+    fake = tree_map_only(torch.Tensor, mode.from_tensor, sample)
     rng = torch.get_rng_state()
     held = [(table, dict(table)) for table in _tensor_tables(model)]
     try:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from fullshard.config.schema import ShardConfig
+from fullshard.engine._torch_compat import tree_map_only
 from fullshard.engine.ring import torch_dtype
 from fullshard.planner.spec import matches, parent_name
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating point tensors in nested lists, tuples, mappings and model outputs."""
-    return _pytree.tree_map_only(torch.Tensor, partial(_cast, dtype), value)
+    return tree_map_only(torch.Tensor, partial(_cast, dtype), value)
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,6 @@ from fullshard.engine._torch_compat import (
     outside_modes,
     queue_callback,
 )
-from fullshard.engine.collectives import Transport
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, SlotError
@@ -116,7 +115,6 @@ class Runtime:
         self.recorder = recorder
         self.poison = poison
         self.step = 0
-        self.transport: Transport = gradients.transport
         self.communication_s = 0.0
         self.observed = Observed()
         self.before_step: Callable[[], None] = lambda: None

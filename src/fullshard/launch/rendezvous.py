@@ -30,7 +30,7 @@ from fullshard.observe.watchdog import Seat
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 _SERVED: list[LaunchStore] = []  # by this process, as rank 0 of others' launch; until its end
 TIMEOUT_MARGIN_S = 60.0  # torch's error would end a rank before all have told where they are
@@ -121,7 +121,7 @@ def _port_file(launch: LaunchEnvironment) -> Path:
 
 
 def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     assert launch.master_addr is not None
     assert launch.master_port is not None

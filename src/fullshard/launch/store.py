@@ -61,7 +61,7 @@ class LaunchStore:
         """Answer from now on."""
         if self._socket is None:
             return
-        from torch._C._distributed_c10d import TCPStore
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         self.store = TCPStore(
             self.host,

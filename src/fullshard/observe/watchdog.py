@@ -186,7 +186,7 @@ class Watchdog:
         ready = getattr(dist, "is_initialized", None)
         if ready is None or not ready():
             return False
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         seat = self.seat
         try:
@@ -320,7 +320,7 @@ def describe(seen: dict[int, Seen]) -> list[str]:
 
 def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]:
     """What the ranks of a launch said last, for the launcher, which serves the store."""
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     channel = PrefixStore(f"fullshard/watchdog/{attempt}", store)
     keys = [str(rank) for rank in range(world_size) if channel.check([str(rank)])]

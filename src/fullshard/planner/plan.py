@@ -187,8 +187,8 @@ def make_plan(
     spec = spec.without(config.ignore)
     modules = [module.name for module in spec.modules if module.name]
     check_globs("fp32_modules", config.fp32_modules, modules, "modules")
-    check_globs("strategies", [glob for glob, _ in config.strategies], modules, "modules")
     named = [glob for glob, _ in config.strategies]
+    check_globs("strategies", named, modules, "modules")
     choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
     units = _bare_units(spec, config, choices, mesh)
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
