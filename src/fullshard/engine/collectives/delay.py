@@ -1,0 +1,173 @@
+"""A wire of a given speed around another transport: proves overlap on any machine.
+
+What travels arrives no earlier than `latency_s + bytes / bytes_per_s` after it was issued, and the
+wait for it sleeps, so that the processor is free for what should hide it. Gathers have one wire
+and reductions another, as on NCCL with two groups; messages of one wire queue:
+
+    gathers     |-- blocks.1 --|-- blocks.2 --|
+    reductions       |-- blocks.7 --|        |-- blocks.6 --|
+                --> time
+
+For tests, benches and traces. The other transport still moves the bytes: results keep their bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fullshard.engine.collectives.base import Fetch, Reduction, Transport
+from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fullshard.engine.engine import Engine
+
+NS = 1e9  # a second
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something on a wire; times are those of `perf_counter_ns`.
+
+    Attributes:
+        starts_ns: When the messages before it are through.
+        done_ns: When it has arrived.
+    """
+
+    num_bytes: int
+    issued_ns: int
+    starts_ns: int
+    done_ns: int
+
+    def wait(self) -> None:
+        """Sleep until it has arrived."""
+        while (left_ns := self.done_ns - time.perf_counter_ns()) > 0:
+            time.sleep(left_ns / NS)
+
+
+@dataclass
+class Wire:
+    """Carries one message at a time, in the order in which they are sent.
+
+    Attributes:
+        sent: Every message so far.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    sent: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+            raise ConfigError(
+                f"delay: expected latency_s >= 0 and bytes_per_s > 0; got {self.latency_s} and "
+                f"{self.bytes_per_s}. Use float('inf') for bytes that cost nothing."
+            )
+
+    def send(self, num_bytes: int) -> Message:
+        """Put a message behind those that are under way."""
+        now = time.perf_counter_ns()
+        starts = max(now, self.sent[-1].done_ns) if self.sent else now
+        took = round(NS * (self.latency_s + num_bytes / self.bytes_per_s))
+        self.sent.append(Message(num_bytes, now, starts, starts + took))
+        return self.sent[-1]
+
+
+class DelayTransport:
+    """Another transport, whose messages also take the time of a wire.
+
+    Args:
+        inner: Moves the bytes.
+        mesh: Which inner moves them on; where an axis has size 1, nothing travels on it.
+        gathers: The wire of all-gathers.
+        reductions: The wire of reductions over either axis, and of small vectors.
+    """
+
+    home: Any  # whatever else a transport has is the inner one's
+
+    def __init__(self, inner: Transport, mesh: Mesh, gathers: Wire, reductions: Wire) -> None:
+        self.inner, self.gathers, self.reductions = inner, gathers, reductions
+        self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
+        self._mesh = mesh
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+        under_way = self.inner.fetch(fulls)
+        if self._mesh.shard == 1:
+            return under_way
+        return _Late(under_way, self.gathers.send(self._others_bytes(fulls)))
+
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        under_way = self.inner.reduce(fulls)
+        if self._mesh.shard == 1:
+            return under_way
+        return _Late(under_way, self.reductions.send(self._others_bytes(fulls)))
+
+    def sum_replicas(self, values: torch.Tensor) -> None:
+        self._send_around(values, self._mesh.replicate)
+        self.inner.sum_replicas(values)
+
+    def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        self._send_around(values, self._mesh.world_size)
+        self.inner.all_reduce(values, maximum=maximum)
+
+    def _others_bytes(self, fulls: Sequence[torch.Tensor]) -> int:
+        """What this rank receives of buffers of which every rank has, or gets, a part."""
+        shard = self._mesh.shard
+        return sum(full.nbytes for full in fulls) * (shard - 1) // shard
+
+    def _send_around(self, values: torch.Tensor, num_ranks: int) -> None:
+        """Wait as long as an all-reduce takes: every part comes in once, and goes round once."""
+        if num_ranks > 1:
+            self.reductions.send(2 * values.nbytes * (num_ranks - 1) // num_ranks).wait()
+
+
+class _Late:
+    """A collective under way that ends with its message at the earliest."""
+
+    __slots__ = ("_message", "_under_way")
+
+    def __init__(self, under_way: Any, message: Message) -> None:
+        self._under_way, self._message = under_way, message
+
+    def wait(self) -> None:
+        self._message.wait()
+        self._under_way.wait()
+
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
+        self._message.wait()
+        self._under_way.land(outs)
+
+
+def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransport:
+    """Put wires around an engine's transports, in place, while nothing is under way.
+
+    Args:
+        engine: Of a sharded model, before its first step or between two.
+        latency_s: What every message takes.
+        bytes_per_s: What each of the two wires carries besides.
+
+    Returns:
+        The transport of the whole mesh; all of the engine's share its two wires.
+
+    Raises:
+        ConfigError: There is no such wire.
+    """
+    gathers, reductions = (Wire(latency_s, bytes_per_s) for _ in range(2))
+    late = {
+        id(inner): DelayTransport(inner, mesh, gathers, reductions)
+        for mesh, inner in engine.transports.items()
+    }
+    for unit in engine.units:
+        unit.transport = late[id(unit.transport)]
+    engine.transports.update({m: late[id(inner)] for m, inner in engine.transports.items()})
+    whole = late[id(engine.transport)]
+    engine.transport = engine.gradients.transport = engine.norms._transport = whole
+    return whole

@@ -1,0 +1,192 @@
+"""What a step did when: compute, gathers and reductions side by side, for Chrome and Perfetto.
+
+    compute   | blocks.0 |w| blocks.1 | blocks.2 |        w: waits for blocks.1
+    gather    |- blocks.1 -|- blocks.2 -|
+    reduce
+              --> time
+
+A message is hidden while this rank does not wait for it; above, all but `w` of two messages is. The
+hidden share is 1 - time waited / time on the wire. Where nobody can tell when a message arrived
+(real networks do not say), it counts as under way until it was waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from fullshard.planner.events import Event, EventKind, Recorder
+
+LANES = ("compute", "gather", "reduce")
+COMPUTES = (EventKind.FORWARD, EventKind.BACKWARD)
+# What travels, and the event of the same unit in which this rank waits for it.
+WAITED_IN = {
+    EventKind.GATHER: (*COMPUTES, EventKind.RELEASE),
+    EventKind.REDUCE: (EventKind.ACCUMULATE,),
+    EventKind.SETTLE: (EventKind.SETTLE,),
+}
+
+
+class Entry(NamedTuple):
+    """An event with the times between which it was done, of `perf_counter_ns`."""
+
+    kind: str
+    unit: int
+    num_bytes: int
+    start_ns: int
+    stop_ns: int
+
+
+class OnWire(NamedTuple):
+    """When a message was issued, began to travel (those before it were through) and arrived."""
+
+    issued_ns: int
+    start_ns: int
+    stop_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of a lane.
+
+    Attributes:
+        what: forward, backward, gather, reduce, settle, or wait.
+        during: "forward" or "backward": the pass that needs it.
+        waited_ns: How much of a message this rank waited for.
+    """
+
+    lane: str
+    unit: int
+    what: str
+    during: str
+    start_ns: int
+    stop_ns: int
+    num_bytes: int = 0
+    waited_ns: int = 0
+
+
+class Timeline:
+    """A recorder that notes when every event began and ended.
+
+    Args:
+        inner: A recorder that is told too.
+    """
+
+    def __init__(self, inner: Recorder | None = None) -> None:
+        self.entries: list[Entry] = []
+        self._inner = inner
+        self._open: tuple[Event | None, int] = (None, 0)
+
+    def begin(self, event: Event, step: int) -> None:
+        """Note that an action begins."""
+        if self._inner is not None:
+            self._inner.begin(event, step)
+        self._open = (event, perf_counter_ns())
+
+    def record(self, event: Event, step: int) -> None:
+        """Note an action's end; a spill, inside another action, has no begin of its own."""
+        stop = perf_counter_ns()
+        start = self._open[1] if self._open[0] is event else stop
+        self.entries.append(Entry(event.kind, event.unit, event.num_bytes, start, stop))
+        if self._inner is not None:
+            self._inner.record(event, step)
+
+
+def slices_of(entries: Sequence[Entry], messages: Sequence[OnWire] | None = None) -> list[Slice]:
+    """The lanes of one rank's steps.
+
+    Args:
+        entries: In the order in which they were recorded.
+        messages: What the wires say of their messages; None where they cannot say it.
+    """
+    return [*_compute(entries), *_travels(entries, messages)]
+
+
+def hidden_share(slices: Sequence[Slice]) -> float | None:
+    """How much of the time on the wires this rank did not wait for; None where nothing travelled.
+
+    Args:
+        slices: Of one rank or of several, of any lanes.
+    """
+    travels = [piece for piece in slices if piece.lane != "compute"]
+    on_wire = sum(piece.stop_ns - piece.start_ns for piece in travels)
+    return 1 - sum(piece.waited_ns for piece in travels) / on_wire if on_wire else None
+
+
+def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
+    """What lies between two events belongs to the unit that was entered last.
+
+    After the last unit's forward that is the rest of the model's, and its loss.
+    """
+    what, unit, free_ns = "", -1, 0
+    for entry in entries:
+        if what and entry.start_ns > free_ns:
+            yield Slice("compute", unit, what, what, free_ns, entry.start_ns)
+        if entry.kind in COMPUTES:
+            what, unit = str(entry.kind), entry.unit
+            yield Slice("compute", unit, "wait", what, entry.start_ns, entry.stop_ns)
+        elif entry.kind == EventKind.ACCUMULATE:
+            yield Slice("compute", entry.unit, "wait", what, entry.start_ns, entry.stop_ns)
+        elif entry.kind == EventKind.SETTLE:
+            what = ""  # what follows is no part of forward or backward
+        free_ns = entry.stop_ns
+
+
+def _travels(entries: Sequence[Entry], messages: Sequence[OnWire] | None) -> Iterator[Slice]:
+    free_ns = dict.fromkeys(LANES, 0)
+    for at, entry in enumerate(entries):
+        if entry.kind not in WAITED_IN:
+            continue
+        wait = next((later for later in entries[at:] if _waits(later, entry)), None)
+        if wait is None:
+            continue
+        lane = "gather" if entry.kind == EventKind.GATHER else "reduce"
+        if messages is not None:
+            found = [m for m in messages if entry.start_ns <= m.issued_ns <= entry.stop_ns]
+        elif entry.num_bytes:  # boxes of a lane must not cross
+            start_ns = max(entry.stop_ns, free_ns[lane])
+            found = [OnWire(entry.stop_ns, start_ns, max(start_ns, wait.stop_ns))]
+        else:
+            found = []
+        during = "forward" if wait.kind == EventKind.FORWARD else "backward"
+        for message in found:
+            waited = min(wait.stop_ns, message.stop_ns) - max(wait.start_ns, message.issued_ns)
+            free_ns[lane] = message.stop_ns
+            times = message.start_ns, message.stop_ns, entry.num_bytes, max(0, waited)
+            yield Slice(lane, entry.unit, str(entry.kind), during, *times)
+
+
+def _waits(later: Entry, entry: Entry) -> bool:
+    return later.unit == entry.unit and later.kind in WAITED_IN[EventKind(entry.kind)]
+
+
+def chrome_trace(
+    ranks: Sequence[Sequence[Slice]], titles: Sequence[str], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The object that Chrome and Perfetto read: a process a rank, a thread a lane.
+
+    Args:
+        ranks: Every rank's slices; their clocks are one where the ranks are on one host.
+        titles: Of the units, in plan order.
+        about: Kept beside the events.
+    """
+    origin_ns = min((piece.start_ns for slices in ranks for piece in slices), default=0)
+    events: list[dict[str, Any]] = []
+    for rank, slices in enumerate(ranks):
+        events.append(_name("process_name", rank, 0, f"rank {rank}"))
+        events += [_name("thread_name", rank, at, lane) for at, lane in enumerate(LANES)]
+        for piece in slices:
+            title = titles[piece.unit] if piece.unit >= 0 else "the model"
+            details = {"bytes": piece.num_bytes, "waited_us": piece.waited_ns / 1e3}
+            event = {"ph": "X", "pid": rank, "tid": LANES.index(piece.lane), "cat": piece.what}
+            event |= {"name": f"wait {title}" if piece.what == "wait" else title}
+            event |= {"ts": (piece.start_ns - origin_ns) / 1e3}
+            event |= {"dur": (piece.stop_ns - piece.start_ns) / 1e3}
+            events.append(event if piece.lane == "compute" else event | {"args": details})
+    return {"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": events}
+
+
+def _name(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": name}}

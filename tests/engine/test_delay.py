@@ -1,0 +1,137 @@
+"""A wire around a transport changes when things arrive, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.engine.collectives.delay import DelayTransport, Wire, delayed
+from fullshard.engine.engine import engine_of
+from fullshard.errors import ConfigError
+from fullshard.observe.timeline import OnWire, Timeline, slices_of
+from fullshard.planner.events import EventKind
+from support.models import chain, mean_square, vectors
+
+LATENCY_S, BYTES_PER_S = 0.002, 1e8
+
+
+def trained(transport, delay):
+    """A model after three clipped steps, with every loss and norm on the way."""
+    model = fs.shard(chain().float(), wrap=["Block"], transport=transport, poison=True)
+    if delay:
+        delayed(engine_of(model), LATENCY_S, BYTES_PER_S)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = []
+    for step in range(3):
+        loss = mean_square(model(vectors(step, dist.get_rank())["x"].float()))
+        loss.backward()
+        seen += [loss.detach(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, [*seen, *(p.to_local().clone() for p in model.parameters())]
+
+
+def differences(transport):
+    (_, plain), (_, late) = trained(transport, delay=False), trained(transport, delay=True)
+    return [at for at, (a, b) in enumerate(zip(plain, late, strict=True)) if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+def test_a_delayed_run_has_the_bits_of_one_that_is_not(ranks, transport):
+    assert ranks(2)(differences, transport) == [[], []]
+
+
+def undelayed_holders():
+    """What still refers to the transport that a wire was put around."""
+    model, _ = trained("direct", delay=True)
+    transport = engine_of(model).transport
+    assert isinstance(transport, DelayTransport)
+    holders = [holder for holder in gc.get_referrers(transport.inner) if holder is not transport]
+    return [type(h).__name__ for h in holders if h is not vars(transport) and h is not locals()]
+
+
+def test_nothing_goes_around_the_wire(ranks):
+    assert ranks(2)(undelayed_holders) == [[], []]
+
+
+def traffic():
+    """The step's events, and what both wires carried for them."""
+    model, _ = trained("direct", delay=True)
+    engine = engine_of(model)
+    timeline = Timeline(engine.recorder)
+    engine.recorder = engine.runtime.recorder = timeline
+    transport = engine.transport
+    assert isinstance(transport, DelayTransport)
+    for wire in (transport.gathers, transport.reductions):
+        wire.sent.clear()
+    mean_square(model(vectors(3, dist.get_rank())["x"].float())).backward()
+    return timeline.entries, transport.gathers.sent, transport.reductions.sent
+
+
+def test_messages_are_those_of_the_plan_and_queue_in_its_order(ranks):
+    for entries, gathers, reductions in ranks(2)(traffic):
+        issued = {kind: [e for e in entries if e.kind == kind] for kind in EventKind}
+        assert issued[EventKind.GATHER]
+        assert [m.num_bytes for m in gathers] == [e.num_bytes for e in issued[EventKind.GATHER]]
+        *summed, settled = reductions
+        assert [m.num_bytes for m in summed] == [e.num_bytes for e in issued[EventKind.REDUCE]]
+        assert settled.num_bytes > 0
+        for sent in (gathers, reductions):
+            for message, after in pairwise(sent):
+                assert message.done_ns <= after.starts_ns
+                assert message.issued_ns <= after.issued_ns
+            for message in sent:
+                took_s = (message.done_ns - message.starts_ns) / 1e9
+                assert took_s == pytest.approx(LATENCY_S + message.num_bytes / BYTES_PER_S)
+        wires = [OnWire(m.issued_ns, m.starts_ns, m.done_ns) for m in (*gathers, *reductions)]
+        pieces = [p for p in slices_of(entries, wires) if p.lane != "compute"]
+        assert len(pieces) == len(wires)  # every message has its event, and the one that waits
+
+
+def waits():
+    """How long one gather and one reduction take where nothing computes, and the processor's."""
+    model = fs.shard(chain().float(), wrap=["Block"], transport="direct")
+    engine = engine_of(model)
+    delayed(engine, 0.05, float("inf"))
+    unit = engine.units[1]
+    dist.barrier()
+    start, cpu_s = time.perf_counter(), time.process_time()
+    unit.gather()
+    issued_s = time.perf_counter() - start
+    unit.wait()
+    waited_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_s
+    full = torch.ones(unit.groups[0].plan.layout.numel)
+    start = time.perf_counter()
+    out = torch.empty(full.numel() // 2)
+    unit.transport.reduce([full]).land([out])
+    return issued_s, waited_s, cpu_s, time.perf_counter() - start, out.unique().tolist()
+
+
+def test_a_wait_is_as_long_as_the_wire_and_sleeps(ranks):
+    for issued_s, waited_s, cpu_s, reduced_s, summed in ranks(2)(waits):
+        assert issued_s < waited_s  # issuing does not wait
+        assert waited_s >= 0.05
+        assert cpu_s < waited_s / 2
+        assert reduced_s >= 0.05
+        assert summed == [2.0]
+
+
+def test_where_nothing_travels_there_is_no_wire():
+    model = fs.shard(chain(), shard=1, transport="fake")
+    engine = engine_of(model)
+    transport = delayed(engine, 60.0, 1.0)  # a step would take minutes
+    mean_square(model(**vectors(0, 0))).backward()
+    assert not transport.gathers.sent
+    assert not transport.reductions.sent
+
+
+@pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(-1.0, 1.0), (0.0, 0.0)])
+def test_an_impossible_wire_is_refused(latency_s, bytes_per_s):
+    with pytest.raises(ConfigError, match=r"latency_s >= 0 and bytes_per_s > 0; got"):
+        Wire(latency_s, bytes_per_s)
