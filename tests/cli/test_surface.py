@@ -37,6 +37,19 @@ SURFACE = {
         "--timeout",
         "--wait",
     ],
+    "bench comm": [
+        "--help",
+        "--json",
+        "--mib",
+        "--out",
+        "--ranks",
+        "--rounds",
+        "--timeout",
+        "--transport",
+        "--wait",
+    ],
+    "bench host": ["--help", "--json", "--out", "--rounds", "--wait", "--world"],
+    "bench scale": ["--help", "--json", "--out", "--rounds", "--wait", "--world"],
     "doctor": ["--help", "--json", "--nproc-per-node", "--out"],
     "launch": [
         "--dry-run",
@@ -61,7 +74,6 @@ SURFACE = {
         "-m",
     ],
     # In the contract, hidden, and refused as not yet there.
-    "bench comm": ["--help"],
     "bench io": ["--help"],
     "bench strategies": ["--help"],
     "bench prefetch": ["--help"],

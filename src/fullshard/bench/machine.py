@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,24 @@ def others_share(start: CpuClock, end: CpuClock, own_cpu_s: float) -> float:
     """Returns the share of all cores that processes other than ours used between two readings."""
     capacity_s = (end.wall_s - start.wall_s) * (psutil.cpu_count() or 1)
     return max(0.0, (end.busy_s - start.busy_s - own_cpu_s) / capacity_s)
+
+
+class Neighbours:
+    """Measures inside a `with` block what other processes use; ended children are ours.
+
+    Attributes:
+        share: of all cores, known when the block has ended.
+    """
+
+    share = 0.0
+
+    def __enter__(self) -> Neighbours:
+        self._start, self._own_s = CpuClock.now(), sum(os.times()[:4])
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        own_s = sum(os.times()[:4]) - self._own_s
+        self.share = others_share(self._start, CpuClock.now(), own_s)
 
 
 def wait_until_idle(limit_s: float, say: Callable[[str], None]) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from statistics import median
 
 from fullshard.bench.cases import FLOOR, OURS, REFERENCE
 from fullshard.bench.machine import IDLE_SHARE
+from fullshard.bench.page import SCHEMA_VERSION, provenance, table_lines
 from fullshard.bench.statistics import Estimate, paired_ratio, removed_share
 from fullshard.bench.step import CaseResult, EngineResult, loss_errors
 
-SCHEMA_VERSION = 1
 MIB = 2**20
 METHOD = (
     "Engines live in the same processes, as many as memory allows and FSDP2 always among them, and "
@@ -181,20 +180,13 @@ def notes_of(result: CaseResult) -> list[str]:
 def to_markdown(report: Report) -> str:
     """Returns a page with one table a case."""
     lines = ["# Training step, side by side", ""]
-    lines += [f"- {name}: {value}" for name, value in report.machine.items()]
-    lines.append("- " + ", ".join(f"{name} {value}" for name, value in report.versions.items()))
-    lines += [f"- command: `{report.command}`", ""]
+    lines += provenance(report.machine, report.versions, report.command)
     if report.absent:
         lines += [f"Not installed, so absent: {', '.join(report.absent)}.", ""]
     for result in report.cases:
         lines += [f"## {result.case.describe()}", ""]
-        lines += _table(COLUMNS, table_of(result))
+        lines += table_lines(COLUMNS, table_of(result))
         lines += ["", *notes_of(result), ""]
     lines += ["## Method", ""]
     lines += [f"- {sentence}" for sentence in METHOD]
     return "\n".join(lines) + "\n"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    ruler = ["---"] * len(columns)
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, ruler, *rows)]

@@ -43,10 +43,14 @@ def bootstrap(num_rounds: int, statistic: Callable[[Sequence[int]], float]) -> E
     return Estimate(statistic(everything), values[cut], values[-1 - cut])
 
 
+def median_of(values: Sequence[float]) -> Estimate:
+    """Estimates the median of the rounds."""
+    return bootstrap(len(values), lambda rounds: median(values[i] for i in rounds))
+
+
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """Estimates the median over the rounds of `ours / theirs`."""
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    return bootstrap(len(ratios), lambda rounds: median(ratios[i] for i in rounds))
+    return median_of([mine / other for mine, other in zip(ours, theirs, strict=True)])
 
 
 def removed_share(

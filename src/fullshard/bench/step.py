@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean, median
 
-from fullshard.bench import memory
+from fullshard.bench import memory, ranks
 from fullshard.bench.cases import REFERENCE, Case, Peer, groups_of
-from fullshard.bench.job import Job, result_file
+from fullshard.bench.job import Job
 from fullshard.bench.machine import CpuClock, available_bytes, others_share, wait_until_idle
 from fullshard.bench.statistics import largest_difference
-from fullshard.errors import FullshardError
-from fullshard.launch.spawn import run_local_ranks
 
 RANK_MODULE = "fullshard.bench.step_rank"
 WAIT_LIMIT_S = 600.0
@@ -101,27 +96,8 @@ def run_ranks(job: Job, timeout_s: float) -> list[dict]:
     Raises:
         FullshardError: a rank failed; its own error has been shown.
     """
-    with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as name:
-        folder = Path(name)
-        job.write(folder)
-        code = run_local_ranks(
-            RANK_MODULE,
-            [str(folder)],
-            num_processes=job.case.num_ranks,
-            log_dir=folder / "logs",
-            timeout_s=timeout_s,
-        )
-        if code != 0:
-            error = FullshardError(
-                f"bench step: expected exit code 0 from the ranks of {job.case.name} "
-                f"({job.mode}: {', '.join(job.engines)}), got {code}. See the error above."
-            )
-            error.exit_code = code
-            raise error
-        return [
-            json.loads((folder / result_file(rank)).read_text())
-            for rank in range(job.case.num_ranks)
-        ]
+    what = f"bench step: the ranks of {job.case.name} ({job.mode}: {', '.join(job.engines)})"
+    return ranks.run_ranks(RANK_MODULE, job, job.case.num_ranks, what=what, timeout_s=timeout_s)
 
 
 def loss_differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:

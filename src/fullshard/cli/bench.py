@@ -15,10 +15,19 @@ from fullshard.cli.words import DryRunFlag, JsonFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
+    from fullshard.bench.page import Page
 
 app = typer.Typer(no_args_is_help=True, help="Measure side by side with the peers.")
 
-NOT_YET = ("comm", "io", "strategies", "prefetch", "calibrate")
+NOT_YET = ("io", "strategies", "prefetch", "calibrate")
+
+
+WaitFlag = Annotated[
+    bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
+]
+OutFlag = Annotated[
+    Path | None, typer.Option(help="Folder for the results' JSON and page.", file_okay=False)
+]
 
 
 def _say(text: str) -> None:
@@ -35,13 +44,9 @@ def step(  # noqa: PLR0913  (one parameter an option)
     ] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps of every engine.")] = 11,
     memory: Annotated[bool, typer.Option(help="Also run each engine alone for its memory.")] = True,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
-    ] = False,
+    wait: WaitFlag = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 1800.0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for step.json and step.md.", file_okay=False)
-    ] = None,
+    out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
@@ -66,7 +71,7 @@ def step(  # noqa: PLR0913  (one parameter an option)
         absent=tuple(absent),
         machine=machine.describe_machine(),
         versions=machine.describe_versions(tuple(sorted({"torch", *(p.package for p in peers)}))),
-        command=_command_line(),
+        command=_command_line("step"),
     )
     result = report.to_dict(found)
     if out is not None:
@@ -80,9 +85,78 @@ def step(  # noqa: PLR0913  (one parameter an option)
     return Outcome(result, exit_code=VerifyError.exit_code if errors else 0)
 
 
-def _command_line() -> str:
+@app.command()
+def comm(  # noqa: PLR0913  (one parameter an option)
+    transport: Annotated[
+        list[str] | None, typer.Option(help="c10d, direct or shared; may be given again.")
+    ] = None,
+    mib: Annotated[
+        list[int] | None, typer.Option(min=1, help="Size of the flat buffer; may be given again.")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, help="Local ranks; may be given again.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each.")] = 15,
+    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 900.0,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Time each transport's fetch and reduce of a flat buffer beside a memory copy."""
+    from fullshard.bench import comm as bench
+
+    sizes = tuple(bench.MIB * size for size in mib or bench.DEFAULT_MIB)
+    job = bench.Job(tuple(transport or bench.TRANSPORTS), sizes, rounds)
+    worlds = ranks or bench.DEFAULT_RANKS
+    bench.check(job, worlds)
+    found = bench.run(job, worlds, timeout_s=timeout, wait=wait, say=_say)
+    return _show(bench.page_of(found, _command_line("comm")), out)
+
+
+@app.command()
+def host(
+    world: Annotated[int, typer.Option(min=2, help="Ranks of the fake world.")] = 64,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 61,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Measure the host time of a unit, forward and backward, beside FSDP2's."""
+    from fullshard.bench import host as bench
+
+    found = bench.run(world, rounds, wait=wait, say=_say)
+    return _show(bench.page_of(found, _command_line("host")), out)
+
+
+@app.command()
+def scale(
+    world: Annotated[
+        list[int] | None, typer.Option(help="Ranks; may be given again. Default: 8 to 4096.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each world.")] = 21,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Measure planning and a step's bookkeeping of one rank over the size of the world."""
+    from fullshard.bench import scale as bench
+
+    worlds = world or bench.WORLDS
+    bench.check(worlds)
+    found = bench.run(worlds, rounds, wait=wait, say=_say)
+    return _show(bench.page_of(found, _command_line("scale")), out)
+
+
+def _show(page: Page, out: Path | None) -> Outcome:
+    if out is not None:
+        page.write(out)
+    print(page.to_markdown())
+    return Outcome(page.to_dict())
+
+
+def _command_line(name: str) -> str:
     words = sys.argv[1:]
-    return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", "step"]), *words])
+    return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", name]), *words])
 
 
 def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> Outcome:
@@ -109,7 +183,7 @@ def _register_not_yet(name: str) -> None:
         """Not yet."""
         from fullshard.errors import ConfigError
 
-        raise ConfigError(f"bench {name}: not yet. `fullshard bench step` is there.")
+        raise ConfigError(f"bench {name}: not yet. step, comm, host and scale are there.")
 
 
 for _name in NOT_YET:

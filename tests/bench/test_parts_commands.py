@@ -1,0 +1,106 @@
+"""`fullshard bench comm|host|scale`: what their rows say, and what they refuse. No times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from fullshard.bench import scale
+from fullshard.bench.comm_rank import resolve
+from fullshard.bench.page import Page
+from fullshard.errors import ConfigError
+
+
+def run(*arguments: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fullshard", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def found_by(tmp_path, name: str, *arguments: str) -> list[dict]:
+    """The rows of a command, which must be those that it keeps."""
+    done = run(name, "--rounds", "3", "--json", "--out", str(tmp_path), *arguments)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == found
+    page = (tmp_path / f"{name}.md").read_text()
+    assert f"`fullshard bench {name} --rounds 3" in page
+    assert ("LOADED" in page) is found["rows"][0]["loaded"]
+    return found["rows"]
+
+
+def test_comm_has_a_row_for_each_transport_size_and_way(tmp_path):
+    transports = ("--transport", "direct", "--transport", "c10d")
+    rows = found_by(tmp_path, "comm", "--ranks", "2", "--mib", "1", "--mib", "2", *transports)
+    assert [(row["num_bytes"] >> 20, row["name"], row["operation"]) for row in rows] == [
+        (mib, name, operation)
+        for mib in (1, 2)
+        for name, operation in (
+            ("copy", "copy"),
+            ("direct", "fetch"),
+            ("direct", "reduce"),
+            ("c10d", "fetch"),
+            ("c10d", "reduce"),
+        )
+    ]
+    assert all(row["time_s"] > 0 and row["num_rounds"] == 3 for row in rows)
+    ratios = [row["ratio_to_copy"] for row in rows]
+    assert ratios[0] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert all(ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in ratios)
+
+
+def test_host_has_both_engines_both_ways_and_the_goal_of_each_unit(tmp_path):
+    rows = found_by(tmp_path, "host", "--world", "8")
+    assert {(row["name"], row["pass"]) for row in rows} == {
+        (name, way) for name in ("fullshard", "fsdp2") for way in ("forward", "backward")
+    }
+    assert {row["num_parameters"]: row["goal_us"] for row in rows} == {2: 60, 12: 110, 48: 290}
+    assert all(row["within_goal"] == (row["host_us"]["value"] <= row["goal_us"]) for row in rows)
+
+
+def test_scale_has_both_costs_of_each_world_and_a_plot(tmp_path):
+    rows = found_by(tmp_path, "scale", "--world", "8", "--world", "64")
+    assert [(row["name"], row["world_size"]) for row in rows] == [
+        (name, world) for name in ("planning", "bookkeeping") for world in (8, 64)
+    ]
+    assert rows[0]["ratio_to_first"]["value"] == rows[2]["ratio_to_first"]["value"] == 1.0
+    drawing = ET.parse(tmp_path / "scale.svg").iter("{http://www.w3.org/2000/svg}polyline")
+    assert len(list(drawing)) == 2
+
+
+def test_the_buffers_of_scale_are_equally_long_in_every_world():
+    config = scale.ShardConfig.of(None, wrap=["Block"])
+    model = scale.Stack([scale.Block(scale.NUM_LINEARS, scale.WIDTH, bias=False)] * 2)
+    spec = scale.spec_of(model)
+    worlds = (*scale.WORLDS, scale.LARGEST)
+    plans = [scale.make_plan(spec, config, scale.Topology(world)) for world in worlds]
+    assert {unit.padding for plan in plans for unit in plan.units} == {0}
+
+
+def test_a_transport_that_cannot_be_built_is_absent_with_the_reason():
+    with pytest.raises(ConfigError, match="expected shared; the engine takes direct here") as why:
+        resolve("shared", 1)
+    page = Page(
+        "comm", "Transports", "", [], ["by"], [], [], 0.0, absent={"shared": str(why.value)}
+    )
+    assert page.to_dict()["absent"] == ["shared"]
+    assert f"Absent: shared. {why.value}" in page.to_markdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("comm", "--transport", "fake"), "expected one of c10d, direct, shared, got 'fake'"),
+        (("comm", "--mib", "10000000"), "expected at most"),
+        (("comm", "--ranks", "1"), "--ranks"),
+        (("host", "--world", "1"), "--world"),
+        (("scale", "--world", "8", "--world", "12"), "got 12. The nearest is 8"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments, expected):
+    done = run(*arguments, timeout=60)
+    assert done.returncode in (2, 3)
+    assert expected in done.stderr
