@@ -28,7 +28,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-host bench-scale long-parity gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-host bench-scale bench-overlap long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench-comm    each transport beside a memory copy"
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
 	@echo "make bench-scale   planning and bookkeeping of one rank over the world size"
+	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
 	@echo "make long-parity  a thousand steps of DDP, FSDP2 and fullshard, their losses in one plot"
 	@echo "make docs       the documentation, into docs/_build/html"
 	@echo "make clean      remove build artefacts and caches (not $(VENV), not runs)"
@@ -107,7 +108,7 @@ test-torch:
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
 
-bench-comm bench-host bench-scale: bench-%: $(VENV)/.stamp-setup
+bench-comm bench-host bench-scale bench-overlap: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
 long-parity: $(VENV)/.stamp-setup

@@ -49,6 +49,16 @@ SURFACE = {
         "--wait",
     ],
     "bench host": ["--help", "--json", "--out", "--rounds", "--wait", "--world"],
+    "bench overlap": [
+        "--compute-per-wire",
+        "--help",
+        "--json",
+        "--layers",
+        "--out",
+        "--rounds",
+        "--timeout",
+        "--wait",
+    ],
     "bench scale": ["--help", "--json", "--out", "--rounds", "--wait", "--world"],
     "doctor": ["--help", "--json", "--nproc-per-node", "--out"],
     "launch": [

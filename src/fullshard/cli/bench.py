@@ -147,6 +147,26 @@ def scale(
     return _show(bench.page_of(found, _command_line("scale")), out)
 
 
+@app.command()
+def overlap(  # noqa: PLR0913  (one parameter an option)
+    layers: Annotated[int, typer.Option(min=3, help="Blocks of the model.")] = 24,
+    compute_per_wire: Annotated[
+        float, typer.Option(min=0.01, help="A block's forward over its gather's time on the wire.")
+    ] = 1.1,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each depth.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 1800.0,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Measure how much of a slow wire's time hides behind compute, by prefetch depth."""
+    from fullshard.bench import overlap as bench
+
+    job = bench.Job(rounds, compute_per_wire, layers)
+    command = _command_line("overlap")
+    return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
+
+
 def _show(page: Page, out: Path | None) -> Outcome:
     if out is not None:
         page.write(out)
@@ -183,7 +203,7 @@ def _register_not_yet(name: str) -> None:
         """Not yet."""
         from fullshard.errors import ConfigError
 
-        raise ConfigError(f"bench {name}: not yet. step, comm, host and scale are there.")
+        raise ConfigError(f"bench {name}: not yet. step, comm, host, scale and overlap are there.")
 
 
 for _name in NOT_YET:

@@ -1,0 +1,122 @@
+"""One rank of `fullshard bench overlap`: `python -m fullshard.bench.overlap_rank FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.bench.cases import Case
+from fullshard.bench.job import result_file
+from fullshard.bench.models import Block, build_model, make_batches
+from fullshard.bench.overlap import TRACED, UNDELAYED, Job
+from fullshard.engine.collectives.delay import delayed
+from fullshard.engine.engine import engine_of
+from fullshard.launch import rendezvous
+from fullshard.observe.timeline import Timeline, slices_of
+
+SEED, LEARNING_RATE = 0, 1e-3
+WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it
+PILOT_STEPS = 5
+
+
+class Trainee:
+    """A sharded model with its recorder.
+
+    Args:
+        case: the model.
+        depth: how many units ahead are gathered, forward and backward.
+        wire: latency_s and bytes_per_s; None: nothing is delayed.
+    """
+
+    def __init__(self, case: Case, depth: int, wire: tuple[float, float] | None = None) -> None:
+        model = fs.shard(
+            build_model(case, SEED),
+            wrap=[Block.__name__],
+            transport="direct",
+            forward_prefetch=depth,
+            backward_prefetch=depth,
+        )
+        self.engine = engine_of(model)
+        self.timeline = Timeline(self.engine.recorder)
+        self.engine.recorder = self.engine.runtime.recorder = self.timeline
+        transport = delayed(self.engine, *wire) if wire else None
+        self._wires = [transport.gathers, transport.reductions] if transport else []
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        (self._batch,) = make_batches(case, dist.get_rank(), 1)
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+
+    def step(self) -> dict[str, Any]:
+        """Trains one step; returns its time, its events and what the wires carried."""
+        self.timeline.entries.clear()
+        for wire in self._wires:
+            wire.sent.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        self._model(*self._batch).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        dist.barrier()
+        step_s = time.perf_counter() - start
+        sent = [message for wire in self._wires for message in wire.sent]
+        messages = [(m.issued_ns, m.starts_ns, m.done_ns) for m in sent]
+        return {"step_s": step_s, "entries": list(self.timeline.entries), "messages": messages}
+
+
+def block_forward_s(trainee: Trainee) -> float:
+    """Returns how long a block's forward computes: the lower quartile, the mean of the ranks."""
+    *blocks, _ = (
+        unit.index for unit in trainee.engine.plan.units[1:]
+    )  # the last is the head's too
+    times: list[float] = []
+    for _ in range(PILOT_STEPS):
+        spent: dict[int, int] = defaultdict(int)
+        for piece in slices_of(trainee.step()["entries"]):
+            if piece.what == "forward":
+                spent[piece.unit] += piece.stop_ns - piece.start_ns
+        times += [spent[index] / 1e9 for index in blocks]
+    mean = torch.tensor([quantiles(times)[0]], dtype=torch.float64)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Runs every depth, one step each a round."""
+    undelayed = Trainee(job.case, TRACED)
+    wire_s = block_forward_s(undelayed) / job.compute_per_wire
+    block = undelayed.engine.plan.units[1]
+    gather_bytes = sum(group.gather_bytes() for group in block.groups)
+    wire = job.latency_s, gather_bytes / max(wire_s - job.latency_s, job.latency_s)
+    trainees = {UNDELAYED: undelayed, **{str(d): Trainee(job.case, d, wire) for d in job.depths}}
+    rounds: dict[str, list[Any]] = defaultdict(list)
+    for _ in range(job.num_rounds):
+        for label, trainee in trainees.items():
+            rounds[label].append(trainee.step())
+    titles = [unit.title for unit in undelayed.engine.plan.units]
+    return {"rounds": rounds, "bytes_per_s": wire[1], "titles": titles}
+
+
+def main(folder: Path) -> None:
+    """Measures what the folder's job asks for and writes this rank's result."""
+    torch.set_num_threads(1)
+    rendezvous.init_process_group()
+    try:
+        result = measure(Job.read(folder))
+        (folder / result_file(dist.get_rank())).write_text(json.dumps(result))
+        dist.barrier()
+    finally:
+        rendezvous.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
