@@ -54,9 +54,11 @@ def differing(ours, theirs):
 
 
 def check_bits(name, settings):
-    """Direct exchange and ordered c10d agree in every bit; the native sum is counted apart."""
+    """All but the native sum agree in every bit; that one is counted apart."""
     case = in_float32(name)
     direct = bits_of(case, {**settings, "transport": "direct"})
+    if settings["strategy"] != "no_shard" and settings.get("replicate") != 4:
+        assert not differing(direct, bits_of(case, {**settings, "transport": "shared"}))
     assert not differing(direct, bits_of(case, {**settings, **ORDERED}))
     native = bits_of(case, {**settings, **NATIVE})
     for ours, theirs in zip(native, direct, strict=True):
@@ -87,7 +89,7 @@ def in_every_strategy(name):
         pytest.param("llama", 4, marks=pytest.mark.slow),
     ],
 )
-def test_direct_is_c10d_ordered_bit_for_bit_and_native_within_rounding(ranks, name, world_size):
+def test_transports_agree_bit_for_bit_and_the_native_sum_within_rounding(ranks, name, world_size):
     found = ranks(world_size)(in_every_strategy, name, timeout=100)
     if world_size == 2:  # a sum of two has one order
         assert found == [dict.fromkeys(STRATEGIES, 0)] * 2
@@ -97,7 +99,8 @@ def with_bfloat16_on_the_wire(name):
     settings = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
     case = in_float32(name)
     direct = bits_of(case, {**settings, "transport": "direct"})
-    return differing(direct, bits_of(case, {**settings, **ORDERED}))
+    shared = bits_of(case, {**settings, "transport": "shared"})
+    return differing(direct, shared) + differing(direct, bits_of(case, {**settings, **ORDERED}))
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -114,7 +117,9 @@ def twice(transport):
     return differing(first, again)
 
 
-@pytest.mark.parametrize("transport", [{"transport": "direct"}, ORDERED, NATIVE])
+@pytest.mark.parametrize(
+    "transport", [{"transport": "shared"}, {"transport": "direct"}, ORDERED, NATIVE]
+)
 def test_the_same_ranks_give_the_same_bits_again(ranks, transport):
     assert ranks(3)(twice, transport) == [[]] * 3
 

@@ -63,7 +63,6 @@ def _any(key: str) -> Callable[[Any], object]:
 
 SHARDING = (
     NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy"),
-    NotYet("transport", _among("transport", Transport.SHARED), "Use auto"),
     NotYet("offload", lambda c: _nvme(c.offload), "Use cpu", plans=True),
     NotYet(
         "activation_checkpointing", lambda c: _offloads(c.activation_checkpointing), "Use block"

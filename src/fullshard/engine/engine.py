@@ -61,6 +61,7 @@ class Engine:
         self.plan = plan
         self.config = config
         self.transport = transport
+        self.home = transport.home
         self.transports = transports
         self.recorder = recorder
         self.unsharded = False
@@ -69,6 +70,7 @@ class Engine:
         self.device = compute_device(model)
         self.norms = GradientNorms(transport, self.device)
         self.units: list[Unit] = []
+        self.home.open_weights(plan.units)
         for unit in plan.units:  # one after another: a part and its home are not held twice
             self.units.append(self._cut(unit, params))
             for member in (m for group in self.units[-1].groups for m in group.members):
@@ -107,8 +109,14 @@ class Engine:
         part = plan.mesh.coordinates(self.rank)[1]
         homes = DeviceHomes.of(self.plan.homes, self.device)
         groups = [
-            cut_group(group, [params[names[0]] for names in group.names], part, homes)
-            for group in plan.groups
+            cut_group(
+                group,
+                [params[names[0]] for names in group.names],
+                part,
+                homes,
+                self.home.weights(plan.index, at),
+            )
+            for at, group in enumerate(plan.groups)
         ]
         return Unit(plan, groups, transport)
 
@@ -125,6 +133,7 @@ class Engine:
                         is_cut=group.plan.layout.num_parts > 1,
                         copies=unit.plan.mesh.replicate,
                         norms=self.norms,
+                        before_write=self.home.before_write,
                         gather=_weak_gather(self, unit, group, member),
                         post_accumulate=_taken_hooks(member.param),
                     )
@@ -142,7 +151,8 @@ class Engine:
                         unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
 
     def _bind(self) -> Rings:
-        rings = Rings(self.plan.rings, self.device, poison=self.config.poison)
+        given = self.home.open_slots(self.plan.units, self.plan.rings)
+        rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)
         return rings

@@ -137,6 +137,7 @@ class Gradients:
         else:
             self._slots[key] = group
             buffer = group.grad_slot
+            self.transport.home.claim(buffer)
         for start, stop in group.padding:
             buffer[start:stop].zero_()
         return buffer
@@ -244,6 +245,7 @@ class Gradients:
                 if bit > 0 or member.param.grad is not None:
                     member.param.grad = member.grad
                     shown[id(member.grad)] = member.grad
+        self.transport.home.leave(settled=True)
         self.norms.keep(squares.clone(), shown)
         for member in members:
             for hook in tuple(member.param.record.post_accumulate.values()):

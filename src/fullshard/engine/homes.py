@@ -32,7 +32,7 @@ class DeviceHomes:
     @classmethod
     def of(cls, homes: Homes, device: torch.device) -> DeviceHomes:
         """What the plan's places mean beside a device."""
-        places = {Place.DEVICE: device, Place.HOST: torch.device("cpu")}
+        places = {Place.DEVICE: device, Place.HOST: torch.device("cpu"), Place.SHARED: device}
         aside = homes.gradients is not Place.DEVICE
         return cls(device, places[homes.parameters], places[homes.gradients], aside)
 

@@ -51,6 +51,7 @@ class ShardRecord:
         is_cut: Whether some rank holds only a part of the parameter.
         copies: Ranks that hold the same elements.
         norms: Global norms of the model's gradients.
+        before_write: Returns when no other rank reads these elements.
         gather: Collective: the full tensor of (n_local,) plain elements.
         post_accumulate: The user's hooks, called when the reduced gradient is there.
     """
@@ -61,6 +62,7 @@ class ShardRecord:
     is_cut: bool
     copies: int
     norms: GradientNorms
+    before_write: Callable[[], None]
     gather: Callable[[torch.Tensor], torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
 
@@ -205,8 +207,11 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
     written = kwargs["out"] if "out" in kwargs else first_tensor(args[0]) if args else None
-    if isinstance(written, ShardedGradient) and (writes(name) or "out" in kwargs):
-        written.record.norms.note_write(written)
+    if isinstance(written, _Guarded) and (writes(name) or "out" in kwargs):
+        if isinstance(written, ShardedGradient):
+            written.record.norms.note_write(written)
+        else:
+            written.record.before_write()
     try:
         with no_guard():
             result = func(*args, **kwargs)

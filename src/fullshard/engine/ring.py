@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -17,13 +18,30 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 class Rings:
-    """Slots by ring name and index: flat buffers whose addresses never change."""
+    """Slots by ring name and index: flat buffers whose addresses never change.
 
-    def __init__(self, rings: Sequence[Ring], device: torch.device, *, poison: bool) -> None:
+    Args:
+        rings: What the plan lists.
+        given: Slots whose memory is somebody else's, by ring.
+        device: Of all others.
+        poison: Fill them with NaN.
+    """
+
+    def __init__(
+        self,
+        rings: Sequence[Ring],
+        given: Mapping[str, list[torch.Tensor]],
+        device: torch.device,
+        *,
+        poison: bool,
+    ) -> None:
         self._buffers: dict[str, list[torch.Tensor]] = {}
         for ring in rings:
             dtype = torch_dtype(ring.dtype)
-            slots = [torch.zeros(ring.numel, dtype=dtype, device=device) for _ in range(ring.count)]
+            slots = given.get(ring.name)
+            if slots is None:
+                make = partial(torch.zeros, ring.numel, dtype=dtype, device=device)
+                slots = [make() for _ in range(ring.count)]
             if poison:
                 for slot in slots:
                     slot.fill_(float("nan"))

@@ -126,6 +126,7 @@ class Runtime:
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
         self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
         self._actions: dict[EventKind, Callable[[Event], None]] = {
+            EventKind.PUBLISH: self._publish,
             EventKind.GATHER: self._gather,
             EventKind.FORWARD: self._ready,
             EventKind.BACKWARD: self._ready,
@@ -150,6 +151,8 @@ class Runtime:
             return
         if index == 0:
             self._begin_step()
+        elif not self._stack:
+            self._run(self.scheduler.publish())
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
@@ -175,6 +178,8 @@ class Runtime:
         del self._stack[self._stack.index(use) :]
         training = torch.is_grad_enabled() and self.watch(index, output)
         self._run(self.scheduler.leave_forward(index, training=training))
+        if not training and not self._stack:
+            self.gradients.transport.home.leave(settled=False)
         unit.check_writes()
 
     def watch(self, index: int, output: Any) -> bool:
@@ -199,7 +204,7 @@ class Runtime:
         if self._is_unclean():
             self.reset()
         self.before_step()
-        self.scheduler.begin_forward()
+        self._run(self.scheduler.begin_forward())
         self._generation += 1
         if not self.observed.done and torch.is_grad_enabled():
             self.observed = Observed(self._generation)
@@ -309,6 +314,11 @@ class Runtime:
                 self.recorder.begin(event, self.step)
                 self._actions[event.kind](event)
                 self.recorder.record(event, self.step)
+
+    def _publish(self, _: Event) -> None:
+        start = perf_counter()
+        self.gradients.transport.home.publish()
+        self.communication_s += perf_counter() - start
 
     def _gather(self, event: Event) -> None:
         start = perf_counter()

@@ -27,9 +27,9 @@ from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.events import Recorder, Sync
-from fullshard.planner.mesh import Mesh, Topology
+from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
-from fullshard.planner.strategy import ROWS
+from fullshard.planner.strategy import ROWS, row_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def shard_model(
     device = compute_device(model)
     if config.transport is not TransportKind.FAKE:
         _check_world(topology)
-    kind = resolve_transport(config.transport, topology.world_size, device)
+    mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
+    kind = resolve_transport(config, mesh, device)
     config = ShardConfig.of(config, transport=kind)
     plan = plan_model(model, config, topology)
     if sample is not None:

@@ -11,8 +11,8 @@ from fullshard.engine.parameter import ShardedParameter
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that the engine holds on this rank, by kind: {"now", "peak"}; "total" sums them.
 
-    Kinds: parameter_shards, gradient_shards, slots, gradient_slots, communication_buffers,
-    deferred_gradients, buffers.
+    Kinds: parameter_shards, gradient_shards, shared_weights_to_compute_with, slots, gradient_slots,
+    communication_buffers, deferred_gradients, buffers. Of what ranks share it is this rank's part.
     """
     engine = engine_of(model)
     groups = [group for unit in engine.units for group in unit.groups]
@@ -23,6 +23,11 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     fixed = {
         "parameter_shards": sum(group.master.nbytes for group in groups),
         "gradient_shards": sum(grads),
+        "shared_weights_to_compute_with": sum(
+            group.full.nbytes // group.plan.layout.num_parts
+            for group in groups
+            if group.plan.shared and group.full.dtype is not group.master.dtype
+        ),
         "slots": engine.rings.num_bytes(gradients=False),
         "gradient_slots": engine.rings.num_bytes(gradients=True),
         "communication_buffers": sum(t.scratch.num_bytes for t in engine.transports.values()),

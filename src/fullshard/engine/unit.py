@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.collectives import Fetch, Reduction, Transport
+from fullshard.engine.collectives import Fetch, Reduction, Transport, Weights
 from fullshard.engine.homes import DeviceHomes, GradientShard
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.engine.presentation import present
@@ -83,6 +83,11 @@ class Group:
     def gathers(self) -> bool:
         """Whether the slot is another buffer than the master."""
         return self.plan.slot is not None
+
+    @property
+    def is_common(self) -> bool:
+        """Whether what is computed with is no memory of this rank's alone, or a copy."""
+        return self.gathers or self.plan.shared
 
 
 @dataclass(eq=False)
@@ -169,12 +174,12 @@ class Unit:
                         ".float()), while its slot stays as it is. Name its module in "
                         "fp32_modules, or leave param_dtype out."
                     )
-                if group.gathers and member.compute._version != member.version:
+                if group.is_common and member.compute._version != member.version:
                     raise EngineError(
                         f"{member.piece.name}: expected a forward that leaves its parameters "
                         "alone; it wrote into this one in place (max_norm, clamp_, weight "
-                        "averaging ...), which the next gather would undo. Write into the shards "
-                        "between steps."
+                        "averaging ...), which the next gather would undo, or other ranks "
+                        "would see. Write into the shards between steps."
                     )
 
     def swap_out(self) -> None:
@@ -237,7 +242,11 @@ def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tenso
 
 
 def cut_group(
-    plan: GroupPlan, params: Sequence[nn.Parameter], part: int, homes: DeviceHomes
+    plan: GroupPlan,
+    params: Sequence[nn.Parameter],
+    part: int,
+    homes: DeviceHomes,
+    shared: Weights | None,
 ) -> Group:
     """Cut a group's parameters: keep this rank's part, free the rest.
 
@@ -246,10 +255,14 @@ def cut_group(
         params: The user's parameters in the layout's order: whole, or on meta, which become zero.
         part: This rank's index on the shard axis.
         homes: Where things live.
+        shared: The memory of the weights; None where it is this rank's own.
     """
     layout = plan.layout
     dtypes = plan.dtypes
-    master = homes.zeros(layout.part_numel, dtypes.master, homes.parameters)
+    if shared is None:
+        master = homes.zeros(layout.part_numel, dtypes.master, homes.parameters)
+    else:
+        master = shared.master
     grads = None
     if plan.trainable:
         grads = GradientShard(layout.part_numel, dtypes, homes)
@@ -269,6 +282,7 @@ def cut_group(
         members.append(Member(sharded, piece, compute, placement.offset, grad))
     empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
     full = master if plan.slot is None else empty
+    full = full if shared is None else shared.full
     group = Group(plan, master, full, empty, members, grads)
     group.padding = _padding(plan)
     return group

@@ -47,17 +47,22 @@ def _measure(ranks: int, rank: int) -> Measured:
     import torch.distributed as dist
 
     from fullshard.config.schema import ShardConfig
-    from fullshard.config.values import Transport as Kind
+    from fullshard.config.values import DType
     from fullshard.engine.collectives import make_transport, resolve_transport
     from fullshard.errors import EngineError
     from fullshard.planner.mesh import Mesh
+    from fullshard.planner.slots import Ring
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    kind = resolve_transport(Kind.AUTO, ranks, device)
-    transport = make_transport(ShardConfig.of(None, transport=kind), Mesh(1, ranks))
+    config, mesh = ShardConfig(), Mesh(1, ranks)
+    kind = resolve_transport(config, mesh, device)
+    transport = make_transport(ShardConfig.of(config, transport=kind), mesh)
     numel = BUFFER_BYTES // 4 // (64 * ranks) * 64 * ranks
-    full = torch.full((numel,), float(rank + 1), device=device)
+    ring = Ring("doctor.grad", DType.FLOAT32, numel, count=1)
+    given = transport.home.open_slots((), [ring])
+    full = given[ring.name][0] if given else torch.empty(numel, device=device)
+    full.fill_(float(rank + 1))
     part = torch.empty(numel // ranks, device=device)
 
     def meet() -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 class EventKind(StrEnum):
     """One action of the engine on one unit.
 
+    PUBLISH: a forward of the whole model begins; every rank's part of a shared home is written.
     GATHER: the unit's all-gather into its slot is issued (where nothing travels: it is filled).
     FORWARD: the unit's forward begins, its slot holds the weights.
     RELEASE: the slot no longer holds the unit; under poison it is filled with NaN.
@@ -21,6 +22,7 @@ class EventKind(StrEnum):
     SETTLE: end of backward: touched bits and squared norms are summed over ranks.
     """
 
+    PUBLISH = "publish"
     GATHER = "gather"
     FORWARD = "forward"
     RELEASE = "release"

@@ -39,6 +39,11 @@ def state_rows(
     """
     groups = [group for unit in units for group in unit.groups]
     trained = [group for group in groups if group.trainable]
+    compute = sum(
+        g.layout.part_numel * ITEMSIZE[g.dtypes.compute]
+        for g in groups
+        if g.shared and g.dtypes.compute is not g.dtypes.master
+    )
     master = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in groups)
     grads = sum(g.layout.part_numel * gradient_bytes(g) for g in trained)
     adam = sum(ADAM_STATES * g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
@@ -46,13 +51,15 @@ def state_rows(
         MemoryRow("parameter shards", master, homes.parameters),
         MemoryRow("gradient shards", grads, homes.gradients),
         MemoryRow("optimizer (AdamW)", adam, homes.optimizer),
+        MemoryRow("shared weights to compute with", compute, homes.parameters),
         MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
         MemoryRow("communication buffers", received_bytes),
         MemoryRow("buffers", buffer_bytes),
         MemoryRow("deferred gradients", deferred_bytes(units, grad_sync)),
     )
-    return rows if rows[-1].num_bytes else rows[:-1]
+    rare = ("shared weights to compute with", "deferred gradients")
+    return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
 
 def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
@@ -137,7 +144,13 @@ def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer
     found: list[_Buffer] = []
     for group in groups:
         peers = group.layout.num_parts - 1
-        count = peers if transport is Transport.DIRECT else min(peers, 1)
+        match transport:
+            case Transport.DIRECT:
+                count = peers
+            case Transport.SHARED:  # read where they are
+                count = 0
+            case _:
+                count = min(peers, 1)
         if group.trainable:
             found += [(group.dtypes.reduce, group.layout.part_numel)] * count
     return found
@@ -145,7 +158,8 @@ def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer
 
 def _outer_chunks(group: GroupPlan, transport: Transport, replicate: int) -> list[_Buffer]:
     """What the largest replica needs to sum its chunk: one of every replica."""
-    if not group.trainable or replicate == 1 or transport is not Transport.DIRECT:
+    exchanges = transport in (Transport.DIRECT, Transport.SHARED)
+    if not group.trainable or replicate == 1 or not exchanges:
         return []
     blocks = group.layout.part_numel // ALIGNMENT
     return [(group.dtypes.accumulate, ALIGNMENT * -(-blocks // replicate))] * replicate

@@ -90,9 +90,14 @@ class Plan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """State bytes of the largest rank by place (activations are not in here yet)."""
-        places = (Place.DEVICE, Place.HOST, Place.DISK)
-        return {p: sum(row.num_bytes for row in self.memory if row.place is p) for p in places}
+        """State bytes of the largest rank by place (activations are not in here yet).
+
+        What the ranks of a host share is on the device: they compute on the CPU.
+        """
+        found: dict[str, int] = dict.fromkeys((Place.DEVICE, Place.HOST, Place.DISK), 0)
+        for row in self.memory:
+            found[Place.DEVICE if row.place is Place.SHARED else row.place] += row.num_bytes
+        return found
 
     def rows(self) -> list[dict[str, str | int]]:
         """The memory table: [{"name", "bytes"}]."""
@@ -140,8 +145,7 @@ class Plan:
         """
         order = Order(tuple(forward), tuple(backward), reduce_order(self.units, forward), learned)
         resident = {index for index, uses in Counter(forward).items() if uses > 1}
-        offloaded = self.homes.parameters is not Place.DEVICE
-        rules = SlotRules(num_slots(self.depths), resident, offloaded)
+        rules = SlotRules.of(num_slots(self.depths), self.homes, resident)
         entered = [*forward, *range(len(self.units))]  # never entered: in registration order
         units, rings = assign_slots(self.units, entered, rules)
         return _finish(replace(self, units=units, rings=rings, order=order))
@@ -193,7 +197,7 @@ def make_plan(
     units = _bare_units(spec, config, choices, mesh)
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config)
-    rules = SlotRules(num_slots(depths), offloaded=homes.parameters is not Place.DEVICE)
+    rules = SlotRules.of(num_slots(depths), homes)
     units, rings = assign_slots(units, range(len(units)), rules)
     unfinished = Plan(
         model_kind=spec.kind,
@@ -261,7 +265,8 @@ def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow
 def _homes(config: ShardConfig) -> Homes:
     """Where state lives. torch's optimizers want all three kinds on one device."""
     if config.offload is None:
-        return Homes()
+        shared = config.transport is Transport.SHARED
+        return Homes(parameters=Place.SHARED) if shared else Homes()
     kinds = (config.offload.parameters, config.offload.gradients, config.offload.optimizer)
     if set(kinds) == {Home.CPU}:
         return Homes(Place.HOST, Place.HOST, Place.HOST)

@@ -102,6 +102,7 @@ class Scheduler:
         }
         self._ancestors = [ancestors_of(units, unit) for unit in units]
         self._reduces = set(order.reduce)
+        self._shares = any(group.shared for unit in units for group in unit.groups)
         self.reset()
         needed = {i for i in order.backward if units[i].reads_weight_in_backward}
         self._keep = self._table.last_holders(order.forward) & needed
@@ -120,13 +121,18 @@ class Scheduler:
 
     # ---- forward
 
-    def begin_forward(self) -> None:
+    def begin_forward(self) -> list[Event]:
         """A forward of the whole model: weights may have changed, so every slot is stale."""
         self._table.clear()
         self._issued = self._position = 0
         if self._stepped:
             self._table.pending_uses.clear()
             self._stepped = False
+        return self.publish()
+
+    def publish(self) -> list[Event]:
+        """A forward begins, of the whole model or of a unit alone."""
+        return [Event(EventKind.PUBLISH, -1)] if self._shares else []
 
     def enter_forward(self, unit: int) -> list[Event]:
         """The unit's forward begins."""
@@ -295,8 +301,7 @@ def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
     """The events of one training step in which the model does what the order says."""
     scheduler.reset()
     units, order = scheduler.units, scheduler.order
-    events: list[Event] = []
-    scheduler.begin_forward()
+    events = scheduler.begin_forward()
     for what, index in nominal_trace(units, order.forward):
         if what == "enter":
             events += scheduler.enter_forward(index)

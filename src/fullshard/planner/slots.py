@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.values import DType
+from fullshard.planner.homes import Homes, Place
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan, ancestors_of
 from fullshard.planner.wrap import Role
@@ -54,11 +55,25 @@ class SlotRules:
         num_slots: Neighbours that may be gathered at once: the larger prefetch depth + 1.
         resident: Units that are called several times in a step.
         offloaded: Masters are on the host, so that every unit computes from a slot.
+        shared: What is cut over ranks is mapped by all of them, and computed with in place.
     """
 
     num_slots: int
     resident: Collection[int] = ()
     offloaded: bool = False
+    shared: bool = False
+
+    @classmethod
+    def of(cls, num_slots: int, homes: Homes, resident: Collection[int] = ()) -> SlotRules:
+        """What homes ask for."""
+        offloaded, shared = (homes.parameters is p for p in (Place.HOST, Place.SHARED))
+        return cls(num_slots, resident, offloaded, shared)
+
+    def needs_slot(self, group: GroupPlan) -> bool:
+        """Whether a group is computed with in a buffer of its own."""
+        if group.layout.num_parts > 1:
+            return not self.shared
+        return self.offloaded or group.dtypes.compute is not group.dtypes.master
 
 
 def assign_slots(
@@ -85,7 +100,7 @@ def assign_slots(
         sizes: dict[tuple[str, DType], int] = defaultdict(int)
         for unit in members:
             indices = turns[unit.index], grad_turns.get(unit.index, 0)
-            groups, used = _place(unit, name, indices, offloaded=rules.offloaded)
+            groups, used = _place(unit, name, indices, rules)
             placed[unit.index] = replace(unit, groups=groups)
             for key, numel in used.items():
                 sizes[key] = max(sizes[key], numel)
@@ -155,7 +170,7 @@ def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:
 
 
 def _place(
-    unit: UnitPlan, ring: str, indices: tuple[int, int], *, offloaded: bool
+    unit: UnitPlan, ring: str, indices: tuple[int, int], rules: SlotRules
 ) -> tuple[tuple[GroupPlan, ...], dict[tuple[str, DType], int]]:
     """Slots for each group of a unit, and how much of each ring they use."""
     index, grad_index = indices
@@ -164,7 +179,7 @@ def _place(
     for group in unit.groups:
         slot = grad_slot = None
         dtypes, numel = group.dtypes, group.layout.numel
-        if group.layout.num_parts > 1 or dtypes.compute is not dtypes.master or offloaded:
+        if rules.needs_slot(group):
             name = f"{ring}.{dtypes.compute}"
             slot = SlotRef(name, index, used[name, dtypes.compute])
             used[name, dtypes.compute] += numel

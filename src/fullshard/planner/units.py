@@ -52,8 +52,8 @@ class GroupPlan:
 
     Attributes:
         names: Every name of each parameter, first names in the layout's order.
-        slot: Where the gathered buffer lives; None where the master itself is read, because every
-            rank holds all of it in the compute dtype.
+        slot: Where the gathered buffer lives; None where nothing is gathered, because every rank
+            holds all of it in the compute dtype, or maps all of it.
         grad_slot: Where gradients are collected; None for frozen parameters.
     """
 
@@ -63,6 +63,11 @@ class GroupPlan:
     trainable: bool
     slot: SlotRef | None = None
     grad_slot: SlotRef | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks of its shard axis map one copy."""
+        return self.slot is None and self.layout.num_parts > 1
 
     def gather_bytes(self) -> int:
         """Bytes that a rank receives to gather it."""

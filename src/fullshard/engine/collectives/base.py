@@ -8,8 +8,8 @@
 Buffers of one call differ in dtype or in what is trained; they travel in one collective.
 
 [Note: sums have an order]
-Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct` and
-`fake` give the same bits as each other at any world size, and `c10d` too with
+Gradients are summed in promote(float32, master dtype) and in rank order, so that `direct`,
+`shared` and `fake` give the same bits as each other at any world size, and `c10d` too with
 `reduction: ordered`. The native reduction of c10d is equal at two ranks and within rounding above.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fullshard.engine.collectives.home import Home
 from fullshard.engine.collectives.scratch import Scratch
 from fullshard.planner.mesh import Mesh
 
@@ -80,11 +81,16 @@ class Reduction(Protocol):
 
 
 class Transport(Protocol):
-    """Moves the parts of flat buffers."""
+    """Moves the parts of flat buffers.
+
+    Attributes:
+        home: Where weights and gradient slots are, and when they may be written.
+    """
 
     name: str
     rank: int
     scratch: Scratch
+    home: Home
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         """Fill the other ranks' parts of each (numel,); this rank's part is in place."""

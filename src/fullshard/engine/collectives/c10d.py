@@ -16,6 +16,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.collectives.base import Axes, Fetch, Reduction
 from fullshard.engine.collectives.direct import sum_in_order
+from fullshard.engine.collectives.home import Home, OwnHome
 from fullshard.engine.collectives.scratch import Scratch
 
 
@@ -28,6 +29,7 @@ class C10dTransport:
         self._axes, self._kind = axes, kind
         self.rank = axes.rank
         self.scratch = Scratch()
+        self.home: Home = OwnHome()
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         axes = self._axes

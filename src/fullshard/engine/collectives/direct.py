@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.engine._torch_compat import all_gather_single
 from fullshard.engine.collectives.base import Axes, Fetch, Reduction
+from fullshard.engine.collectives.home import Home, OwnHome
 from fullshard.engine.collectives.scratch import Scratch
 
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # from the model's first tag
@@ -26,28 +28,36 @@ class DirectTransport:
     name = "direct"
 
     def __init__(self, axes: Axes) -> None:
-        self._axes = axes
+        self.axes = axes
+        self.home: Home = OwnHome()
         self.rank = axes.rank
         self.scratch = Scratch()
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        ranks, index = self._axes.shard_ranks, self._axes.shard_index
+        ranks, index = self.axes.shard_ranks, self.axes.shard_index
         works: list[Any] = []
         for full in fulls:
             parts = _as_bytes(full).chunk(len(ranks))
-            works += _spread(parts, ranks, index, _channel(self._axes, FETCH_TAG))
+            works += _spread(parts, ranks, index, _channel(self.axes, FETCH_TAG))
         return _Works(works)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        return _DirectReduction(self._axes, fulls, self.scratch)
+        return _DirectReduction(self.axes, fulls, self.scratch)
 
     def sum_replicas(self, values: torch.Tensor) -> None:
-        _sum_replicas(self._axes, values, self.scratch)
+        _sum_replicas(self.axes, values, self.scratch)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        if self._axes.mesh.world_size > 1:
-            op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            dist.all_reduce(values, op=op, group=self._axes.world_group)
+        size = self.axes.mesh.world_size
+        if size == 1:
+            return
+        flat = values.contiguous().view(-1)
+        everyone = self.scratch.take(flat, size * flat.numel())
+        all_gather_single(everyone, flat, group=self.axes.world_group)
+        combine_in_order(list(everyone.chunk(size)), flat, maximum=maximum)
+        self.scratch.give(everyone)
+        if flat.data_ptr() != values.data_ptr():
+            values.copy_(flat.view_as(values))
 
 
 class _Works:
@@ -104,6 +114,21 @@ def sum_in_order(parts: list[torch.Tensor], out: torch.Tensor) -> None:
         rest = parts[1:]
     for part in rest:
         out.add_(part)
+
+
+def combine_in_order(vectors: Sequence[torch.Tensor], out: torch.Tensor, *, maximum: bool) -> None:
+    """Every rank's vector summed, or the maximum of each element, into `out`.
+
+    Args:
+        vectors: (numel,) each, of all ranks in order.
+        out: (numel,), of their dtype; not among them.
+    """
+    out.copy_(vectors[0])
+    for vector in vectors[1:]:
+        if maximum:
+            torch.maximum(out, vector, out=out)
+        else:
+            out.add_(vector)
 
 
 def _sum_replicas(axes: Axes, values: torch.Tensor, scratch: Scratch) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from fullshard.engine.collectives.base import Axes, Fetch, Reduction
 from fullshard.engine.collectives.direct import sum_in_order
+from fullshard.engine.collectives.home import Home, OwnHome
 from fullshard.engine.collectives.scratch import Scratch
 
 
@@ -25,6 +26,7 @@ class FakeTransport:
         self._axes = axes
         self.rank = axes.rank
         self.scratch = Scratch()
+        self.home: Home = OwnHome()
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         for full in fulls:

@@ -6,6 +6,7 @@ while a rank still uses it ends that rank. So they live as long as the default p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,8 +16,17 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fullshard.engine._torch_compat import is_alive
+from fullshard.engine.collectives.shared_home.segment import Host
 
 TAGS_A_MODEL = 8
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process, and where it runs."""
+
+    pid: int
+    host: Host | None
 
 
 @dataclass
@@ -25,6 +35,7 @@ class _Made:
 
     groups: dict[Any, list[Any]] = field(default_factory=dict)
     serials: count[int] = field(default_factory=lambda: count(1))
+    processes: list[Process] = field(default_factory=list)
 
 
 _MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
@@ -53,6 +64,22 @@ def own_group(purpose: str, layout: Sequence[Sequence[int]], index: int) -> Any:
 def first_tag() -> int:
     """Where a new model's message tags begin: the same on all ranks, which shard in one order."""
     return TAGS_A_MODEL * next(_made().serials)
+
+
+def processes(world_size: int) -> list[Process]:
+    """The process of every rank. A collective the first time."""
+    made = _made()
+    if not made.processes:
+        own = Process(os.getpid(), Host.here())
+        made.processes = tell_everyone(own, own_group("all", [range(world_size)], 0))
+    return made.processes
+
+
+def tell_everyone(value: Any, group: Any) -> list[Any]:
+    """What each rank of a group says. A collective."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, value, group=group)
+    return said
 
 
 def _made() -> _Made:

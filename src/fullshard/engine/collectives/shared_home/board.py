@@ -1,0 +1,152 @@
+"""Where the ranks of one host tell each other how far they are.
+
+    line of rank 0   begun | done | ready | pulled | summed      each counter on a cache line
+    line of rank 1   begun | done | ready | pulled | summed      of its own; only its rank writes it
+
+A rank that waits looks after its peers meanwhile: one that has ended will never come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+
+from fullshard.engine.collectives.shared_home.futex import Counter
+from fullshard.engine.collectives.shared_home.segment import Segment
+from fullshard.errors import EngineError, HangError
+
+CACHE_LINE = 64
+TIMEOUT_S = 1800.0  # torch's own limit for a collective; the watchdog's is shorter
+
+
+class Mark(IntEnum):
+    """What a rank counts.
+
+    BEGUN: forwards of the whole model that it has begun; its own parts were written before.
+    DONE: forwards whose weights it does not read any more.
+    READY: reductions whose gradients it has collected.
+    PULLED: reductions of which it has read what it needs.
+    SUMMED: small sums that it has put its vector down for.
+    """
+
+    BEGUN = 0
+    DONE = 1
+    READY = 2
+    PULLED = 3
+    SUMMED = 4
+
+
+LINE_BYTES = CACHE_LINE * len(Mark)
+
+
+class Peers:
+    """The processes of the other ranks on this host.
+
+    Args:
+        ranks: Global ranks, by part.
+        pids: Their processes, by part.
+        part: This process's.
+    """
+
+    def __init__(self, ranks: Sequence[int], pids: Sequence[int], part: int) -> None:
+        self.ranks = tuple(ranks)
+        self._pids = tuple(pids)
+        self._poll = select.poll()
+        self._parts: dict[int, int] = {}  # by process descriptor
+        for index, pid in enumerate(pids):
+            if index != part:
+                descriptor = os.pidfd_open(pid)
+                self._poll.register(descriptor, select.POLLIN)
+                self._parts[descriptor] = index
+
+    def check(self, doing: str) -> None:
+        """Raise where a peer has ended.
+
+        Raises:
+            EngineError: It names the rank.
+        """
+        for descriptor, _ in self._poll.poll(0):
+            part = self._parts[descriptor]
+            raise EngineError(
+                f"{doing}: expected rank {self.ranks[part]} (process {self._pids[part]}) to take "
+                "part; it has ended. Its own output says why."
+            )
+
+    def __del__(self) -> None:
+        for descriptor in self._parts:
+            os.close(descriptor)
+
+
+class Board:
+    """The counters of all parts.
+
+    Args:
+        segment: At least `bytes_of(num_parts)` zeros at its start.
+        part: This process's.
+        peers: To look after while waiting.
+    """
+
+    def __init__(self, segment: Segment, part: int, peers: Peers) -> None:
+        self.part, self.peers = part, peers
+        self._counters = [
+            [
+                Counter(
+                    ctypes.c_uint32.from_buffer(
+                        segment.mapping, index * LINE_BYTES + mark * CACHE_LINE
+                    )
+                )
+                for mark in Mark
+            ]
+            for index in range(len(peers.ranks))
+        ]
+        self._others = [i for i in range(len(peers.ranks)) if i != part]
+
+    @staticmethod
+    def bytes_of(num_parts: int) -> int:
+        """How much of its segment a board needs."""
+        return LINE_BYTES * num_parts
+
+    def tell(self, mark: Mark, value: int) -> None:
+        """Say how far this part is."""
+        self._counters[self.part][mark].advance(value)
+
+    def await_all(self, mark: Mark, value: int, doing: str) -> None:
+        """Return when every other part has counted to `value`.
+
+        Raises:
+            EngineError: A peer has ended.
+            HangError: It took longer than half an hour.
+        """
+        for part in self._others:
+            counter = self._counters[part][mark]
+            if counter.value < value:
+                counter.wait(value, _Watch(self.peers, part, doing))
+
+    def has(self, part: int, mark: Mark, value: int) -> bool:
+        """Whether a part has counted to `value`."""
+        return self._counters[part][mark].value >= value
+
+    @property
+    def others(self) -> Sequence[int]:
+        """The other parts."""
+        return self._others
+
+
+class _Watch:
+    """Looks after the peers while one of them is waited for."""
+
+    def __init__(self, peers: Peers, part: int, doing: str) -> None:
+        self._peers, self._part, self._doing = peers, part, doing
+        self._until = time.monotonic() + TIMEOUT_S
+
+    def __call__(self) -> None:
+        self._peers.check(self._doing)
+        if time.monotonic() > self._until:
+            raise HangError(
+                f"{self._doing}: expected rank {self._peers.ranks[self._part]} within "
+                f"{TIMEOUT_S:.0f} s; it did not come. It waits for something else, or computes."
+            )

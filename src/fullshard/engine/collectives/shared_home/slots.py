@@ -1,0 +1,136 @@
+"""The gradient slots of all ranks of a host, and where each rank's last reductions lie.
+
+lane of rank 0: | where | slots of ring 0 | slots of ring 1 | overflow |   lane of rank 1: ...
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from mmap import PAGESIZE
+
+import torch
+
+from fullshard.engine.collectives.home import Slots
+from fullshard.engine.collectives.shared_home.board import Board, Mark
+from fullshard.engine.collectives.shared_home.segment import Exchange, share_segment
+from fullshard.engine.ring import torch_dtype
+from fullshard.planner.layout import align
+from fullshard.planner.slots import Ring
+
+DEPTH = 8  # reductions whose places a rank remembers for its peers
+WORD_BYTES = 8  # of a place
+
+
+class GradientSlots:
+    """Slots that every rank fills for itself and all read. Making them is a collective.
+
+    The overflow takes what is in no slot: gradients that came out of order, or were summed up over
+    micro-batches. It costs memory only while it is used.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        num_parts: int,
+        most_groups: int,
+        rings: Sequence[Ring],
+        exchange: Exchange,
+    ) -> None:
+        self._board, self._most = board, most_groups
+        ours = [ring for ring in rings if ring.name.endswith(".grad")]
+        header = align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
+        starts, end = {}, header
+        for ring in ours:
+            starts[ring.name] = end
+            end = align(end + ring.num_bytes, PAGESIZE)
+        self._overflow_at = end
+        slot_bytes = sum(ring.num_bytes // ring.count for ring in ours)
+        self._lane_bytes = align(end + slot_bytes + PAGESIZE * (1 + most_groups), PAGESIZE)
+        base = board.part * self._lane_bytes
+        self._segment = share_segment(
+            board.part, num_parts * self._lane_bytes, [(base, end)], exchange
+        )
+        self._base, self._address = base, self._segment.memory.data_ptr() + base
+        self.slots: Slots = {ring.name: self._cut(ring, base + starts[ring.name]) for ring in ours}
+        self._where = [
+            self._segment.view(i * self._lane_bytes, DEPTH * most_groups, torch.int64).view(
+                DEPTH, most_groups
+            )
+            for i in range(num_parts)
+        ]
+        self._starts = sorted(
+            starts[ring.name] + i * ring.num_bytes // ring.count
+            for ring in ours
+            for i in range(ring.count)
+        )
+        self._last: dict[int, int] = {}  # a slot's start -> the last reduction from it
+        self._overflowed = 0  # the last reduction from the overflow
+        self._overflow_end = end
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def _cut(self, ring: Ring, start: int) -> list[torch.Tensor]:
+        dtype = torch_dtype(ring.dtype)
+        whole = self._segment.view(start, ring.count * ring.numel, dtype)
+        return list(whole.split(ring.numel))
+
+    def claim(self, slot: torch.Tensor) -> None:
+        number = self._last.get(self._slot_at(slot.data_ptr() - self._address), 0)
+        self._board.await_all(Mark.PULLED, number, "a gradient slot")
+
+    def _slot_at(self, place: int) -> int:
+        """Where the slot begins that a place lies in."""
+        return self._starts[bisect_right(self._starts, place) - 1]
+
+    def show(self, number: int, fulls: Sequence[torch.Tensor]) -> None:
+        if number > DEPTH:
+            self._board.await_all(Mark.PULLED, number - DEPTH, "a reduction")
+        places = []
+        for full in fulls:
+            place = full.data_ptr() - self._address
+            if not 0 <= place < self._overflow_at:
+                place = self._overflow(number, full)
+            else:
+                self._last[self._slot_at(place)] = number
+            places.append(place)
+        self._where[self._board.part][number % DEPTH, : len(places)] = torch.tensor(places)
+        self._board.tell(Mark.READY, number)
+
+    def pull(self, number: int, fulls: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        self._board.await_all(Mark.READY, number, "a reduction")
+        places = [where[number % DEPTH].tolist() for where in self._where]
+        return [
+            [self._view(i, at[group], full) for i, at in enumerate(places)]
+            for group, full in enumerate(fulls)
+        ]
+
+    def _view(self, part: int, place: int, like: torch.Tensor) -> torch.Tensor:
+        """(part_numel,): what this rank needs of a buffer of another."""
+        key = part, place, like.numel(), like.dtype
+        found = self._views.get(key)
+        if found is None:
+            start = part * self._lane_bytes + place
+            whole = self._segment.view(start, like.numel(), like.dtype)
+            found = whole.chunk(len(self._where))[self._board.part]
+            self._views[key] = found
+        return found
+
+    def _overflow(self, number: int, full: torch.Tensor) -> int:
+        """Copy a buffer to where all can read it."""
+        if self._overflowed != number:
+            self.give_back_overflow()
+            self._overflowed = number
+        start = self._overflow_end
+        self._overflow_end = align(start + full.nbytes, PAGESIZE)
+        assert self._overflow_end <= self._lane_bytes, (self._overflow_end, self._lane_bytes)
+        self._segment.populate(self._base + start, full.nbytes)
+        self._segment.view(self._base + start, full.numel(), full.dtype).copy_(full)
+        return start
+
+    def give_back_overflow(self) -> None:
+        """Wait until all have read the overflow, and free its memory."""
+        if self._overflow_end > self._overflow_at:
+            self._board.await_all(Mark.PULLED, self._overflowed, "a reduction")
+            start, end = self._overflow_at, self._overflow_end
+            self._segment.give_back(self._base + start, end - start)
+            self._overflow_end = start
