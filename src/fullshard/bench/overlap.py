@@ -179,7 +179,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
     notes = [
         f"Best: depth {best['prefetch_depth']} hides {best['hidden']:.1%} of the time on the wires "
         f"(goal {GOAL:.0%}).",
-        f"Wires: {job.latency_s * 1e6:.0f} µs + bytes / {speed / 1e6:.0f} MB/s each. A step "
+        f"Wires: {job.latency_s * 1e6:.0f} us + bytes / {speed / 1e6:.0f} MB/s each. A step "
         f"without delay: {median(s.step_s for s in undelayed) * 1e3:.1f} ms.",
     ]
     return Page(
