@@ -7,7 +7,8 @@
 
 A message is hidden while this rank does not wait for it; above, all but `w` of two messages is. The
 hidden share is 1 - time waited / time on the wire. Where nobody can tell when a message arrived
-(real networks do not say), it counts as under way until it was waited for.
+(real networks do not say), it counts as under way until it was waited for. Times are the host's, so
+that lanes are true where the host itself computes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ and reductions another, as on NCCL with two groups; messages of one wire queue:
                 --> time
 
 For tests, benches and traces. The other transport still moves the bytes: results keep their bits.
+It is the host that sleeps; on a GPU, whose work the host only queues, that shows nothing.
 """
 
 from __future__ import annotations
