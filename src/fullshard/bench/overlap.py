@@ -51,9 +51,9 @@ COLUMNS = (
 )
 METHOD = (
     "Two gloo ranks with direct exchange, one thread each. Each message also takes latency + bytes "
-    "/ bandwidth, asleep, on one wire for gathers and one for reductions. With the bandwidth a "
-    "block's gather takes as long as its forward in a pilot without delay (the lower quartile: "
-    "neighbours only lengthen it), divided by --compute-per-wire.",
+    "/ bandwidth, asleep, on one wire for gathers and one for reductions. A step without delay at "
+    "the start of each round gives the bandwidth: a block's gather takes as long as its forward "
+    "(the lower quartile: neighbours only lengthen it), divided by --compute-per-wire.",
     "Hidden = 1 - time in which a rank waits for a message that is on the wire / time on the wire, "
     "over both ranks; medians over the rounds. One step of each depth a round, in turn.",
     "Depth 0 gathers a unit when it is needed. At any depth the first units' gathers and the last "

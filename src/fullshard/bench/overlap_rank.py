@@ -6,8 +6,9 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ from fullshard.bench.overlap import TRACED, UNDELAYED, Job
 from fullshard.engine.collectives.delay import delayed
 from fullshard.engine.engine import engine_of
 from fullshard.launch import rendezvous
-from fullshard.observe.timeline import Timeline, slices_of
+from fullshard.observe.timeline import Entry, Timeline, slices_of
 
 SEED, LEARNING_RATE = 0, 1e-3
 WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it
-PILOT_STEPS = 5
 
 
 class Trainee:
@@ -49,7 +49,7 @@ class Trainee:
         self.timeline = Timeline(self.engine.recorder)
         self.engine.recorder = self.engine.runtime.recorder = self.timeline
         transport = delayed(self.engine, *wire) if wire else None
-        self._wires = [transport.gathers, transport.reductions] if transport else []
+        self.wires = [transport.gathers, transport.reductions] if transport else []
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         (self._batch,) = make_batches(case, dist.get_rank(), 1)
@@ -59,7 +59,7 @@ class Trainee:
     def step(self) -> dict[str, Any]:
         """Trains one step; returns its time, its events and what the wires carried."""
         self.timeline.entries.clear()
-        for wire in self._wires:
+        for wire in self.wires:
             wire.sent.clear()
         dist.barrier()
         start = time.perf_counter()
@@ -68,42 +68,43 @@ class Trainee:
         self._optimizer.zero_grad()
         dist.barrier()
         step_s = time.perf_counter() - start
-        sent = [message for wire in self._wires for message in wire.sent]
+        sent = [message for wire in self.wires for message in wire.sent]
         messages = [(m.issued_ns, m.starts_ns, m.done_ns) for m in sent]
         return {"step_s": step_s, "entries": list(self.timeline.entries), "messages": messages}
 
 
-def block_forward_s(trainee: Trainee) -> float:
-    """Returns how long a block's forward computes: the lower quartile, the mean of the ranks."""
-    *blocks, _ = (
-        unit.index for unit in trainee.engine.plan.units[1:]
-    )  # the last is the head's too
-    times: list[float] = []
-    for _ in range(PILOT_STEPS):
-        spent: dict[int, int] = defaultdict(int)
-        for piece in slices_of(trainee.step()["entries"]):
-            if piece.what == "forward":
-                spent[piece.unit] += piece.stop_ns - piece.start_ns
-        times += [spent[index] / 1e9 for index in blocks]
-    mean = torch.tensor([quantiles(times)[0]], dtype=torch.float64)
+def block_forward_s(entries: Sequence[Entry], blocks: Collection[int]) -> float:
+    """Returns how long a block's forward computed: the lower quartile, the mean of the ranks."""
+    spent = dict.fromkeys(blocks, 0)
+    for piece in slices_of(entries):
+        if piece.what == "forward" and piece.unit in spent:
+            spent[piece.unit] += piece.stop_ns - piece.start_ns
+    mean = torch.tensor([quantiles(spent.values())[0]], dtype=torch.float64)
     dist.all_reduce(mean)
-    return float(mean) / dist.get_world_size()
+    return float(mean) / 1e9 / dist.get_world_size()
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Runs every depth, one step each a round."""
+    """Runs every depth, one step each a round, after a step that sets the round's wires."""
     undelayed = Trainee(job.case, TRACED)
-    wire_s = block_forward_s(undelayed) / job.compute_per_wire
-    block = undelayed.engine.plan.units[1]
-    gather_bytes = sum(group.gather_bytes() for group in block.groups)
-    wire = job.latency_s, gather_bytes / max(wire_s - job.latency_s, job.latency_s)
-    trainees = {UNDELAYED: undelayed, **{str(d): Trainee(job.case, d, wire) for d in job.depths}}
+    units = undelayed.engine.plan.units
+    blocks = [unit.index for unit in units[1:-1]]  # not the last: the head computes after it
+    gather_bytes = sum(group.gather_bytes() for group in units[1].groups)
+    free = (job.latency_s, float("inf"))
+    trainees = {str(depth): Trainee(job.case, depth, free) for depth in job.depths}
     rounds: dict[str, list[Any]] = defaultdict(list)
+    speeds = []
     for _ in range(job.num_rounds):
+        rounds[UNDELAYED].append(undelayed.step())
+        forward_s = block_forward_s(rounds[UNDELAYED][-1]["entries"], blocks)
+        wire_s = max(forward_s / job.compute_per_wire - job.latency_s, job.latency_s)
+        speeds.append(gather_bytes / wire_s)
         for label, trainee in trainees.items():
+            for wire in trainee.wires:
+                wire.bytes_per_s = speeds[-1]
             rounds[label].append(trainee.step())
-    titles = [unit.title for unit in undelayed.engine.plan.units]
-    return {"rounds": rounds, "bytes_per_s": wire[1], "titles": titles}
+    titles = [unit.title for unit in units]
+    return {"rounds": rounds, "bytes_per_s": median(speeds), "titles": titles}
 
 
 def main(folder: Path) -> None:

@@ -97,7 +97,7 @@ class SharedHome:
             for part, master in self._casts:
                 part.copy_(master)
         if self._gradients is not None:
-            self._gradients.give_back_overflow()
+            self._gradients.give_back_overflows()
         self._board.tell(Mark.DONE, self._forward)
         self._forward += 1
         self._board.tell(Mark.BEGUN, self._forward)

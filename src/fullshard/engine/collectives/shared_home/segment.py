@@ -200,7 +200,8 @@ def _map(
 ) -> Segment:
     needed = num_parts * sum(length for _, length in own)
     if needed > (available := _available_bytes()):  # Linux would end some process instead
-        raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}, {available / 2**30:.3f} GiB left")
+        left = f"{os.strerror(errno.ENOMEM)}, {available / 2**30:.3f} GiB left"
+        raise OSError(errno.ENOMEM, left)
     mapping = mmap.mmap(descriptor, num_bytes)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -18,6 +18,7 @@ from fullshard.engine.ring import torch_dtype
 from fullshard.planner.layout import align
 from fullshard.planner.slots import Ring
 
+OVERFLOWS = 2  # one reduction is under way while the next is begun
 DEPTH = 8  # reductions whose places a rank remembers for its peers
 WORD_BYTES = 8  # of a place
 
@@ -45,8 +46,9 @@ class GradientSlots:
             starts[ring.name] = end
             end = align(end + ring.num_bytes, PAGESIZE)
         self._overflow_at = end
-        slot_bytes = sum(ring.num_bytes // ring.count for ring in ours)
-        self._lane_bytes = align(end + slot_bytes + PAGESIZE * (1 + most_groups), PAGESIZE)
+        most_bytes = sum(ring.num_bytes // ring.count for ring in ours)
+        self._overflow_bytes = align(most_bytes + PAGESIZE * most_groups, PAGESIZE)
+        self._lane_bytes = end + OVERFLOWS * self._overflow_bytes
         base = board.part * self._lane_bytes
         self._segment = share_segment(
             board.part, num_parts * self._lane_bytes, [(base, end)], exchange
@@ -65,8 +67,7 @@ class GradientSlots:
             for i in range(ring.count)
         )
         self._last: dict[int, int] = {}  # a slot's start -> the last reduction from it
-        self._overflowed = 0  # the last reduction from the overflow
-        self._overflow_end = end
+        self._overflows = [[0, 0] for _ in range(OVERFLOWS)]  # the last reduction, bytes in use
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def _cut(self, ring: Ring, start: int) -> list[torch.Tensor]:
@@ -117,20 +118,26 @@ class GradientSlots:
 
     def _overflow(self, number: int, full: torch.Tensor) -> int:
         """Copy a buffer to where all can read it."""
-        if self._overflowed != number:
-            self.give_back_overflow()
-            self._overflowed = number
-        start = self._overflow_end
-        self._overflow_end = align(start + full.nbytes, PAGESIZE)
-        assert self._overflow_end <= self._lane_bytes, (self._overflow_end, self._lane_bytes)
+        lane = number % OVERFLOWS
+        if self._overflows[lane][0] != number:
+            self._free_overflow(lane)
+        used = self._overflows[lane][1]
+        start = self._overflow_at + lane * self._overflow_bytes + used
+        self._overflows[lane] = [number, used + align(full.nbytes, PAGESIZE)]
+        assert self._overflows[lane][1] <= self._overflow_bytes, self._overflows
         self._segment.populate(self._base + start, full.nbytes)
         self._segment.view(self._base + start, full.numel(), full.dtype).copy_(full)
         return start
 
-    def give_back_overflow(self) -> None:
-        """Wait until all have read the overflow, and free its memory."""
-        if self._overflow_end > self._overflow_at:
-            self._board.await_all(Mark.PULLED, self._overflowed, "a reduction")
-            start, end = self._overflow_at, self._overflow_end
-            self._segment.give_back(self._base + start, end - start)
-            self._overflow_end = start
+    def give_back_overflows(self) -> None:
+        """Free their memory, when all have read them."""
+        for lane in range(OVERFLOWS):
+            self._free_overflow(lane)
+
+    def _free_overflow(self, lane: int) -> None:
+        number, used = self._overflows[lane]
+        if used:
+            self._board.await_all(Mark.PULLED, number, "a reduction")
+            start = self._base + self._overflow_at + lane * self._overflow_bytes
+            self._segment.give_back(start, used)
+            self._overflows[lane] = [number, 0]
