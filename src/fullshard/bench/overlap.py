@@ -198,8 +198,8 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
 
 
 def _trace(steps: Sequence[Step], titles: Sequence[str]) -> str:
-    """The step of median length, for Chrome and Perfetto."""
-    step = sorted(steps, key=lambda step: step.step_s)[len(steps) // 2]
+    """The step that hides a median share, for Chrome and Perfetto."""
+    step = sorted(steps, key=lambda step: hidden_share(step.wire()) or 0.0)[len(steps) // 2]
     about = {
         "prefetch_depth": TRACED,
         "hidden": hidden_share(step.wire()),
