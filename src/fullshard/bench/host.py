@@ -27,16 +27,17 @@ from fullshard.engine.engine import engine_of
 
 PLAIN, OURS, REFERENCE = "plain", "fullshard", "fsdp2"
 PHASES = ("forward", "backward")
-NUM_LINEARS = (1, 6, 24)  # of a unit; each has a weight and a bias
+UNITS = ((1, True), (9, False), (6, True), (24, True))  # Linear layers, and whether with a bias
 WIDTH, NUM_UNITS, NUM_WARM = 8, 16, 5
 GOAL_US, GOAL_PARAMETER_US = 50.0, 5.0
 COLUMNS = ("parameters a unit", "engine", "pass", "us a unit [95 %]", "goal, us", "within")
 METHOD = (
     "One process is rank 0 of a fake world; no message is sent and none is played. A model of "
-    f"{NUM_UNITS} equal units (Linear layers of {WIDTH} x {WIDTH}) takes a step per round and "
-    "engine, in turn. A figure is the processor time of the thread above that of the same step of "
-    "the plain model in the same round, by units: the median over the rounds, with a 95 % "
-    "bootstrap interval. What comes once a step (root, settling of gradients) is in it.",
+    f"{NUM_UNITS} equal units (Linear layers of {WIDTH} x {WIDTH}; those of 9 parameters have no "
+    "biases) takes a step per round and engine, in turn.",
+    "A figure is the processor time of the thread above that of the same step of the plain model "
+    "in the same round, by units: the median over the rounds, with a 95 % bootstrap interval. What "
+    "comes once a step (root, settling of gradients) is in it.",
     f"The goal is {GOAL_US:g} us and {GOAL_PARAMETER_US:g} us a parameter for a unit and pass.",
 )
 
@@ -179,10 +180,12 @@ def run(
     became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     rows: list[dict[str, object]] = []
     with Neighbours() as neighbours, one_thread(), fake_group(world):
-        for num_linears in NUM_LINEARS:
-            say(f"units of {2 * num_linears} parameters: {num_rounds} rounds")
+        for num_linears, bias in UNITS:
+            num_parameters = num_linears * (1 + bias)
+            say(f"units of {num_parameters} parameters: {num_rounds} rounds")
             plain, ours, theirs = (
-                Stack([Block(num_linears, WIDTH) for _ in range(NUM_UNITS)]) for _ in range(3)
+                Stack([Block(num_linears, WIDTH, bias=bias) for _ in range(NUM_UNITS)])
+                for _ in range(3)
             )
             models = {
                 PLAIN: plain,
@@ -193,7 +196,7 @@ def run(
             for name, phases in found.items():
                 for phase, values in zip(PHASES, phases, strict=True):
                     host = median_of([value / NUM_UNITS for value in values])
-                    rows.append(_row(name, phase, 2 * num_linears, host, world))
+                    rows.append(_row(name, phase, num_parameters, host, world))
     return {"rows": rows, "others_share": neighbours.share, "became_idle": became_idle}
 
 
