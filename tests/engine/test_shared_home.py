@@ -1,0 +1,324 @@
+"""Ranks that map one copy of the weights: who may write when, what it costs, how it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.bench import memory
+from fullshard.engine.collectives.shared_home import segment
+from fullshard.engine.collectives.shared_home.board import Mark
+from fullshard.engine.engine import engine_of
+from fullshard.errors import ConfigError, EngineError, OutOfMemoryError
+from fullshard.planner.events import EventKind
+from support.models import WIDTH, Chain, perturbed, vectors
+from support.parity import whole_params
+
+SHARED = {"transport": "shared", "poison": True}
+HOLD_S = 0.4
+
+
+def chain(**settings):
+    return fs.shard(perturbed(Chain(3).double()), **{**SHARED, **settings})
+
+
+# ---- what it is ----------------------------------------------------------------------------------
+
+
+def what_auto_is():
+    model = fs.shard(perturbed(Chain(3)))
+    engine = engine_of(model)
+    kinds = {event.kind for event in engine.plan.events}
+    return engine.transport.name, EventKind.GATHER in kinds, EventKind.PUBLISH in kinds
+
+
+def test_ranks_of_one_host_share_and_gather_nothing(ranks):
+    assert ranks(2)(what_auto_is) == [("shared", False, True)] * 2
+
+
+def addresses():
+    """Every rank reads what any rank writes."""
+    model = chain()
+    engine, rank = engine_of(model), dist.get_rank()
+    group = engine.units[1].groups[0]
+    group.master.fill_(float(rank + 1))
+    dist.barrier()
+    return group.full.unique().tolist()
+
+
+def test_every_rank_maps_all_parts(ranks):
+    assert ranks(3)(addresses) == [[1.0, 2.0, 3.0]] * 3
+
+
+def proportional():
+    """Bytes by memory_stats, by plan, and as Linux counts shared pages, of a model of 64 MiB."""
+    memory.return_free_memory()
+    dist.barrier()
+    before = memory.proportional_bytes()
+    dist.barrier()
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(4)))
+    fs.shard(model, wrap=["Linear"], transport="shared", param_dtype="bf16")
+    model(torch.ones(1, 2048)).sum().backward()  # every page is written once
+    memory.return_free_memory()
+    dist.barrier()
+    held = memory.proportional_bytes() - before
+    dist.barrier()
+    planned = {row["name"]: row["bytes"] for row in engine_of(model).plan.rows()}
+    return held, planned, fs.memory_stats(model)["total"]["now"]
+
+
+def test_a_ranks_memory_is_the_sharded_figure(ranks):
+    whole = 4 * 2048 * 2048
+    for held, planned, stats in ranks(2)(proportional):
+        assert planned["parameter shards"] == whole * 4 // 2
+        assert planned["shared weights to compute with"] == whole * 2 // 2
+        assert planned["slots"] == 0
+        expected = sum(planned.values()) - planned["optimizer (AdamW)"]
+        assert stats == expected
+        assert abs(held - expected) < 0.1 * expected
+
+
+def asked_where_it_cannot_be():
+    with pytest.raises(ConfigError, match="transport: shared expects parameters that are cut"):
+        fs.shard(Chain(2), transport="shared", strategy="no_shard")
+    with pytest.raises(ConfigError, match="transport: shared expects offload to be left out"):
+        fs.shard(Chain(2), transport="shared", offload="cpu")
+
+
+def test_asking_for_what_cannot_be_shared_is_refused_with_the_reason(ranks):
+    ranks(2)(asked_where_it_cannot_be)
+
+
+# ---- who may write when --------------------------------------------------------------------------
+
+
+def write_while_another_reads(grad):
+    """Rank 0 is slow inside its forward; rank 1 writes as soon as its own is over."""
+    model, x = chain(), vectors(0, 0)["x"]
+    with torch.no_grad():
+        wanted = model(x)
+    if dist.get_rank() == 0:
+        model.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(HOLD_S))
+    with torch.set_grad_enabled(grad):
+        found = model(x)
+    start = time.perf_counter()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0)
+    waited = time.perf_counter() - start
+    with torch.no_grad():
+        after = model(x)
+    return torch.equal(found, wanted), waited, bool(after.any())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_write_waits_until_no_rank_reads(ranks, grad):
+    (first, _, after), (second, waited, _) = ranks(2)(write_while_another_reads, grad)
+    assert first
+    assert second
+    assert waited > HOLD_S / 2
+    assert not after
+
+
+def forward_before_another_has_written():
+    """Rank 0 is slow to write its part; rank 1 begins its forward meanwhile."""
+    model, x = chain(), vectors(0, 0)["x"]
+    if dist.get_rank() == 0:
+        time.sleep(HOLD_S)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0)
+        return bool(model(x).any())
+
+
+def test_a_forward_waits_until_every_rank_has_written(ranks):
+    assert ranks(2)(forward_before_another_has_written) == [False, False]
+
+
+def write_in_forward():
+    model = chain()
+    block = model.blocks[1]
+    handle = block.register_forward_pre_hook(in_place)
+    with pytest.raises(EngineError, match="other ranks would see"):
+        model(vectors(0, 0)["x"])
+    handle.remove()
+
+
+def in_place(module, _):
+    with torch.no_grad():
+        next(module.parameters()).mul_(1.0)
+
+
+def test_a_forward_that_writes_into_weights_is_refused(ranks):
+    ranks(2)(write_in_forward)
+
+
+def one_unit_alone():
+    """A unit called outside of the model's forward meets the other ranks too."""
+    model, x = chain(), torch.ones(2, WIDTH, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        time.sleep(HOLD_S)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0)
+        return model.blocks[0](x)
+
+
+def test_a_unit_called_alone_waits_too(ranks):
+    first, second = ranks(2)(one_unit_alone)
+    assert torch.equal(first, second)
+
+
+# ---- gradients that are in no slot ---------------------------------------------------------------
+
+
+def deferred(transport):
+    """Micro-batches under no_sync are summed outside of the slots."""
+    torch.manual_seed(0)
+    model = fs.shard(perturbed(Chain(4).double()), transport=transport, poison=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        with fs.no_sync(model):
+            model(vectors(step, dist.get_rank())["x"]).square().mean().backward()
+        model(vectors(step, dist.get_rank())["x"]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_params(model)
+
+
+def both_ways():
+    ours, theirs = deferred("shared"), deferred("direct")
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_deferred_gradients_go_through_the_overflow_with_the_same_bits(ranks, world_size):
+    assert ranks(world_size)(both_ways) == [[]] * world_size
+
+
+# ---- how it fails --------------------------------------------------------------------------------
+
+
+def too_large():
+    """The first rank says that there is no memory: all ranks hear it, and none hangs."""
+    if dist.get_rank() == 0:
+        segment._available_bytes = lambda: 0
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"rank 0 of them got: .*Cannot allocate memory"):
+            chain()
+    finally:
+        segment._available_bytes = AVAILABLE
+    return whole_params(chain())["head.bias"].shape
+
+
+AVAILABLE = segment._available_bytes
+
+
+def test_a_host_without_memory_is_said_on_all_ranks_at_once(ranks):
+    assert ranks(2)(too_large) == [(3,)] * 2
+
+
+DIES = Path(__file__).parents[1] / "support" / "shared_home_job.py"
+POINTS = [mark.name for mark in Mark]
+
+
+@pytest.mark.parametrize("mark", POINTS)
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path, mark, when):
+    """Rank 1 kills itself right before, or right after, it says how far it is."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(DIES), str(tmp_path / "store"), str(rank), mark, when],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        start = time.monotonic()
+        _, survivor = jobs[0].communicate(timeout=60)
+        jobs[1].wait(timeout=20)
+    finally:
+        for job in jobs:
+            job.kill()
+            job.stderr.close()
+    assert jobs[1].returncode == -signal.SIGKILL
+    assert f"expected rank 1 (process {jobs[1].pid}) to take part; it has ended" in survivor
+    assert jobs[0].returncode == 1
+    assert time.monotonic() - start < 30
+    assert not segments()
+
+
+def segments():
+    """Segments that a process of these jobs holds, and files that one left."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = DIES.name in (process / "cmdline").read_text()
+            links = [str(link.readlink()) for link in (process / "fd").iterdir()] if ours else []
+        except OSError:
+            continue
+        held |= {link for link in links if "memfd:fullshard" in link}
+    return held | set(Path("/dev/shm").glob("fullshard*"))
+
+
+def test_descriptors_and_addresses_go_away_with_the_model(ranks):
+    ranks(2)(made_and_forgotten)
+
+
+def made_and_forgotten():
+    import gc
+
+    def held():
+        gc.collect()
+        gc.collect()  # what the first made unreachable from C++
+        maps = Path("/proc/self/maps").read_text()
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        descriptors = [str(link.readlink()) for link in links]
+        return maps.count("memfd:fullshard"), sum("memfd:fullshard" in d for d in descriptors)
+
+    before = held()
+    model = chain()
+    model(vectors(0, 0)["x"]).square().mean().backward()
+    assert held()[0] > before[0]
+    del model
+    assert held() == before
+
+
+def children_beside_mappings():
+    """A forked child, as a data loader's worker is, that outlives the steps beside it."""
+    torch.manual_seed(0)
+    model, losses = chain(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads and fork
+        child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        for step in range(3):
+            loss = model(vectors(step, dist.get_rank())["x"]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return losses
+
+
+def test_forked_children_do_no_harm(ranks):
+    for losses in ranks(2)(children_beside_mappings):
+        assert losses[2] < losses[0]
