@@ -65,7 +65,7 @@ def traffic():
     model, _ = trained("direct", delay=True)
     engine = engine_of(model)
     timeline = Timeline(engine.recorder)
-    engine.recorder = engine.runtime.recorder = timeline
+    engine.recorder = engine.runtime.actions.recorder = timeline
     transport = engine.transport
     assert isinstance(transport, DelayTransport)
     for wire in (transport.gathers, transport.reductions):

@@ -267,8 +267,12 @@ def report_of(case, settings, fault, wanted):
 
 
 def reports(name, strategy, poison, which):
-    """(lines, strikes) by fault on this rank; first of all, without one."""
-    settings = {"strategy": strategy, "poison": poison}
+    """(lines, strikes) by fault on this rank; first of all, without one.
+
+    The faults are of slots that are filled; what can go wrong where ranks share one copy is in
+    test_shared_home.py.
+    """
+    settings = {"strategy": strategy, "poison": poison, "transport": "direct"}
     if strategy.startswith("hybrid"):
         settings["replicate"] = 2
     case = CASES[name]
@@ -336,7 +340,8 @@ def report_of_unperturbed_weights():
     found = []
     for disturb in (False, True):
         norm = torch.nn.RMSNorm(256, dtype=torch.float64)
-        model = fs.shard(perturbed(norm) if disturb else norm, wrap="none", poison=True)
+        model = perturbed(norm) if disturb else norm
+        fs.shard(model, wrap="none", poison=True, transport="direct")
         part_of_a_wrong_rank(engine_of(model), lambda: None)
         x = torch.randn(4, 256, generator=generator_of(0, 0), dtype=torch.float64)
         with torch.no_grad():

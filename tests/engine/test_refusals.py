@@ -142,7 +142,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mesh and sizes": {"mesh": (1, 2), "shard": 2},
     "mesh of three axes": {"mesh": (1, 1, 2)},
     "offload": {"offload": "nvme"},
-    "shared transport": {"transport": "shared"},
+    "shared transport": {"transport": "shared", "strategy": "no_shard"},
     "missing class": {"wrap": ["Blok"]},
     "sample of another kind": {"weights": "/nowhere"},
 }

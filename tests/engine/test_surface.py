@@ -226,13 +226,16 @@ def live_bytes() -> int:
 
 
 def memory(strategy: str, dtype: str | None) -> dict[str, Any]:
-    """What memory_stats says beside what the process holds and the plan promised."""
+    """What memory_stats says beside what the process holds and the plan promised.
+
+    Without a shared home, of which a tensor's storage is the whole (see test_shared_home.py).
+    """
     run = Run(torch.distributed.get_world_size(), rank())
     live_bytes()
     before = live_bytes()
     model = run.model()
     whole = live_bytes() - before
-    run.shard(model, strategy=strategy, param_dtype=dtype)
+    run.shard(model, strategy=strategy, param_dtype=dtype, transport="direct")
     grown = [live_bytes() - before]
     stats = [fs.memory_stats(model)]
     for step in range(0 if dtype else 2):

@@ -80,8 +80,9 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("fullshard", "full_shard", "fullshard", "ours, transport chosen by itself"),
-        Peer("fullshard-c10d", "full_shard", "fullshard", "ours over gloo's own collectives"),
+        Peer("fullshard", "full_shard", "fullshard", "ours, (C) shared home"),
+        Peer("fullshard-direct", "full_shard", "fullshard", "ours, (B) parts sent directly"),
+        Peer("fullshard-c10d", "full_shard", "fullshard", "ours, (A) gloo's own collectives"),
         Peer("fsdp2", "full_shard", "torch", "fully_shard a block, reshard_after_forward=True"),
         Peer("fsdp2-zero2", "shard_grad_op", "torch", "the same, reshard_after_forward=False"),
         Peer("fsdp1", "full_shard", "torch", "FullyShardedDataParallel, use_orig_params=True"),

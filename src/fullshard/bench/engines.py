@@ -72,6 +72,11 @@ def build_ours(setup: Setup, transport: str = "auto") -> Step:
     return _train_step(model, setup)
 
 
+def build_ours_direct(setup: Setup) -> Step:
+    """fullshard with ranks that send each other parts: what it does where none is shared."""
+    return build_ours(setup, transport="direct")
+
+
 def build_ours_c10d(setup: Setup) -> Step:
     """fullshard over gloo's own collectives: what the layout alone brings."""
     return build_ours(setup, transport="c10d")
@@ -178,6 +183,7 @@ def build_floor(setup: Setup) -> Step:
 
 BUILDERS: dict[str, Callable[[Setup], Step]] = {
     "fullshard": build_ours,
+    "fullshard-direct": build_ours_direct,
     "fullshard-c10d": build_ours_c10d,
     "fsdp2": build_fsdp2,
     "fsdp2-zero2": build_fsdp2_zero2,

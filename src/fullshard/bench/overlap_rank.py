@@ -47,7 +47,7 @@ class Trainee:
         )
         self.engine = engine_of(model)
         self.timeline = Timeline(self.engine.recorder)
-        self.engine.recorder = self.engine.runtime.recorder = self.timeline
+        self.engine.recorder = self.engine.runtime.actions.recorder = self.timeline
         transport = delayed(self.engine, *wire) if wire else None
         self.wires = [transport.gathers, transport.reductions] if transport else []
         self._model = model

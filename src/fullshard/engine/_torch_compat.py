@@ -52,6 +52,7 @@ def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
 
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+foreach_zero: Callable[..., Any] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 
 # Turns __torch_function__ of tensor subclasses off for a block (public as
 # torch._C.DisableTorchFunctionSubclass since 2.0; there is no name outside torch._C).
@@ -72,6 +73,11 @@ def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
 outside_modes = _disable_current_modes
 
 
+def has_modes() -> bool:
+    """Whether dispatch or function modes are on: turning them off costs five microseconds."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
 # Nested lists, mappings and model outputs (public only as torch.utils._pytree).
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 tree_map_only: Callable[..., Any] = _pytree.tree_map_only
@@ -83,18 +89,13 @@ def storage_key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
 
-def graph_task_id() -> int:
-    """Identity of the backward that runs on this thread; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+# Identity of the backward that runs on this thread; -1 outside of one. Called in the hot path,
+# hence no function of our own around it (the same holds for the next two).
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-
-def will_execute(node: Any) -> bool:
-    """Whether the running backward will reach an autograd node.
-
-    Raises:
-        RuntimeError: The node is a leaf that `torch.autograd.grad` was asked for.
-    """
-    return torch._C._will_engine_execute_node(node)
+# Whether the running backward will reach an autograd node; a RuntimeError where the node is a leaf
+# that `torch.autograd.grad` was asked for.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def queue_callback(function: Callable[[], None]) -> None:
@@ -102,9 +103,8 @@ def queue_callback(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def next_sequence_number() -> int:
-    """The number that the next autograd node of this thread will get."""
-    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+# The number that the next autograd node of this thread will get.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore
 
 
 def is_alive(group: Any) -> bool:

@@ -210,9 +210,11 @@ class Engine:
         Raises:
             EngineError: One was moved or converted behind our back.
         """
-        for unit in self.units:
-            for group in unit.groups:
-                self._check_params(group)
+        with no_guard():
+            for unit in self.units:
+                for group in unit.groups:
+                    if not group.is_in_place():
+                        self._check_params(group)
 
     def _before_step(self) -> None:
         self.check_params()

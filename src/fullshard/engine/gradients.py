@@ -16,11 +16,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fullshard.engine._torch_compat import no_guard, will_execute
+from fullshard.engine._torch_compat import foreach_zero, no_guard, will_execute
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
@@ -56,6 +57,7 @@ class Gradients:
         self._divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
+        self._shown: _Shown | None = None
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -76,12 +78,7 @@ class Gradients:
         self.norms.mark_changed()
         nothing, total = [], 0
         for unit in units:
-            unit.left = 0
-            for group in unit.trained:
-                for member in group.members:
-                    member.expected = _is_expected(member)
-                    unit.left += member.expected
-                    member.touched = member.touched or member.expected
+            unit.left = _expect(unit.trainees)
             total += unit.left
             if unit.left == 0:
                 nothing.append(unit.plan.index)
@@ -90,19 +87,26 @@ class Gradients:
 
     def collect(self, unit: Unit, group: Group, member: Member) -> bool:
         """Move a final gradient into the unit's buffer; True when it was the unit's last."""
-        gradient = member.compute.grad
-        member.compute.grad = None
+        compute = member.compute
+        gradient = compute.grad
+        compute.grad = None
         if gradient is None or gradient.layout is not torch.strided:
             raise UnsupportedModelError(
                 f"{member.piece.name}: expected a dense gradient; got "
                 f"{None if gradient is None else gradient.layout}. Use sparse=False."
             )
-        stop = member.offset + member.numel
-        target = self._buffer(unit, group)[member.offset : stop].view(member.piece.shape)
-        if group.deferred is None:
-            target.copy_(gradient)
+        buffer = group.grad_full
+        if buffer is None:
+            buffer = self._buffer(unit, group)
+        if buffer is group.grad_slot and member.target is not None:
+            member.target.copy_(gradient)
         else:
-            target.add_(gradient)
+            stop = member.offset + member.numel
+            target = buffer[member.offset : stop].view(member.piece.shape)
+            if group.deferred is None:
+                target.copy_(gradient)
+            else:
+                target.add_(gradient)
         unit.left -= 1
         return unit.left == 0
 
@@ -133,13 +137,15 @@ class Gradients:
         if other is not None and other is not group:
             self._on_spill(unit)
             buffer = torch.empty_like(group.grad_slot)
+            for start, stop in group.padding:
+                buffer[start:stop].zero_()
             self.spilled_bytes = max(self.spilled_bytes, buffer.nbytes)
         else:
             self._slots[key] = group
             buffer = group.grad_slot
             self.transport.home.claim(buffer)
-        for start, stop in group.padding:
-            buffer[start:stop].zero_()
+            if group.gaps:
+                foreach_zero(group.gaps)
         return buffer
 
     # ---- events
@@ -229,28 +235,43 @@ class Gradients:
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
-        members = [m for unit in units for group in unit.trained for m in group.members]
+        if self._shown is None:
+            self._shown = _Shown.of(units)
+        members, grads = self._shown.members, self._shown.grads
         if not members:
             return
-        plain = [member.grad.to_local() for member in members if member.grad is not None]
-        touched = torch.tensor([float(m.touched) for m in members], dtype=torch.float64)
-        squares = self.norms.local_squares(plain, [m.param.record for m in members])
+        bits = [member.touched for member in members]
+        touched = torch.tensor(bits, dtype=torch.float64)
+        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
-        shown: dict[int, Any] = {}
-        with no_guard():
-            for member, bit in zip(members, touched.tolist(), strict=True):
-                member.touched = False
-                if bit > 0 or member.param.grad is not None:
-                    member.param.grad = member.grad
-                    shown[id(member.grad)] = member.grad
+        if all(bits):  # nearly always; what this rank touched, one rank touched
+            shown = self._shown.by_id
+            with no_guard():
+                for member, grad in zip(members, grads, strict=True):
+                    member.touched = False
+                    member.param.grad = grad
+        else:
+            shown = self._show_touched(touched.tolist())
         self.transport.home.leave(settled=True)
         self.norms.keep(squares.clone(), shown)
-        for member in members:
-            for hook in tuple(member.param.record.post_accumulate.values()):
-                if id(member.grad) in shown:
+        for member, hooks in self._shown.hooked():
+            if id(member.grad) in shown:
+                for hook in tuple(hooks.values()):
                     hook(member.param)
+
+    def _show_touched(self, bits: Sequence[float]) -> dict[int, Any]:
+        """Show the gradients of parameters that some rank touched; returns them by id."""
+        assert self._shown is not None
+        shown: dict[int, Any] = {}
+        with no_guard():
+            for member, grad, bit in zip(self._shown.members, self._shown.grads, bits, strict=True):
+                member.touched = False
+                if bit > 0 or member.param.grad is not None:
+                    member.param.grad = grad
+                    shown[id(grad)] = grad
+        return shown
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
@@ -278,13 +299,51 @@ class Gradients:
         self.norms.mark_changed()
 
 
-def _is_expected(member: Member) -> bool:
-    if not member.compute.requires_grad:
-        return False
-    try:
-        return will_execute(member.node)
-    except RuntimeError as error:
-        raise EngineError(
-            f"torch.autograd.grad: expected inputs that are not parameters; got the compute "
-            f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
-        ) from error
+@dataclass(frozen=True)
+class _Shown:
+    """Trained parameters and what belongs to each, looked up once.
+
+    Attributes:
+        plain: (n_local,) each: `grads` without their class.
+    """
+
+    members: list[Member]
+    grads: list[Any]
+    by_id: dict[int, Any]
+    plain: list[torch.Tensor]
+    records: list[Any]
+    hooks: list[Any]
+
+    @classmethod
+    def of(cls, units: Iterable[Unit]) -> _Shown:
+        """Of all units."""
+        members = [member for unit in units for member in unit.trainees]
+        grads = [member.grad for member in members if member.grad is not None]
+        records = [member.param.record for member in members]
+        hooks = [record.post_accumulate for record in records]
+        plain = [grad.to_local() for grad in grads]
+        return cls(members, grads, {id(grad): grad for grad in grads}, plain, records, hooks)
+
+    def hooked(self) -> list[tuple[Member, Any]]:
+        """Those whose parameter has hooks of the user's now."""
+        if not any(self.hooks):
+            return []
+        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
+
+
+def _expect(members: Sequence[Member]) -> int:
+    """Note which of them the running backward will reach; returns how many."""
+    left = 0
+    for member in members:
+        try:
+            expected = member.compute.requires_grad and will_execute(member.node)
+        except RuntimeError as error:
+            raise EngineError(
+                "torch.autograd.grad: expected inputs that are not parameters; got the compute "
+                f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
+            ) from error
+        member.expected = expected
+        if expected:
+            member.touched = True
+            left += 1
+    return left

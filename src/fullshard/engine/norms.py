@@ -92,7 +92,9 @@ class GradientNorms:
             records: Of the shards that they are.
         """
         squares = local_powers(tensors, 2.0, self._device)
-        return squares / self._copies(records)
+        if any(record.copies > 1 for record in records):
+            squares = squares / self._copies(records)
+        return squares
 
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         """The 2-norm of all gradients together if the cache has it."""
@@ -136,8 +138,13 @@ def local_powers(
     filled = [i for i, tensor in enumerate(tensors) if tensor.numel()]
     if filled:
         norms = foreach_norm([tensors[i] for i in filled], order)
-        values = torch.stack([norm.to(device, torch.float64) for norm in norms])
-        powers[filled] = values if order == float("inf") else values**order
+        if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+            norms = [norm.to(device, torch.float64) for norm in norms]
+        values = torch.stack(norms).to(device, torch.float64)
+        values = values if order == float("inf") else values**order
+        if len(filled) == len(tensors):
+            return values
+        powers[filled] = values
     return powers
 
 

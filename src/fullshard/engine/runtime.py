@@ -23,7 +23,6 @@ modules also see the compute parameters from pre-backward to the end of backward
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
@@ -32,13 +31,13 @@ import torch
 from fullshard.engine._torch_compat import (
     graph_task_id,
     next_sequence_number,
-    outside_modes,
     queue_callback,
 )
+from fullshard.engine.actions import Actions
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, SlotError
-from fullshard.planner.events import Event, EventKind, Recorder, Sync
+from fullshard.planner.events import Event, Recorder, Sync
 from fullshard.planner.schedule import Order, Scheduler
 
 _REENTRANT = (
@@ -112,30 +111,17 @@ class Runtime:
         self.units = list(units)
         self.scheduler = scheduler
         self.gradients = gradients
-        self.recorder = recorder
-        self.poison = poison
+        self.actions = Actions(self.units, gradients, recorder, poison=poison)
         self.step = 0
-        self.communication_s = 0.0
         self.observed = Observed()
         self.before_step: Callable[[], None] = lambda: None
         self._stack: list[Use] = []  # forwards under way
         self._current: list[Use | None] = [None] * len(self.units)
+        self._begins: list[Any] = [None] * len(self.units)  # what its outputs' nodes call first
         self._task = -1  # the backward under way
         self._recomputed = False  # whether forward code ran again in it
         self._generation = 0  # forwards of the whole model so far
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
-        self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
-        self._actions: dict[EventKind, Callable[[Event], None]] = {
-            EventKind.PUBLISH: self._publish,
-            EventKind.GATHER: self._gather,
-            EventKind.FORWARD: self._ready,
-            EventKind.BACKWARD: self._ready,
-            EventKind.RELEASE: self._release,
-            EventKind.REDUCE: self._reduce,
-            EventKind.ACCUMULATE: self._accumulate,
-            EventKind.DEFER: self._defer,
-            EventKind.SETTLE: self._settle,
-        }
 
     # ---- forward
 
@@ -154,10 +140,11 @@ class Runtime:
         elif not self._stack:
             self._run(self.scheduler.publish())
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
+        self._begins[index] = lambda _: self._enter_backward(use)
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
         self._current[index] = use
-        unit.swap_in()
+        unit.begin_forward()
         if not self.observed.done:
             self._uses.add(use)
             if use.generation == self.observed.generation:
@@ -192,12 +179,13 @@ class Runtime:
         if use is None or graph_task_id() != -1:
             return False
         found = False
-        for tensor in tensors_in(output):
+        tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
+        for tensor in tensors:
             if tensor.requires_grad:
                 found = True
                 node = tensor.grad_fn
                 if node is not None and node._sequence_nr() >= use.first_node:
-                    tensor.register_hook(lambda _, use=use: self._enter_backward(use))
+                    node.register_prehook(self._begins[index])
         return found
 
     def _begin_step(self) -> None:
@@ -222,10 +210,10 @@ class Runtime:
 
     def _enter_backward(self, use: Use) -> None:
         task = graph_task_id()
+        if use.task == task:  # nearly always
+            return
         if self._task != task:
             self._begin_backward(task)
-        if use.task == task:
-            return
         use.task = task
         if use.around is not None:
             self._enter_backward(use.around)
@@ -262,8 +250,9 @@ class Runtime:
             self._begin_backward(graph_task_id())
         if not member.expected:
             raise EngineError(f"{member.piece.name}: {_REENTRANT}")
-        index = unit.plan.index
-        if unit.plan.reads_weight_in_backward and not self.scheduler.holds(index):
+        plan = unit.plan
+        index = plan.index
+        if plan.reads_weight_in_backward and not self.scheduler.holds(index):
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
@@ -306,61 +295,9 @@ class Runtime:
         if not self.observed.done:
             self.observed = Observed()
 
-    # ---- events
-
     def _run(self, events: Sequence[Event]) -> None:
-        with outside_modes(), torch.no_grad():
-            for event in events:
-                self.recorder.begin(event, self.step)
-                self._actions[event.kind](event)
-                self.recorder.record(event, self.step)
-
-    def _publish(self, _: Event) -> None:
-        start = perf_counter()
-        self.gradients.transport.home.publish()
-        self.communication_s += perf_counter() - start
-
-    def _gather(self, event: Event) -> None:
-        start = perf_counter()
-        unit = self.units[event.unit]
-        for group in unit.groups:
-            if group.plan.slot is not None:
-                key = (group.plan.slot.ring, group.plan.slot.index)
-                previous = self._filling.get(key)
-                if previous is not None:
-                    previous.wait()  # gathered ahead and never entered
-                self._filling[key] = unit
-        unit.gather()
-        self.communication_s += perf_counter() - start
-
-    def _ready(self, event: Event) -> None:
-        start = perf_counter()
-        self.units[event.unit].wait()
-        self.communication_s += perf_counter() - start
-
-    def _release(self, event: Event) -> None:
-        unit = self.units[event.unit]
-        unit.wait()
-        if self.poison:
-            unit.poison()
-
-    def _reduce(self, event: Event) -> None:
-        start = perf_counter()
-        self.gradients.reduce(self.units[event.unit])
-        self.communication_s += perf_counter() - start
-
-    def _accumulate(self, event: Event) -> None:
-        start = perf_counter()
-        self.gradients.accumulate(self.units[event.unit])
-        self.communication_s += perf_counter() - start
-
-    def _defer(self, event: Event) -> None:
-        self.gradients.defer(self.units[event.unit])
-
-    def _settle(self, _: Event) -> None:
-        start = perf_counter()
-        self.gradients.settle(self.units)
-        self.communication_s += perf_counter() - start
+        if events:
+            self.actions.run(events, self.step)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

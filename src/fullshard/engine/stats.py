@@ -42,7 +42,7 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def communication_seconds(model: nn.Module) -> float:
     """Seconds that this rank spent issuing collectives and waiting for them, since fs.shard."""
-    return engine_of(model).runtime.communication_s
+    return engine_of(model).runtime.actions.communication_s
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Member:
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
-        version: What `compute._version` was when the module got to see it.
+        target: The parameter's place in the gradient slot (None where frozen).
     """
 
     param: ShardedParameter
@@ -48,9 +49,9 @@ class Member:
     node: Any = None
     expected: bool = False
     touched: bool = False
-    version: int = 0
+    target: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.piece.shape)
 
@@ -78,6 +79,21 @@ class Group:
     grad_full: torch.Tensor | None = None
     deferred: torch.Tensor | None = None
     padding: list[tuple[int, int]] = field(default_factory=list)
+    gaps: list[torch.Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+
+    def is_in_place(self) -> bool:
+        """Whether all shards are where they were cut, and train as they did. Outside the guard."""
+        members = self.members
+        if not self.addresses:
+            base, size = self.master.data_ptr(), self.master.element_size()
+            self.addresses = [base + m.piece.offset * size if m.piece.numel else 0 for m in members]
+        dtype = self.master.dtype
+        return (
+            [m.param.data_ptr() for m in members] == self.addresses
+            and all(m.param.dtype is dtype for m in members)
+            and all(m.param.requires_grad is m.compute.requires_grad for m in members)
+        )
 
     @property
     def gathers(self) -> bool:
@@ -112,6 +128,13 @@ class Unit:
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
+        self.trainees = [member for group in self.trained for member in group.members]
+        # What the hot path needs of members and swaps, so that it need not look it up.
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._computes: list[nn.Parameter] = []
+        self._common: list[nn.Parameter] = []
+        self._dtypes: list[torch.dtype] = []
+        self._versions: list[int] = []
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
         self.left = 0  # gradients still expected in this backward
@@ -142,10 +165,10 @@ class Unit:
             EngineError: One holds another object, which the forward would not see.
         """
         if self.swapped == 0:
-            for swap in self.swaps:
-                if swap.module._parameters.get(swap.name) is not swap.member.param:
+            for table, name, param, _ in self._places:
+                if table.get(name) is not param:
                     raise EngineError(
-                        f"{swap.member.piece.name}: expected the parameter that fs.shard cut; its "
+                        f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
                         "module holds another object (an assignment, functional_call), which the "
                         "forward would not see. Write into the shard in place, or change "
                         "parameters before fs.shard."
@@ -155,9 +178,13 @@ class Unit:
         """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
         self.swapped += 1
         if self.swapped == 1:
-            for swap in self.swaps:
-                swap.module._parameters[swap.name] = swap.member.compute
-                swap.member.version = swap.member.compute._version
+            for table, name, _, compute in self._places:
+                table[name] = compute
+
+    def begin_forward(self) -> None:
+        """The modules see the compute parameters, whose versions are noted."""
+        self.swap_in()
+        self._versions = [compute._version for compute in self._common]
 
     def check_writes(self) -> None:
         """A forward may not write into parameters: the slot's next fill would undo it.
@@ -165,6 +192,11 @@ class Unit:
         Raises:
             EngineError: It did.
         """
+        if [compute._version for compute in self._common] == self._versions and [
+            compute.dtype for compute in self._computes
+        ] == self._dtypes:
+            return
+        before = dict(zip(map(id, self._common), self._versions, strict=True))
         for group in self.groups:
             for member in group.members:
                 if member.compute.dtype is not group.full.dtype:
@@ -174,7 +206,10 @@ class Unit:
                         ".float()), while its slot stays as it is. Name its module in "
                         "fp32_modules, or leave param_dtype out."
                     )
-                if group.is_common and member.compute._version != member.version:
+                if (
+                    before.get(id(member.compute), member.compute._version)
+                    != member.compute._version
+                ):
                     raise EngineError(
                         f"{member.piece.name}: expected a forward that leaves its parameters "
                         "alone; it wrote into this one in place (max_norm, clamp_, weight "
@@ -190,8 +225,8 @@ class Unit:
 
     def show_shards(self) -> None:
         """Put the user's parameters back, whatever is open."""
-        for swap in self.swaps:
-            swap.module._parameters[swap.name] = swap.member.param
+        for table, name, param, _ in self._places:
+            table[name] = param
 
     def bind(self, rings: Rings, on_gradient: OnGradient) -> None:
         """Point the compute parameters at their slot, and listen for their gradients.
@@ -206,17 +241,28 @@ class Unit:
                 group.full = rings.view(group.plan.slot, numel)
                 group.part = group.full.chunk(group.plan.layout.num_parts)[self.part]
             if group.plan.grad_slot is not None:
-                group.grad_slot = rings.view(group.plan.grad_slot, numel)
+                slot = group.grad_slot = rings.view(group.plan.grad_slot, numel)
+                group.gaps = [slot[start:stop] for start, stop in group.padding]
             for index, member in enumerate(group.members):
                 stop = member.offset + member.numel
                 view = group.full[member.offset : stop].view(member.piece.shape)
                 compute = nn.Parameter(view.new_empty(0), requires_grad=group.plan.trainable)
                 compute.data = view
                 member.compute = compute
+                if group.grad_slot is not None:
+                    target = group.grad_slot[member.offset : stop]
+                    member.target = target.view(member.piece.shape)
                 if group.plan.trainable:
                     member.node = get_gradient_edge(compute).node
                     hook = _gradient_hook(self, at, index)
                     compute.register_post_accumulate_grad_hook(hook)
+        self._places = [
+            (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
+            for swap in self.swaps
+        ]
+        self._computes = [m.compute for group in self.groups for m in group.members]
+        self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
+        self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
 
 
 def _unbound(*_: Any) -> None:

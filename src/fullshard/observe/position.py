@@ -30,6 +30,7 @@ GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
 
 # What a rank waits for while an event is under way: the kind, and how it is said.
 _WAITS = {
+    EventKind.PUBLISH: (EXCHANGE, "beginning of a forward"),
     EventKind.GATHER: (GATHER, "gather of {}"),
     EventKind.FORWARD: (GATHER, "gather of {}"),
     EventKind.BACKWARD: (GATHER, "gather of {}"),
@@ -192,7 +193,7 @@ class Digests:
         """Take what is new among a ring's entries."""
         new: list[Entry] = []
         for entry in reversed(entries):
-            if entry is self._last:
+            if entry == self._last:  # events come at different times
                 break
             new.append(entry)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 
@@ -72,3 +73,9 @@ class Recorder(Protocol):
     def record(self, event: Event, step: int) -> None:
         """The action is done."""
         ...
+
+
+@lru_cache(maxsize=65536)
+def event_of(kind: EventKind, unit: int, num_bytes: int = 0) -> Event:
+    """The one event of these values: a step makes thousands, and the same ones every time."""
+    return Event(kind, unit, num_bytes)

@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fullshard.planner.events import Event, EventKind, Sync
+from fullshard.planner.events import Event, EventKind, Sync, event_of
 from fullshard.planner.slot_table import SlotTable
 from fullshard.planner.units import UnitPlan, ancestors_of
 
@@ -140,7 +140,7 @@ class Scheduler:
         self._walk(unit, events)
         self._table.enter(unit)
         self._table.open[unit] += 1
-        events.append(Event(EventKind.FORWARD, unit))
+        events.append(event_of(EventKind.FORWARD, unit))
         return events
 
     def leave_forward(self, unit: int, *, training: bool) -> list[Event]:
@@ -196,7 +196,7 @@ class Scheduler:
         self._table.begun.add(unit)
         self._walk(unit, events, backward=True)
         self._table.enter(unit)
-        events.append(Event(EventKind.BACKWARD, unit))
+        events.append(event_of(EventKind.BACKWARD, unit))
         return events
 
     def complete(self, unit: int) -> list[Event]:
@@ -216,11 +216,11 @@ class Scheduler:
             self._catch_up(events, backward=True)
             events += self._drain(force=True)
         while self._outstanding:
-            events.append(Event(EventKind.ACCUMULATE, self._outstanding.popleft()))
+            events.append(event_of(EventKind.ACCUMULATE, self._outstanding.popleft()))
         events += self._table.release_all()
         self._stepped = True
         if reduce and self._sync is Sync.ALL:
-            events.append(Event(EventKind.SETTLE, -1))
+            events.append(event_of(EventKind.SETTLE, -1))
         return events
 
     # ---- inside
@@ -288,12 +288,12 @@ class Scheduler:
                 break
             self._reduced += 1
             if self._sync is Sync.NONE:
-                events.append(Event(EventKind.DEFER, unit))
+                events.append(event_of(EventKind.DEFER, unit))
                 continue
-            events.append(Event(EventKind.REDUCE, unit, self._reduce_bytes[self._sync][unit]))
+            events.append(event_of(EventKind.REDUCE, unit, self._reduce_bytes[self._sync][unit]))
             self._outstanding.append(unit)
             if len(self._outstanding) > 1:
-                events.append(Event(EventKind.ACCUMULATE, self._outstanding.popleft()))
+                events.append(event_of(EventKind.ACCUMULATE, self._outstanding.popleft()))
         return events
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fullshard.errors import SlotError
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.events import Event, EventKind, event_of
 from fullshard.planner.units import UnitPlan
 
 Slot = tuple[str, int]
@@ -119,4 +119,4 @@ class SlotTable:
     def _take(self, slot: Slot, unit: int, events: list[Event]) -> None:
         self._waiting.discard(self._holder.get(slot, -1))
         self._holder[slot] = unit
-        events.append(Event(EventKind.GATHER, unit, self._gather_bytes[unit]))
+        events.append(event_of(EventKind.GATHER, unit, self._gather_bytes[unit]))

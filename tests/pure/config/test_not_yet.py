@@ -21,7 +21,6 @@ def refusal(config, **how):
     ("fields", "said"),
     [
         ({"strategy": "auto"}, "strategy: 'auto'"),
-        ({"transport": "shared"}, "transport: 'shared'"),
         ({"offload": "nvme"}, "offload: 'nvme'"),
         ({"activation_checkpointing": "offload"}, "activation_checkpointing: 'offload'"),
     ],
