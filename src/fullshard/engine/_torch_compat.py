@@ -78,6 +78,11 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
+def is_transforming() -> bool:
+    """Whether a transformation of torch.func (vmap, grad, jvp) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # Nested lists, mappings and model outputs (public only as torch.utils._pytree).
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 tree_map_only: Callable[..., Any] = _pytree.tree_map_only

@@ -19,6 +19,7 @@ from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.collectives import Transport
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes
+from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import ShardRecord
 from fullshard.engine.precision import cast_tensors
@@ -88,6 +89,7 @@ class Engine:
         self._agreed = False
         self._looked = -1  # the step at which replicas were compared last
         self._hook(model)
+        write_gradients_in_place(self.runtime, self.units)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedTensorError(

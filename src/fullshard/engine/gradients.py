@@ -90,25 +90,51 @@ class Gradients:
         compute = member.compute
         gradient = compute.grad
         compute.grad = None
-        if gradient is None or gradient.layout is not torch.strided:
+        unit.left -= 1
+        if gradient is None:
+            if not member.written:  # a function of the user's that gave none
+                member.expected = False
+            return unit.left == 0
+        if gradient.layout is not torch.strided:
             raise UnsupportedModelError(
-                f"{member.piece.name}: expected a dense gradient; got "
-                f"{None if gradient is None else gradient.layout}. Use sparse=False."
+                f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
+                "sparse=False."
             )
+        target = self._target(unit, group, member)
+        if group.deferred is None and not member.written:
+            target.copy_(gradient)
+        else:
+            target.add_(gradient)
+        member.touched = True
+        return unit.left == 0
+
+    def write_product(
+        self, unit: Unit, group: Group, member: Member, factors: tuple[torch.Tensor, torch.Tensor]
+    ) -> bool:
+        """Write gy^T x into the unit's buffer. See [Note: written gradients].
+
+        Returns:
+            False where the buffer has another dtype; nothing is written then.
+        """
+        gy, x = factors
+        target = self._target(unit, group, member)
+        if target.dtype is not gy.dtype:
+            return False
+        if group.deferred is None and not member.written:
+            torch.mm(gy.t(), x, out=target)
+        else:
+            target.addmm_(gy.t(), x)
+        member.written = member.touched = True
+        return True
+
+    def _target(self, unit: Unit, group: Group, member: Member) -> torch.Tensor:
+        """The parameter's place in the unit's buffer, in its own shape."""
         buffer = group.grad_full
         if buffer is None:
             buffer = self._buffer(unit, group)
         if buffer is group.grad_slot and member.target is not None:
-            member.target.copy_(gradient)
-        else:
-            stop = member.offset + member.numel
-            target = buffer[member.offset : stop].view(member.piece.shape)
-            if group.deferred is None:
-                target.copy_(gradient)
-            else:
-                target.add_(gradient)
-        unit.left -= 1
-        return unit.left == 0
+            return member.target
+        return buffer[member.offset : member.offset + member.numel].view(member.piece.shape)
 
     def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
         """Where the group's gradients are collected in this backward."""
@@ -293,7 +319,7 @@ class Gradients:
                     self._count_deferred(-group.grads.held.nbytes)
                     group.grads.held = None
                 for member in group.members:
-                    member.touched = member.expected = False
+                    member.touched = member.expected = member.written = False
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()
@@ -342,8 +368,6 @@ def _expect(members: Sequence[Member]) -> int:
                 "torch.autograd.grad: expected inputs that are not parameters; got the compute "
                 f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
             ) from error
-        member.expected = expected
-        if expected:
-            member.touched = True
-            left += 1
+        member.expected, member.written = expected, False
+        left += expected
     return left

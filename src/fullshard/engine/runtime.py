@@ -244,22 +244,40 @@ class Runtime:
         self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         queue_callback(self._end_backward)
 
+    def write_gradient(
+        self, unit: Unit, group: Group, member: Member, gy: torch.Tensor, x: torch.Tensor
+    ) -> bool:
+        """Write gy^T x into the parameter's place; False where the caller should make it.
+
+        Args:
+            gy: (tokens, out), gradient of a linear layer's output.
+            x: (tokens, in), its input.
+        """
+        if self._task == -1:
+            self._begin_backward(graph_task_id())
+        if not member.expected:
+            return True  # nobody asked for it
+        self._check_slot(unit, member)
+        return self.gradients.write_product(unit, group, member, (gy, x))
+
     def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
         """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
         if self._task == -1:
             self._begin_backward(graph_task_id())
         if not member.expected:
             raise EngineError(f"{member.piece.name}: {_REENTRANT}")
+        self._check_slot(unit, member)
+        if self.gradients.collect(unit, group, member):
+            self._run(self.scheduler.complete(unit.plan.index))
+
+    def _check_slot(self, unit: Unit, member: Member) -> None:
         plan = unit.plan
-        index = plan.index
-        if plan.reads_weight_in_backward and not self.scheduler.holds(index):
+        if plan.reads_weight_in_backward and not self.scheduler.holds(plan.index):
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger."
             )
-        if self.gradients.collect(unit, group, member):
-            self._run(self.scheduler.complete(index))
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any

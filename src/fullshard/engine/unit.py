@@ -38,6 +38,7 @@ class Member:
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
+        written: Whether the running backward wrote into `target` itself.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -49,6 +50,7 @@ class Member:
     node: Any = None
     expected: bool = False
     touched: bool = False
+    written: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
@@ -255,7 +257,7 @@ class Unit:
                 if group.plan.trainable:
                     member.node = get_gradient_edge(compute).node
                     hook = _gradient_hook(self, at, index)
-                    compute.register_post_accumulate_grad_hook(hook)
+                    member.node.register_hook(hook)  # also where autograd brings no gradient
         self._places = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
@@ -277,7 +279,7 @@ def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tenso
     """
     weak = weakref.ref(unit)
 
-    def hook(_: torch.Tensor) -> None:
+    def hook(*_: Any) -> None:
         alive = weak()
         if alive is None:
             raise EngineError("backward: expected the sharded model to exist; it was deleted.")

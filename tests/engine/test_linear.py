@@ -1,0 +1,188 @@
+"""Weight gradients that the matrix product writes into the gradient slot itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of
+from support.models import perturbed
+from support.parity import whole_gradients
+
+TRANSPORTS = ("shared", "direct")
+
+
+class Mix(nn.Module):
+    """Linear layers in every role: plain, used twice, tied, frozen, subclassed, outside of use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.plain = nn.Linear(8, 8)
+        self.twice = nn.Linear(8, 8)
+        self.own = Own(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(8, 8)
+        self.nothing = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.plain(self.embed(ids)))
+        x = self.frozen(self.own(self.twice(torch.tanh(self.twice(x)))))
+        return self.head(NoGradient.apply(x, self.nothing))
+
+
+class Own(nn.Linear):
+    """Somebody's own layer: left alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias) * 2
+
+
+class NoGradient(torch.autograd.Function):
+    """Passes x on; its second input gets no gradient at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+def mix() -> nn.Module:
+    torch.manual_seed(0)
+    return perturbed(Mix().double())
+
+
+def ids_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gradients(model: nn.Module, micro_batches: int, rank: int) -> None:
+    """Backward of the last micro-batch reduces, those before wait."""
+    for step in range(micro_batches):
+        loss = model(ids_of(step, rank)).square().mean()
+        if step < micro_batches - 1 and engine_is_there(model):
+            with fs.no_sync(model):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def engine_is_there(model: nn.Module) -> bool:
+    return hasattr(model, "_fullshard")
+
+
+def alone(micro_batches: int) -> dict[str, torch.Tensor | None]:
+    model, size = mix(), dist.get_world_size()
+    for rank in range(size):
+        for step in range(micro_batches):
+            (model(ids_of(step, rank)).square().mean() / size).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def against_one_process(transport: str, micro_batches: int) -> list[str]:
+    wanted = alone(micro_batches)
+    model = fs.shard(mix(), transport=transport, poison=True)
+    gradients(model, micro_batches, dist.get_rank())
+    shown = {name: p.grad is not None for name, p in model.named_parameters()}
+    assert shown == {name: grad is not None for name, grad in wanted.items()}
+    found = whole_gradients(model)
+    return [
+        name
+        for name, grad in wanted.items()
+        if grad is not None and not torch.allclose(found[name], grad, rtol=0, atol=1e-13)
+    ]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_written_gradients_are_one_process(ranks, transport, micro_batches):
+    assert ranks(2)(against_one_process, transport, micro_batches) == [[]] * 2
+
+
+def who_is_written() -> set[str]:
+    model = fs.shard(mix(), poison=True)
+    engine = engine_of(model)
+    seen: set[str] = set()
+    write = engine.gradients.write_product
+
+    def note(unit: Any, group: Any, member: Any, factors: Any) -> bool:
+        seen.add(member.piece.name)
+        return write(unit, group, member, factors)
+
+    engine.gradients.write_product = note
+    gradients(model, 1, dist.get_rank())
+    return seen
+
+
+def test_plain_layers_alone_are_written(ranks):
+    for seen in ranks(2)(who_is_written):
+        assert seen == {"plain.weight", "twice.weight", "embed.weight"}
+
+
+def plain(**settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    return fs.shard(layers, wrap="none", **settings)
+
+
+def written_by(model: nn.Module, run: Any) -> int:
+    """How many products were written, and all gradients are there afterwards."""
+    gradients, count = engine_of(model).gradients, []
+    write = gradients.write_product
+    gradients.write_product = lambda *a: count.append(write(*a)) or count[-1]
+    run()
+    assert all(p.grad is not None for p in model.parameters())
+    return sum(count)
+
+
+def where_others_look_on() -> dict[str, int]:
+    x = torch.randn(3, 8)
+
+    def under_autocast(model: nn.Module) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(x).float().square().mean().backward()
+
+    def usual(model: nn.Module) -> None:
+        model(x).square().mean().backward()
+
+    def by_vector(model: nn.Module) -> None:
+        model(x[0]).square().mean().backward()
+
+    half = plain(param_dtype="bf16")
+    return {
+        "usual": written_by(model := plain(), partial(usual, model)),
+        "autocast": written_by(model := plain(), partial(under_autocast, model)),
+        "one vector": written_by(model := plain(), partial(by_vector, model)),
+        "bf16, reduced in float32": written_by(half, partial(usual, half)),
+    }
+
+
+def test_the_ordinary_function_runs_where_a_slot_cannot_be_written(ranks):
+    wanted = {"usual": 2, "autocast": 0, "one vector": 0, "bf16, reduced in float32": 0}
+    assert ranks(2)(where_others_look_on) == [wanted] * 2
+
+
+def partly() -> tuple[list[bool], bool]:
+    """backward(inputs=) of one weight's unit mates, then of everything."""
+    model = plain(poison=True)
+    x = torch.randn(3, 8, requires_grad=True)
+    model(x).square().mean().backward(inputs=[x])
+    before = [p.grad is None for p in model.parameters()]
+    model(x).square().mean().backward()
+    return before, all(p.grad.to_local().isfinite().all() for p in model.parameters())
+
+
+def test_a_backward_that_asks_for_inputs_writes_nothing(ranks):
+    assert ranks(2)(partly) == [([True] * 4, True)] * 2
