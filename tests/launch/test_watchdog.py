@@ -28,10 +28,9 @@ def run(tmp_path, monkeypatch, capfd):
     """`run(fault)` trains on two ranks, with a timeout of 5 s; returns code, words, report."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]))
 
-    def run(fault):
-        launch = LocalLaunch(
-            "support.hang_job", (fault,), 2, tmp_path / "logs", timeout_s=100.0, stuck_s=5.0
-        )
+    def run(fault, *transport):
+        words, logs = (fault, *transport), tmp_path / "logs"
+        launch = LocalLaunch("support.hang_job", words, 2, logs, timeout_s=100.0, stuck_s=5.0)
         result = launch_local_ranks(launch)
         ended = time.time()
         print_failure(launch, result)
@@ -62,6 +61,13 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
     assert "---- stacks of rank 0 ----" in report
     assert report.count("in read_batch") >= 2  # the line, and the stack
     assert "last events: " in report
+
+
+def test_a_rank_that_waits_for_others_weights_says_so(run):
+    result, err, _ = run("sleep", "shared")
+    assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
+    assert "in read_batch" in err
+    assert "rank 0 waits in beginning of a forward, step 3" in err
 
 
 def test_a_killed_rank_is_named_at_once_and_all_are_placed(run):

@@ -62,7 +62,8 @@ def train(fault: str) -> None:
     """Six steps, one of which goes wrong on one rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = fs.shard(Net(), wrap=lambda module: isinstance(module, nn.Linear))
+    wrap, transport = (lambda module: isinstance(module, nn.Linear)), (*sys.argv[2:], "direct")[0]
+    model = fs.shard(Net(), wrap=wrap, transport=transport)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     steps = 3 if fault == "fewer" and dist.get_rank() == FAULTY else 6
     for step in range(1, steps + 1):

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.config.values import nearest
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import Transport, nearest
 from fullshard.engine.engine import engine_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.unit import Unit
@@ -56,10 +57,33 @@ def parse_fault(name: str | None) -> Fault | None:
 
 
 class Injection:
-    """Nothing goes wrong. Faults override the place where they happen."""
+    """Nothing goes wrong. Faults override the place where they happen.
+
+    Attributes:
+        needs_slots: The fault is one of gathered weights: where ranks of a host share one copy,
+            they gather for its sake (transport auto then means direct).
+    """
+
+    needs_slots = False
 
     def __init__(self) -> None:
         self.step = 0
+
+    def sharding(self, asked: ShardConfig, device: torch.device) -> ShardConfig:
+        """How the model is sharded.
+
+        Raises:
+            ConfigError: As asked for, it has not what the fault needs.
+        """
+        if not self.needs_slots:
+            return asked
+        if asked.transport is Transport.SHARED:
+            raise ConfigError(
+                "--inject: expected a transport that gathers for a fault of gathered weights; got "
+                "sharding.transport='shared'. Leave it out, or use direct."
+            )
+        auto = asked.transport is Transport.AUTO and device.type == "cpu"
+        return ShardConfig.of(asked, transport=Transport.DIRECT) if auto else asked
 
     def loaded(self, model: nn.Module) -> None:
         """Whole weights have been loaded; the model is sharded next."""
@@ -139,6 +163,8 @@ class _WrongDivisor(Injection):
 class _MissedGather(Injection):
     """In the second step the middle unit's gather of the forward leaves the slot as it is."""
 
+    needs_slots = True
+
     def attach(self, model: nn.Module) -> None:
         unit = _middle([unit for unit in engine_of(model).units if _gathers(unit)])
         real, missed = unit.transport, False
@@ -162,6 +188,8 @@ class _Nothing:
 
 class _StaleSlot(Injection):
     """From the second step on, forward sees in a unit's slot what was there in the first."""
+
+    needs_slots = True
 
     def attach(self, model: nn.Module) -> None:
         units = [u for u in engine_of(model).units if u.trained and _gathers(u)]

@@ -208,7 +208,8 @@ def _build(
     for name, param in model.named_parameters():
         param.requires_grad_(name not in job.frozen)
     injection.loaded(model)
-    fs.shard(model.to(device).train(), ShardConfig.of(choice.sharding), poison=True)
+    sharding = injection.sharding(ShardConfig.of(choice.sharding), device)
+    fs.shard(model.to(device).train(), sharding, poison=True)
     injection.attach(model)
     return model
 
