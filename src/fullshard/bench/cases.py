@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Literal
 
 from fullshard.errors import ConfigError
+
+Kind = Literal["gpt", "moe", "lora"]
+Compute = Literal["float32", "bfloat16"]
+
+NUM_EXPERTS, NUM_CHOSEN = 8, 2  # of "moe": feed-forwards of a block, and those of one token
+ADAPTER_RANK = 8  # of "lora": on qkv and out of every block
 
 
 @dataclass(frozen=True)
@@ -14,6 +21,8 @@ class Case:
     """One model on one number of ranks.
 
     Attributes:
+        kind: "gpt"; "moe", whose feed-forwards are experts; "lora", a frozen GPT with adapters.
+        compute: the dtype of forward and backward; parameters and optimizer stay float32.
         batch: sequences a rank and step.
         seq: tokens a sequence.
     """
@@ -25,6 +34,8 @@ class Case:
     batch: int
     seq: int
     num_ranks: int
+    kind: Kind = "gpt"
+    compute: Compute = "float32"
 
     @property
     def tokens_per_step(self) -> int:
@@ -34,27 +45,43 @@ class Case:
     @property
     def numel(self) -> int:
         """Parameters of the model."""
-        block = 12 * self.width**2 + 13 * self.width
-        return self.layers * block + 2 * self.vocab * self.width + 2 * self.width
+        width = self.width
+        feed_forward = 8 * width**2 + 5 * width
+        block = 4 * width**2 + 8 * width + feed_forward
+        if self.kind == "moe":
+            block += (NUM_EXPERTS - 1) * feed_forward + NUM_EXPERTS * width
+        elif self.kind == "lora":
+            block += 6 * ADAPTER_RANK * width
+        return self.layers * block + 2 * self.vocab * width + 2 * width
 
     def describe(self) -> str:
         """Says the shape in one line."""
         return (
-            f"{self.name}: GPT of width {self.width} and {self.layers} blocks, {self.num_ranks} "
-            f"ranks, {self.batch} x {self.seq} tokens a rank, float32"
+            f"{self.name}: {MODELS[self.kind]} of width {self.width} and {self.layers} blocks, "
+            f"{self.num_ranks} ranks, {self.batch} x {self.seq} tokens a rank, {self.compute}"
         )
 
+
+MODELS: dict[Kind, str] = {
+    "gpt": "GPT",
+    "moe": f"GPT with {NUM_CHOSEN} of {NUM_EXPERTS} experts a token",
+    "lora": f"frozen GPT with adapters of rank {ADAPTER_RANK}",
+}
+_109M = Case("109M", width=1024, layers=8, vocab=4096, batch=1, seq=128, num_ranks=2)
 
 CASES = {
     case.name: case
     for case in (
         Case("tiny", width=64, layers=2, vocab=128, batch=2, seq=16, num_ranks=2),
         Case("29M", width=512, layers=8, vocab=4096, batch=2, seq=256, num_ranks=2),
-        Case("109M", width=1024, layers=8, vocab=4096, batch=1, seq=128, num_ranks=2),
+        _109M,
         Case("29M-4", width=512, layers=8, vocab=4096, batch=1, seq=128, num_ranks=4),
+        replace(_109M, name="109M-bf16", compute="bfloat16"),
+        Case("moe", width=256, layers=6, vocab=4096, batch=2, seq=256, num_ranks=2, kind="moe"),
+        replace(_109M, name="lora", kind="lora"),
     )
 }
-DEFAULT_CASES = ("29M", "109M")
+DEFAULT_CASES = ("29M", "109M", "29M-4", "109M-bf16", "moe", "lora")
 
 OURS, REFERENCE, FLOOR = "fullshard", "fsdp2", "floor"
 CORE = (OURS, REFERENCE, FLOOR)
@@ -93,6 +120,20 @@ PEERS = {
 }
 
 
+# Engines that cannot run a case of this dtype beside the others, and why.
+UNFIT: dict[tuple[str, Compute], str] = {
+    ("ddp", "bfloat16"): "it has no bfloat16 compute; autocast keeps norms and sums in float32, "
+    "which is another arithmetic",
+    ("deepspeed", "bfloat16"): "its bfloat16 mode has an optimizer of its own",
+}
+
+
+def unfit_of(case: Case, peers: Sequence[Peer]) -> dict[str, str]:
+    """Returns the names of the engines that cannot run the case, each with the reason."""
+    reasons = {peer.name: UNFIT.get((peer.name, case.compute)) for peer in peers}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def installed_peers(names: tuple[str, ...]) -> tuple[list[Peer], list[str]]:
     """Splits engine names into the peers that can run here and the names that are absent."""
     unknown = [name for name in names if name not in PEERS]
@@ -110,13 +151,14 @@ def groups_of(peers: Sequence[Peer], case: Case, budget_bytes: int) -> list[tupl
 
         all fit    [fullshard, fsdp2, floor, ddp, fsdp1]
         three fit  [fullshard, fsdp2, floor]  [fsdp2, ddp, fsdp1]
+        no engine  none
 
     Ours, FSDP2 and the floor share the first group; FSDP2, the pair of every ratio, is in all.
     """
     engine_bytes = BYTES_PER_PARAMETER * case.numel * case.num_ranks
     size = max(len(CORE), budget_bytes // engine_bytes)
     if len(peers) <= size:
-        return [tuple(peers)]
+        return [tuple(peers)] if peers else []
     core = [peer for peer in peers if peer.name in CORE]
     rest = [peer for peer in peers if peer.name not in CORE]
     pair = [peer for peer in core if peer.name == REFERENCE]

@@ -42,9 +42,15 @@ class Setup:
         """Builds the model, with the same weights in every engine and rank."""
         return build_model(self.case, self.seed)
 
+    @property
+    def compute(self) -> torch.dtype | None:
+        """The dtype of forward and backward; None: the float32 of the parameters."""
+        return torch.bfloat16 if self.case.compute == "bfloat16" else None
+
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Makes the optimizer that every engine uses."""
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, fused=True)
+        """Makes the optimizer that every engine uses, over what is trained."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.learning_rate, fused=True)
 
 
 def _train_step(model: nn.Module, setup: Setup) -> Step:
@@ -67,7 +73,11 @@ def build_ours(setup: Setup, transport: str = "auto") -> Step:
     import fullshard as fs
 
     model = fs.shard(
-        setup.model(), strategy="full_shard", wrap=[Block.__name__], transport=transport
+        setup.model(),
+        strategy="full_shard",
+        wrap=[Block.__name__],
+        transport=transport,
+        param_dtype=None if setup.compute is None else setup.case.compute,
     )
     return _train_step(model, setup)
 
@@ -85,14 +95,16 @@ def build_ours_c10d(setup: Setup) -> Step:
 def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
     """torch's fully_shard on every block and the root, with explicit prefetch lists if asked."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = setup.model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     blocks: list[Any] = list(model.blocks)
+    mixed = MixedPrecisionPolicy(param_dtype=setup.compute, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if setup.compute is None else mixed
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     if setup.prefetch:
         for i, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + setup.prefetch])
@@ -108,7 +120,7 @@ def build_fsdp2_zero2(setup: Setup) -> Step:
 
 def build_fsdp1(setup: Setup) -> Step:
     """torch's FullyShardedDataParallel; without a device_id it looks for an accelerator."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     with warnings.catch_warnings():
@@ -116,6 +128,7 @@ def build_fsdp1(setup: Setup) -> Step:
         model = FullyShardedDataParallel(
             setup.model(),
             auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(setup.compute, torch.float32) if setup.compute else None,
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
@@ -161,19 +174,22 @@ def build_floor(setup: Setup) -> Step:
     """No engine at all: the whole model's forward and backward, 1/W of its optimizer, no messages.
 
     No sharded engine can be faster on these processes: it must do the same arithmetic and move
-    gradients besides.
+    gradients besides. Where compute is bfloat16, so is the model; the updated part is cast.
     """
-    model = setup.model()
-    parameters = list(model.parameters())
+    model = setup.model().to(setup.compute)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numel = math.ceil(sum(p.numel() for p in parameters) / dist.get_world_size())
     part = nn.Parameter(torch.zeros(numel))
     part.grad = torch.zeros(numel)
+    cast = None if setup.compute is None else torch.empty(numel, dtype=setup.compute)
     optimizer = setup.adamw([part])
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = model(tokens, labels)
         loss.backward()
         optimizer.step()
+        if cast is not None:
+            cast.copy_(part.detach())
         for parameter in parameters:
             parameter.grad = None
         return loss.detach()

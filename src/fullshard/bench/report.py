@@ -10,16 +10,21 @@ from fullshard.bench.cases import FLOOR, OURS, REFERENCE
 from fullshard.bench.machine import IDLE_SHARE
 from fullshard.bench.page import SCHEMA_VERSION, provenance, table_lines
 from fullshard.bench.statistics import Estimate, paired_ratio, removed_share
-from fullshard.bench.step import CaseResult, EngineResult, loss_errors
+from fullshard.bench.step import LOSS_TOLERANCE, CaseResult, EngineResult, loss_errors
 
 MIB = 2**20
 METHOD = (
     "Engines live in the same processes, as many as memory allows and FSDP2 always among them, and "
     "take one step each per round, in an order that turns with every round; a step is timed from "
     "when every rank is ready until every rank has finished. Ratios are medians over the rounds of "
-    "paired step times, with a 95 % bootstrap interval. One thread a rank, float32, fused AdamW, "
-    "the same seeds; every rank has its own batches. FSDP2's prefetch distance is the fastest of "
-    "0, 1 and 2 in a pilot.",
+    "paired step times, with a 95 % bootstrap interval. One thread a rank, fused AdamW over "
+    "what is trained, the same seeds; every rank has its own batches. FSDP2's prefetch distance is "
+    "the fastest of 0, 1 and 2 in a pilot.",
+    "Parameters, reduction and optimizer are float32. Where a case says bfloat16, forward and "
+    "backward compute in it: ours by param_dtype, FSDP2 and FSDP1 by their mixed precision; the "
+    "floor's model is bfloat16 and its updated part is cast once a step. Losses are float32; those "
+    "of the first steps must agree with FSDP2's within "
+    f"{LOSS_TOLERANCE['float32']:g}, in bfloat16 within {LOSS_TOLERANCE['bfloat16']:g}.",
     "CPU is the processor time of one rank, all its threads, which other processes lengthen far "
     "less than the step.",
     "The floor runs the same processes without any message and updates 1/W of the parameters; "
@@ -112,6 +117,7 @@ def to_dict(report: Report) -> dict[str, object]:
                 "losses": {e.peer.name: [_plain(x) for x in e.losses] for e in result.engines},
                 "times_s": {e.peer.name: list(e.times_s) for e in result.engines},
                 "pilot_s": result.pilot_s,
+                "unfit": result.unfit,
             }
         )
     return {
@@ -169,6 +175,7 @@ def table_of(result: CaseResult) -> list[tuple[str, ...]]:
 def notes_of(result: CaseResult) -> list[str]:
     """Returns the sentences under a case's table."""
     notes = loss_errors(result)
+    notes += [f"{name} is absent: {reason}." for name, reason in result.unfit.items()]
     removed = removed_of(result)
     if removed:
         notes.append(f"Removed share of FSDP2's overhead above the floor: {removed}.")

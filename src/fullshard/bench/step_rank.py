@@ -127,7 +127,9 @@ def measure_time(job: Job) -> dict[str, object]:
 
 def warm_up_process(job: Job, engine: str) -> None:
     """Runs the engine on a tiny model first: its imports and the group's buffers are no model."""
-    tiny = replace(job, case=replace(CASES["tiny"], num_ranks=job.case.num_ranks))
+    case = job.case
+    like = replace(CASES["tiny"], num_ranks=case.num_ranks, kind=case.kind, compute=case.compute)
+    tiny = replace(job, case=like)
     Feeder(tiny.case, BUILDERS[engine](setup_of(tiny, engine))).step()
 
 

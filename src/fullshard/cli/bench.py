@@ -37,7 +37,11 @@ def _say(text: str) -> None:
 @app.command()
 def step(  # noqa: PLR0913  (one parameter an option)
     case: Annotated[
-        list[str] | None, typer.Option(help="29M, 109M, 29M-4 or tiny; may be given again.")
+        list[str] | None,
+        typer.Option(
+            help="29M, 109M, 29M-4, 109M-bf16, moe, lora or tiny; may be given again. "
+            "Default: all but tiny."
+        ),
     ] = None,
     engine: Annotated[
         list[str] | None, typer.Option(help="An engine to run; may be given again. Default: all.")
