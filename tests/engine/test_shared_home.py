@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, EngineError, OutOfMemoryError
 from fullshard.planner.events import EventKind
 from support.models import WIDTH, Chain, perturbed, vectors
-from support.parity import whole_params
+from support.parity import whole_gradients, whole_params
 
 SHARED = {"transport": "shared", "poison": True}
 HOLD_S = 0.4
@@ -322,3 +323,90 @@ def children_beside_mappings():
 def test_forked_children_do_no_harm(ranks):
     for losses in ranks(2)(children_beside_mappings):
         assert losses[2] < losses[0]
+
+
+# ---- what a review found -------------------------------------------------------------------------
+
+
+def swapped_for_an_evaluation(settings):
+    """A forward, other weights for an evaluation, the old ones back, and then the backward."""
+    torch.manual_seed(0)
+    model = fs.shard(perturbed(Chain(3).double()), poison=True, **settings)
+    x, params = vectors(0, 0)["x"], list(model.parameters())
+    loss = model(x).square().mean()
+    kept = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        for param in params:
+            param.mul_(2)
+        model(x)
+        if dist.get_rank() == 1:
+            time.sleep(HOLD_S)
+        for param, value in zip(params, kept, strict=True):
+            param.copy_(value)
+    loss.backward()
+    return whole_gradients(model)
+
+
+def swapped_both_ways(dtype):
+    settings = {"param_dtype": dtype} if dtype else {}
+    ours = swapped_for_an_evaluation({"transport": "shared", **settings})
+    theirs = swapped_for_an_evaluation({"transport": "direct", **settings})
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_backward_sees_what_was_written_since_its_forward(ranks, dtype):
+    assert ranks(2)(swapped_both_ways, dtype) == [[], []]
+
+
+def writes_that_hide():
+    """Lists that begin with a plain tensor, and arguments by name: each waits as others do."""
+    model, x = chain(ignore=["head.bias"]), vectors(0, 0)["x"]
+    home, waits = engine_of(model).home, []
+    real = home.before_write
+    for unit in engine_of(model).units:
+        for member in (m for group in unit.groups for m in group.members):
+            member.param.record.before_write = lambda: waits.append(1) or real()
+    params = sorted(model.parameters(), key=lambda p: hasattr(p, "record"))
+    assert not hasattr(params[0], "record")
+    model(x)
+    with torch.no_grad():
+        torch._foreach_mul_(params, 1.0)
+        torch.nn.init.constant_(params[1], 0.5)
+        found = len(waits)
+        params[1].detach().clone().abs_()  # one's own memory: nobody need wait
+        params[1].data.mul_(1.0)
+    return found, len(waits)
+
+
+def test_every_way_to_write_waits_and_copies_do_not(ranks):
+    assert ranks(2)(writes_that_hide) == [(2, 3)] * 2
+
+
+def size_of_saved_part():
+    file = io.BytesIO()
+    torch.save(chain().head.bias.to_local(), file)
+    return len(file.getvalue())
+
+
+def test_saving_a_part_does_not_save_the_segment(ranks):
+    assert max(ranks(2)(size_of_saved_part)) < 10_000
+
+
+def without_pidfd():
+    from fullshard.engine.collectives.shared_home.segment import Host
+
+    real = os.pidfd_open
+
+    def refused(pid):
+        raise PermissionError(pid)
+
+    os.pidfd_open = refused
+    try:
+        return Host.here()
+    finally:
+        os.pidfd_open = real
+
+
+def test_a_sandbox_without_process_descriptors_shares_nothing():
+    assert without_pidfd() is None

@@ -114,15 +114,6 @@ def writes(name: str) -> bool:
     return name.endswith("_") and name not in ("detach_", "requires_grad_")
 
 
-def first_tensor(value: Any) -> Any:
-    """The first tensor of a tensor or a list of tensors."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-        return value[0]
-    return None
-
-
 def norm_order(order: Any) -> float:
     """The order of a norm that can be joined from the norms of parts.
 

@@ -25,7 +25,6 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.guard import (
     Rule,
-    first_tensor,
     is_alias,
     misfit,
     norm_order,
@@ -206,11 +205,11 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
     """Call a function that treats elements one by one; shards come out."""
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
-    written = kwargs["out"] if "out" in kwargs else first_tensor(args[0]) if args else None
-    if isinstance(written, _Guarded) and (writes(name) or "out" in kwargs):
+    written = _find_shard((kwargs["out"] if "out" in kwargs else operands[0],))
+    if written is not None and (writes(name) or "out" in kwargs):
         if isinstance(written, ShardedGradient):
             written.record.norms.note_write(written)
-        else:
+        elif isinstance(getattr(written, "alias_of", written), ShardedParameter):
             written.record.before_write()
     try:
         with no_guard():
@@ -335,8 +334,8 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
     with no_guard():
         shard: Any = result.as_subclass(kind)
     shard.record = like.record
-    if kind is ShardedGradient and is_alias(name):
-        shard.alias_of = getattr(like, "alias_of", like)  # its norm is known too
+    if is_alias(name):
+        shard.alias_of = getattr(like, "alias_of", like)  # writes into it are writes into that
     return shard
 
 

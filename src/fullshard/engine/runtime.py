@@ -138,7 +138,7 @@ class Runtime:
         if index == 0:
             self._begin_step()
         elif not self._stack:
-            self._run(self.scheduler.publish())
+            self._run(self.scheduler.publish(index))
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._begins[index] = lambda _: self._enter_backward(use)
         self._run(self.scheduler.enter_forward(index))
@@ -240,6 +240,8 @@ class Runtime:
         self._recomputed = False
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
+        if self.gradients.transport.home.wrote:
+            self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
         self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         queue_callback(self._end_backward)

@@ -128,6 +128,8 @@ def unsharded(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
         yield
     finally:
         engine.unsharded = False
+        if writeback:
+            engine.home.before_write()
         for unit, buffers in zip(engine.units, whole, strict=True):
             _show_shards(unit, buffers if writeback else None)
 

@@ -102,7 +102,8 @@ class Scheduler:
         }
         self._ancestors = [ancestors_of(units, unit) for unit in units]
         self._reduces = set(order.reduce)
-        self._shares = any(group.shared for unit in units for group in unit.groups)
+        sharing = [u.index for u in units if any(group.shared for group in u.groups)]
+        self._shares = {around for u in sharing for around in (u, *self._ancestors[u])}
         self.reset()
         needed = {i for i in order.backward if units[i].reads_weight_in_backward}
         self._keep = self._table.last_holders(order.forward) & needed
@@ -130,9 +131,9 @@ class Scheduler:
             self._stepped = False
         return self.publish()
 
-    def publish(self) -> list[Event]:
+    def publish(self, unit: int = ROOT) -> list[Event]:
         """A forward begins, of the whole model or of a unit alone."""
-        return [Event(EventKind.PUBLISH, -1)] if self._shares else []
+        return [event_of(EventKind.PUBLISH, -1)] if unit in self._shares else []
 
     def enter_forward(self, unit: int) -> list[Event]:
         """The unit's forward begins."""

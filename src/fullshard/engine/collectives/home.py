@@ -28,7 +28,13 @@ class Weights:
 
 
 class Home(Protocol):
-    """Where masters and gradient slots are, and when they may be written."""
+    """Where masters and gradient slots are, and when they may be written.
+
+    Attributes:
+        wrote: Whether this rank has written weights that others compute with since `publish`.
+    """
+
+    wrote: bool
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Take the memory of the weights. A collective."""
@@ -61,6 +67,8 @@ class Home(Protocol):
 
 class OwnHome:
     """Every rank for itself: nothing is shared, and nothing is waited for."""
+
+    wrote = False
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Nothing."""

@@ -63,18 +63,16 @@ class Peers:
                 self._poll.register(descriptor, select.POLLIN)
                 self._parts[descriptor] = index
 
-    def check(self, doing: str) -> None:
-        """Raise where a peer has ended.
+    def ended(self) -> list[int]:
+        """The parts whose processes have ended."""
+        return [self._parts[descriptor] for descriptor, _ in self._poll.poll(0)]
 
-        Raises:
-            EngineError: It names the rank.
-        """
-        for descriptor, _ in self._poll.poll(0):
-            part = self._parts[descriptor]
-            raise EngineError(
-                f"{doing}: expected rank {self.ranks[part]} (process {self._pids[part]}) to take "
-                "part; it has ended. Its own output says why."
-            )
+    def refuse(self, part: int, doing: str) -> EngineError:
+        """What is said of a part that will never come."""
+        return EngineError(
+            f"{doing}: expected rank {self.ranks[part]} (process {self._pids[part]}) to take "
+            "part; it has ended. Its own output says why."
+        )
 
     def __del__(self) -> None:
         for descriptor in self._parts:
@@ -124,27 +122,25 @@ class Board:
         for part in self._others:
             counter = self._counters[part][mark]
             if counter.value < value:
-                counter.wait(value, _Watch(self.peers, part, doing))
+                counter.wait(value, _Watch(self, (mark, value), part, doing))
 
     def has(self, part: int, mark: Mark, value: int) -> bool:
         """Whether a part has counted to `value`."""
         return self._counters[part][mark].value >= value
 
-    @property
-    def others(self) -> Sequence[int]:
-        """The other parts."""
-        return self._others
-
 
 class _Watch:
     """Looks after the peers while one of them is waited for."""
 
-    def __init__(self, peers: Peers, part: int, doing: str) -> None:
-        self._peers, self._part, self._doing = peers, part, doing
+    def __init__(self, board: Board, goal: tuple[Mark, int], part: int, doing: str) -> None:
+        self._board, self._goal, self._part, self._doing = board, goal, part, doing
+        self._peers = board.peers
         self._until = time.monotonic() + TIMEOUT_S
 
     def __call__(self) -> None:
-        self._peers.check(self._doing)
+        for part in self._peers.ended():
+            if not self._board.has(part, *self._goal):  # one that came, and then ended, is fine
+                raise self._peers.refuse(part, self._doing)
         if time.monotonic() > self._until:
             raise HangError(
                 f"{self._doing}: expected rank {self._peers.ranks[self._part]} within "

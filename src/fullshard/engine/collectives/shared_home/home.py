@@ -11,6 +11,9 @@ their forwards and backwards. Two waits keep them apart:
     done    A rank's first write after a forward waits until no rank reads the weights of that
             forward any more. After a synchronised backward all know that already.
 
+A backward that begins after such a write (weights swapped for an evaluation, and back) publishes
+again, as it would gather again.
+
 A gradient slot is filled by its own rank and read by all. `ready` tells which reductions a rank has
 collected, `pulled` which it has read from everyone; a slot is filled again when all have pulled.
 """
@@ -48,6 +51,8 @@ class SharedHome:
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._forward = 0
         self._reading = False
+        self._pulled = 0
+        self.wrote = False
         self._gradients: GradientSlots | None = None
         self._shown = 0
 
@@ -81,9 +86,10 @@ class SharedHome:
         for unit, at, group in shared:
             (master_at, full_at), dtypes = places[unit, at], group.dtypes
             numel = group.layout.numel
-            masters = segment.view(master_at, numel, torch_dtype(dtypes.master))
+            part_numel, dtype = numel // self._num_parts, torch_dtype(dtypes.master)
+            own_at = master_at + self._part * part_numel * dtype.itemsize
+            master = segment.view(own_at, part_numel, dtype)
             full = segment.view(full_at, numel, torch_dtype(dtypes.compute))
-            master = masters.chunk(self._num_parts)[self._part]
             if full_at != master_at:
                 self._casts.append((full.chunk(self._num_parts)[self._part], master))
             self._weights[unit, at] = Weights(master, full)
@@ -93,7 +99,7 @@ class SharedHome:
 
     def publish(self) -> None:
         if self._casts:
-            self.before_write()
+            self._await_readers()
             for part, master in self._casts:
                 part.copy_(master)
         if self._gradients is not None:
@@ -102,14 +108,20 @@ class SharedHome:
         self._forward += 1
         self._board.tell(Mark.BEGUN, self._forward)
         self._board.await_all(Mark.BEGUN, self._forward, "the beginning of a forward")
-        self._reading = True
+        self._reading, self.wrote = True, False
 
     def leave(self, *, settled: bool) -> None:
         self._board.tell(Mark.DONE, self._forward)
         if settled:
             self._reading = False
+            if self._gradients is not None:
+                self._gradients.give_back_overflows()
 
     def before_write(self) -> None:
+        self.wrote = True
+        self._await_readers()
+
+    def _await_readers(self) -> None:
         if self._reading:
             self._reading = False
             self._board.tell(Mark.DONE, self._forward)
@@ -147,4 +159,5 @@ class SharedHome:
 
     def let_go(self, number: int) -> None:
         """This rank has read what it needs of a reduction."""
-        self._board.tell(Mark.PULLED, number)
+        self._pulled = max(self._pulled, number)  # a reset lands them in no order
+        self._board.tell(Mark.PULLED, self._pulled)

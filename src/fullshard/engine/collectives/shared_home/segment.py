@@ -15,6 +15,7 @@ import contextlib
 import errno
 import mmap
 import os
+import platform
 import secrets
 import socket
 import struct
@@ -47,10 +48,15 @@ class Host:
 
     @classmethod
     def here(cls) -> Host | None:
-        """This process's; None where the system cannot share memory this way."""
-        if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        """This process's; None where the system cannot share memory this way.
+
+        Counters without locks rely on the order in which x86 makes writes visible.
+        """
+        if platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
             return None
         try:
+            os.close(os.memfd_create("fullshard"))
+            os.close(os.pidfd_open(os.getpid()))  # sandboxes refuse it
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             inodes = [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("pid", "net")]
         except OSError:
@@ -70,8 +76,13 @@ class Segment:
         self.memory = torch.frombuffer(mapping, dtype=torch.uint8)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,) of a dtype, `start` bytes from the beginning."""
-        return self.memory[start : start + numel * dtype.itemsize].view(dtype)
+        """(numel,) of a dtype, `start` bytes from the beginning: with a storage of its own.
+
+        So saving a part does not save the whole segment.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=start)
 
     @property
     def mapping(self) -> mmap.mmap:
@@ -116,34 +127,38 @@ def share_segment(
         OutOfMemoryError: In every part, where the host has not so much memory.
         EngineError: In every part, where one could not map it.
     """
-    descriptor, listener = -1, None
-    failure: Exception | None = None
-    if part == 0:
-        try:
-            descriptor, listener = _create(num_bytes)
-        except OSError as error:
-            failure = error
-    said = exchange(listener.getsockname() if listener is not None else None)
-    if said[0] is not None:
-        try:
-            if listener is None:
-                descriptor = _receive(said[0])
-            else:
-                _send(listener, descriptor, len(said) - 1)
-        except OSError as error:
-            failure = error
-    segment = None
-    if descriptor >= 0:
-        try:
-            segment = _map(descriptor, num_bytes, own, len(said))
-        except OSError as error:
-            failure = error
-        os.close(descriptor)
+    made, failure = _attempt(_create, num_bytes) if part == 0 else (None, None)
+    descriptor, listener = made or (None, None)
+    said = exchange(None if listener is None else listener.getsockname())
     if listener is not None:
-        listener.close()
-    _agree(failure, num_bytes, exchange)
+        with listener:
+            _, failure = _attempt(_send, listener, descriptor, len(said) - 1)
+    elif said[0] is not None:
+        descriptor, failure = _attempt(_receive, said[0])
+    segment = None
+    if descriptor is not None:
+        needed = len(said) * sum(length for _, length in own)
+        segment, late = _attempt(_map, descriptor, num_bytes, needed)
+        failure = failure or late
+        os.close(descriptor)
+    _agree(failure, num_bytes, exchange)  # all have looked at what is left; now they take it
     assert segment is not None
+    _, failure = _attempt(_populate, segment, own)
+    _agree(failure, num_bytes, exchange)
     return segment
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, OSError | None]:
+    """(result, None), or (None, why not): what fails on one rank is told to all."""
+    try:
+        return function(*args), None
+    except OSError as error:
+        return None, error
+
+
+def _populate(segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
+    for start, length in ranges:
+        segment.populate(start, length)
 
 
 def _agree(failure: Exception | None, num_bytes: int, exchange: Exchange) -> None:
@@ -164,12 +179,19 @@ def _agree(failure: Exception | None, num_bytes: int, exchange: Exchange) -> Non
 
 
 def _create(num_bytes: int) -> tuple[int, socket.socket]:
-    descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, num_bytes)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0fullshard-{secrets.token_hex(16)}")
-    listener.listen()
-    listener.settimeout(CONNECT_TIMEOUT_S)
+    descriptor = -1
+    try:
+        listener.bind(f"\0fullshard-{secrets.token_hex(16)}")
+        listener.listen()
+        listener.settimeout(CONNECT_TIMEOUT_S)
+        descriptor = os.memfd_create("fullshard", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        listener.close()
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
     return descriptor, listener
 
 
@@ -195,27 +217,26 @@ def _receive(address: Any) -> int:
     return descriptors[0]
 
 
-def _map(
-    descriptor: int, num_bytes: int, own: Sequence[tuple[int, int]], num_parts: int
-) -> Segment:
-    needed = num_parts * sum(length for _, length in own)
-    if needed > (available := _available_bytes()):  # Linux would end some process instead
+def _map(descriptor: int, num_bytes: int, needed_bytes: int) -> Segment:
+    available = _available_bytes()
+    if needed_bytes > available:  # Linux would end some process instead
         left = f"{os.strerror(errno.ENOMEM)}, {available / 2**30:.3f} GiB left"
         raise OSError(errno.ENOMEM, left)
     mapping = mmap.mmap(descriptor, num_bytes)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    segment = Segment(mapping)
-    for start, length in own:
-        segment.populate(start, length)
-    return segment
+    return Segment(mapping)
 
 
 def _available_bytes() -> int:
     """Memory that this process and its like may still take."""
     available = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or another cgroup version
+    with contextlib.suppress(
+        OSError, ValueError, KeyError
+    ):  # no limit ("max"), or another cgroup version
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used -= int(stat["inactive_file"]) + int(stat["active_file"])  # given back when asked for
         available = min(available, limit - used)
     return available
