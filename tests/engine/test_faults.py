@@ -213,7 +213,8 @@ def lost_gradient(engine, note):
 
     def loses(of, group, member):
         if of is unit and member is group.members[0]:
-            member.compute.grad.zero_()
+            lost = member.target if member.compute.grad is None else member.compute.grad
+            lost.zero_()  # where it was written, or where autograd put it
             note()
         return collect(of, group, member)
 

@@ -102,13 +102,16 @@ def train_sharded(
     Args:
         build: Makes the model.
         work: Forward and backward of one rank's batch in one step.
-        settings: Fields of ShardConfig; poison is on unless they say otherwise.
+        settings: Fields of ShardConfig; poison is on unless they say otherwise, and two ranks on a
+            CPU gather (transport direct), while more share a home.
         kind: "sgd" or "adamw".
         num_steps: Updates.
     """
     model = build()
     early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
-    fs.shard(model, **{"poison": True, **settings})
+    gathers = dist.get_world_size() == 2 and not torch.cuda.is_available()
+    transport = {"transport": "direct"} if gathers else {}
+    fs.shard(model, **{"poison": True, **transport, **settings})
     optimizer = early or make_optimizer(kind, model.parameters())
     steps = []
     for step in range(num_steps):

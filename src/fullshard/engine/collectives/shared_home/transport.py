@@ -10,7 +10,9 @@ directly. See [Note: who may write when] in `home.py`.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ from fullshard.engine.collectives.shared_home.segment import Exchange, share_seg
 from fullshard.planner.layout import align
 
 LANE_BYTES = 65536  # that a small sum moves at once
+SAID_BYTES = 1024  # of an address or of an error, while segments are made
 
 
 class SharedTransport:
@@ -36,7 +39,7 @@ class SharedTransport:
         axes: All ranks of the shard axis are on one host.
         direct: For all that is not in shared memory.
         peers: The other ranks of the shard axis.
-        exchange: Lets the ranks of the shard axis hear each other.
+        exchange: Lets the ranks of the shard axis hear each other until they share memory.
     """
 
     name = "shared"
@@ -58,7 +61,7 @@ class SharedTransport:
             for i in range(parts)
         ]
         self._summed = 0
-        self.shared = SharedHome(self._board, parts, exchange)
+        self.shared = SharedHome(self._board, parts, self._exchange)
         self.home: Home = self.shared
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
@@ -81,14 +84,28 @@ class SharedTransport:
             values.copy_(flat.view_as(values))
 
     def _combine(self, chunk: torch.Tensor, *, maximum: bool) -> None:
-        """Two lanes a rank, in turn: who puts down a second vector has read all first ones."""
+        vectors = [lane.view(chunk.dtype) for lane in self._meet(chunk.view(torch.uint8))]
+        combine_in_order(vectors, chunk, maximum=maximum)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """What every part says, while segments are made."""
+        said = pickle.dumps(value).ljust(SAID_BYTES)
+        assert len(said) == SAID_BYTES, value
+        lanes = self._meet(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        return [pickle.loads(bytes(lane.tolist())) for lane in lanes]
+
+    def _meet(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every part's bytes, in order, until the next meeting.
+
+        Two lanes a rank, in turn: who puts down a second vector has read all first ones.
+        """
         self._summed += 1
-        lane = self._summed % 2
-        vectors = [lanes[lane, : chunk.nbytes].view(chunk.dtype) for lanes in self._lanes]
-        vectors[self._board.part].copy_(chunk)
+        turn, part = self._summed % 2, self._board.part
+        lanes = [lanes[turn, : own.numel()] for lanes in self._lanes]
+        lanes[part].copy_(own)
         self._board.tell(Mark.SUMMED, self._summed)
         self._board.await_all(Mark.SUMMED, self._summed, "a sum over all ranks")
-        combine_in_order(vectors, chunk, maximum=maximum)
+        return lanes
 
 
 class _PulledReduction:

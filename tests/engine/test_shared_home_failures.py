@@ -1,0 +1,157 @@
+"""Ranks that map one copy of the weights, when something fails: memory, a peer, the sandbox."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.engine.collectives.shared_home import segment
+from fullshard.engine.collectives.shared_home.board import Mark
+from fullshard.errors import OutOfMemoryError
+from support.models import Chain, perturbed, vectors
+from support.parity import whole_params
+
+
+def chain():
+    return fs.shard(perturbed(Chain(3).double()), transport="shared", poison=True)
+
+
+def too_large():
+    """The first rank says that there is no memory: all ranks hear it, and none hangs."""
+    if dist.get_rank() == 0:
+        segment._available_bytes = lambda: 0
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"rank 0 of them got: .*Cannot allocate memory"):
+            chain()
+    finally:
+        segment._available_bytes = AVAILABLE
+    return whole_params(chain())["head.bias"].shape
+
+
+AVAILABLE = segment._available_bytes
+
+
+def test_a_host_without_memory_is_said_on_all_ranks_at_once(ranks):
+    assert ranks(2)(too_large) == [(3,)] * 2
+
+
+DIES = Path(__file__).parents[1] / "support" / "shared_home_job.py"
+POINTS = [mark.name for mark in Mark]
+
+
+@pytest.mark.parametrize("mark", POINTS)
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_at_a_barrier_is_named_and_leaves_nothing(tmp_path, mark, when):
+    """Rank 1 kills itself right before, or right after, it says how far it is."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, str(DIES), str(tmp_path / "store"), str(rank), mark, when],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        start = time.monotonic()
+        _, survivor = jobs[0].communicate(timeout=60)
+        jobs[1].wait(timeout=20)
+    finally:
+        for job in jobs:
+            job.kill()
+            job.stderr.close()
+    assert jobs[1].returncode == -signal.SIGKILL
+    assert f"expected rank 1 (process {jobs[1].pid}) to take part; it has ended" in survivor
+    assert jobs[0].returncode == 1
+    assert time.monotonic() - start < 30
+    assert not segments()
+
+
+def segments():
+    """Segments that a process of these jobs holds, and files that one left."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = DIES.name in (process / "cmdline").read_text()
+            links = [str(link.readlink()) for link in (process / "fd").iterdir()] if ours else []
+        except OSError:
+            continue
+        held |= {link for link in links if "memfd:fullshard" in link}
+    return held | set(Path("/dev/shm").glob("fullshard*"))
+
+
+def test_descriptors_and_addresses_go_away_with_the_model(ranks):
+    ranks(2)(made_and_forgotten)
+
+
+def made_and_forgotten():
+    def held():
+        gc.collect()
+        gc.collect()  # what the first made unreachable from C++
+        maps = Path("/proc/self/maps").read_text()
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        descriptors = [str(link.readlink()) for link in links]
+        return maps.count("memfd:fullshard"), sum("memfd:fullshard" in d for d in descriptors)
+
+    before = held()
+    model = chain()
+    model(vectors(0, 0)["x"]).square().mean().backward()
+    assert held()[0] > before[0]
+    del model
+    assert held() == before
+
+
+def children_beside_mappings():
+    """A forked child, as a data loader's worker is, that outlives the steps beside it."""
+    torch.manual_seed(0)
+    model, losses = chain(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of threads and fork
+        child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        for step in range(3):
+            loss = model(vectors(step, dist.get_rank())["x"]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return losses
+
+
+def test_forked_children_do_no_harm(ranks):
+    for losses in ranks(2)(children_beside_mappings):
+        assert losses[2] < losses[0]
+
+
+def without_pidfd():
+    real = os.pidfd_open
+
+    def refused(pid):
+        raise PermissionError(pid)
+
+    os.pidfd_open = refused
+    try:
+        return segment.Host.here()
+    finally:
+        os.pidfd_open = real
+
+
+def test_a_sandbox_without_process_descriptors_shares_nothing():
+    assert without_pidfd() is None
