@@ -110,7 +110,12 @@ def test_every_prefetch_depth_trains_as_in_one_process(ranks, strategy, world_si
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size"), [("full_shard", 1), *itertools.product(STRATEGIES, (2, 3))]
+    ("strategy", "world_size"),
+    [
+        ("full_shard", 1),
+        *itertools.product(STRATEGIES, (2,)),
+        *(pytest.param(strategy, 3, marks=pytest.mark.slow) for strategy in STRATEGIES),
+    ],
 )
 def test_every_choice_of_units_trains_as_in_one_process(ranks, strategy, world_size):
     ranks(world_size)(check_wraps, strategy, timeout=100)

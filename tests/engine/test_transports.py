@@ -83,7 +83,7 @@ def in_every_strategy(name):
     [
         ("chain", 2),
         ("chain", 3),
-        ("llama", 2),
+        pytest.param("llama", 2, marks=pytest.mark.slow),
         pytest.param("chain", 4, marks=pytest.mark.slow),
         pytest.param("llama", 3, marks=pytest.mark.slow),
         pytest.param("llama", 4, marks=pytest.mark.slow),
