@@ -11,8 +11,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
+# Test files run at once: many wait for processes to start or for time-outs.
+WORKERS ?= 2
 # The version that `make test-torch` tries.
 TORCH ?=
+# The engine of `make train`: torch, or jax.
+BACKEND ?= torch
 TORCH_VENV = .venv-torch-$(TORCH)
 # The Python of `make gpu`: one whose torch sees the GPU.
 GPU_PYTHON ?= $(BIN)/python
@@ -28,11 +32,12 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-host bench-scale bench-overlap long-parity gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-scale bench-overlap bench-planner chaos long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
-	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\""
+	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\";"
+	@echo "                BACKEND=jax runs it on XLA"
 	@echo "make test       all tests but the slow ones and those that need a GPU"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
@@ -41,9 +46,15 @@ help:
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
 	@echo "make bench-comm    each transport beside a memory copy"
+	@echo "make bench-compile  compiled blocks beside FSDP2's, recompiles counted"
+	@echo "make bench-copies  bytes that a step's copies read and write, beside FSDP2's"
+	@echo "make bench-gpu    blocks of Llama 3 8B on one GPU; GPU_PYTHON names a Python that sees it"
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
+	@echo "make bench-io      saving and loading beside the disk and torch's checkpoints"
 	@echo "make bench-scale   planning and bookkeeping of one rank over the world size"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
+	@echo "make bench-planner   the forecast beside published runs that it was not fitted to"
+	@echo "make chaos      kill ranks at random moments of training and saving, 200 times"
 	@echo "make long-parity  a thousand steps of DDP, FSDP2 and fullshard, their losses in one plot"
 	@echo "make docs       the documentation, into docs/_build/html"
 	@echo "make clean      remove build artefacts and caches (not $(VENV), not runs)"
@@ -66,10 +77,15 @@ $(VENV)/.stamp-train: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 	@$(PIP_INSTALL) --editable '.[hf]'
 	@touch $@
 
+$(VENV)/.stamp-jax: pyproject.toml $(wildcard constraints.txt) | $(VENV)/.stamp-train
+	@echo "installing jax into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[hf,jax]'
+	@touch $@
+
 $(VENV)/.stamp-setup: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 	@echo "installing fullshard with what tests and lint need into $(VENV) (about a minute)"
 	@$(PIP_INSTALL) --editable '.[test,lint]'
-	@touch $@ $(VENV)/.stamp-train
+	@touch $@ $(VENV)/.stamp-train $(VENV)/.stamp-jax
 
 $(VENV)/.stamp-docs: pyproject.toml $(wildcard constraints.txt) | $(BIN)/python
 	@echo "installing what the documentation needs into $(VENV)"
@@ -87,11 +103,11 @@ setup: $(VENV)/.stamp-setup
 
 # ---- what one runs ---------------------------------------------------------------------------------
 
-train: $(VENV)/.stamp-train
-	@$(BIN)/fullshard train $(ARGS)
+train: $(VENV)/.stamp-$(if $(filter jax,$(BACKEND)),jax,train)
+	@$(BIN)/fullshard train $(ARGS) $(if $(filter torch,$(BACKEND)),,backend=$(BACKEND))
 
 test: $(VENV)/.stamp-setup
-	$(PYTEST) -m "not slow and not gpu and not peers" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.stamp-setup
 	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1200 $(ARGS)
@@ -103,13 +119,22 @@ test-torch:
 		$(TORCH_VENV)/.stamp-torch
 	@$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__)'
 	$(TORCH_VENV)/bin/python -m pytest -m "not slow and not gpu and not peers" \
-		tests/engine tests/pure/engine $(ARGS)
+		-n $(WORKERS) --dist loadfile tests/engine tests/pure/engine $(ARGS)
 
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
 
-bench-comm bench-host bench-scale bench-overlap: bench-%: $(VENV)/.stamp-setup
+bench-comm bench-compile bench-copies bench-host bench-io bench-scale bench-overlap: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
+
+bench-planner: $(VENV)/.stamp-setup
+	PYTHONPATH=src $(BIN)/python benchmarks/planner.py $(ARGS)
+
+bench-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
+chaos: $(VENV)/.stamp-setup
+	$(BIN)/python tools/chaos.py $(ARGS)
 
 long-parity: $(VENV)/.stamp-setup
 	$(BIN)/python benchmarks/long_parity.py $(ARGS)

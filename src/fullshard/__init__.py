@@ -29,6 +29,9 @@ if TYPE_CHECKING:
         global_norm as global_norm,
     )
     from fullshard.api import (
+        load as load,
+    )
+    from fullshard.api import (
         memory_stats as memory_stats,
     )
     from fullshard.api import (
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
         reset as reset,
     )
     from fullshard.api import (
+        save as save,
+    )
+    from fullshard.api import (
         shard as shard,
     )
     from fullshard.api import (
@@ -52,7 +58,11 @@ if TYPE_CHECKING:
     from fullshard.api import (
         unsharded as unsharded,
     )
+    from fullshard.api import (
+        wait as wait,
+    )
     from fullshard.config.schema import ShardConfig as ShardConfig
+    from fullshard.planner.estimate import estimate_fsdp_memory as estimate_fsdp_memory
     from fullshard.planner.plan import Plan as Plan
 
 __version__ = "0.1.0"
@@ -63,16 +73,20 @@ _HOMES = {
         "clip_grad_norm_",
         "full_state_dict",
         "global_norm",
+        "load",
         "memory_stats",
         "no_sync",
         "num_parameters",
         "plan",
         "reset",
+        "save",
         "shard",
         "sharding",
         "unsharded",
+        "wait",
     ),
     "fullshard.config.schema": ("ShardConfig",),
+    "fullshard.planner.estimate": ("estimate_fsdp_memory",),
     "fullshard.planner.plan": ("Plan",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

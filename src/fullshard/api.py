@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard import loading, saving
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
@@ -62,8 +65,9 @@ def shard(
         mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names.
         sample: Example arguments of forward (a mapping, a sequence or one value), traced under
             fake tensors for the order of units. None: the first step shows it.
-        weights: A Hugging Face folder for a model on meta, read by each rank's byte ranges. None:
-            the model's own initialisation, which draws the numbers that it draws unsharded.
+        weights: A Hugging Face folder for a model on meta, or a checkpoint, read by each rank's
+            byte ranges. None: the model's own initialisation, which draws the numbers that it
+            draws unsharded.
         **overrides: Fields of ShardConfig.
 
     Returns:
@@ -76,10 +80,13 @@ def shard(
     settings = _with_mesh(settings, mesh)
     check_supported(settings)
     ring = EventRing()
-    engine = engine_shard.shard_model(
-        model, settings, _topology(settings), ring, sample=sample, weights=weights
-    )
+    is_path = isinstance(weights, str | PathLike)
+    checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
+    given = engine_shard.Given(sample, None if checkpoint else weights)
+    engine = engine_shard.shard_model(model, settings, _topology(settings), ring, given)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
+    if checkpoint is not None:
+        loading.load(checkpoint, model, None)
     return model
 
 
@@ -144,6 +151,69 @@ def full_state_dict(
 ) -> dict[str, torch.Tensor]:
     """The unsharded `state_dict()` on the CPU, streamed unit by unit. A collective."""
     return state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
+
+
+def save(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    wait: bool = True,
+    **state: Any,
+) -> Path:
+    """Save a checkpoint that any number of ranks and any strategy can load. A collective.
+
+    Args:
+        folder: On a file system that all ranks see.
+        model: Sharded.
+        optimizer: Of its parameters.
+        step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
+        wait: Return when it is complete. False: when its state is copied; the rest happens in the
+            background, at most one save at a time, and `fs.wait()` or the next save raises what
+            went wrong.
+        **state: Numbers, texts, lists, mappings, tensors, objects with `state_dict()`. What
+            differs between ranks is saved by each, and given back to as many ranks.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: It could not be written; complete checkpoints of before are untouched.
+    """
+    return saving.save(
+        Path(folder), model, optimizer, state, saving.SaveSettings(step=step, wait=wait)
+    )
+
+
+def wait() -> None:
+    """Return when no save is under way.
+
+    Raises:
+        CheckpointError: The last one failed.
+    """
+    saving.SAVES.wait()
+
+
+def load(
+    path: str | PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Load a checkpoint, each rank the bytes that it holds. A collective.
+
+    Args:
+        path: A checkpoint, or a folder of step-*: its newest complete and undamaged one; what is
+            skipped is said.
+        model: Sharded, of any strategy over any number of ranks.
+        optimizer: Of the class and groups that were saved. With it the ranks' random generators
+            go on where they were, if there are as many ranks.
+
+    Returns:
+        What was saved as `state` (objects as their state dicts), and "step".
+
+    Raises:
+        CheckpointError: There is none, or it is of another model; names the tensor.
+    """
+    return loading.load(Path(path), model, optimizer)
 
 
 def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:

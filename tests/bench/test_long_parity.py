@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from fullshard.bench import long_parity
 
 
+@pytest.mark.slow
 def test_a_short_run_has_three_equal_curves_in_one_plot():
     result = long_parity.run(5, timeout_s=100)
     curves = result["losses"]

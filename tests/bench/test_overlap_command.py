@@ -20,6 +20,7 @@ SHARES = (
 )
 
 
+@pytest.mark.slow
 def test_overlap_has_a_row_a_depth_and_a_trace_of_both_ranks(tmp_path):
     arguments = ("--layers", "4", "--rounds", "3", "--json", "--out", str(tmp_path))
     command = [sys.executable, "-m", "fullshard", "bench", "overlap", *arguments]

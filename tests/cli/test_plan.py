@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import resource
 from pathlib import Path
@@ -79,14 +80,15 @@ def test_the_json_object_has_the_keys_of_the_contract(plan, config):
         "step_time_s",
         "rows",
         "advice",
-        "not_counted",
+        "scaling",
         "memory_bytes",
         "plan",
     ]
     assert set(found["peak_bytes"]) == {"device", "host", "disk"}
     assert found["peak_bytes"]["device"] == sum(rows(found).values())
     assert (found["fits"], found["step_time_s"], found["advice"]) == (None, None, [])
-    assert "activations" in found["not_counted"]
+    assert {"activations", "logits and loss"} <= set(rows(found))
+    assert found["scaling"] == []
     assert set(found["plan"]["units"][0]) == {
         "name",
         "kind",
@@ -141,6 +143,38 @@ def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
     assert found["peak_bytes"]["device"] > found["memory_bytes"]
 
 
+def test_a_batch_that_does_not_fit_is_answered_with_changes_that_do(plan):
+    words = ("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB", "--nodes", "128")
+    found, code = plan(*words, "per_device_train_batch_size=4")
+    assert (found["fits"], code) == ("no", 3)
+    for one in found["advice"]:
+        assert one["fits"] in ("fits", "tight")
+        followed, code = plan(
+            *words, "per_device_train_batch_size=4", *one["text"].split(":")[0].split()
+        )
+        assert (followed["fits"], code) == (one["fits"], 0)
+        assert followed["peak_bytes"]["device"] == one["peak_bytes"]
+        assert followed["step_time_s"] == pytest.approx(one["step_time_s"])
+    assert found["advice"]
+
+
+def test_a_scaling_curve_goes_to_1024_ranks_and_says_what_is_lost(plan, config):
+    found, _ = plan(config, "--gpus", "8xH100-80GB")
+    curve = found["scaling"]
+    assert [point["world_size"] for point in curve] == [2**power for power in range(11)]
+    assert max(point["efficiency"] for point in curve) == 1
+    assert all(one["efficiency"] > 0 and one["reason"] for one in curve)
+
+
+def test_the_strategy_is_chosen_where_it_is_left_to_the_planner(plan, config):
+    found, code = plan(config, "strategy=auto", "--gpus", "8xH100-80GB")
+    assert code == 0
+    assert found["plan"]["strategy"] in ("no_shard", "shard_grad_op", "full_shard")
+    found, code = plan(config, "strategy=auto", "--gpus", "2x1GB", "max_seq_length=100000")
+    assert code == 3
+    assert "auto: expected a choice of strategy that fits" in found["error"]["message"]
+
+
 def test_a_model_folder_or_its_config_json_stand_in_for_a_configuration(plan, tmp_path, config):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -156,8 +190,9 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
     assert "parameter shards" in out
     assert "together" in out
-    assert "Not counted yet: activations" in out
-    assert "H100 (79.6 GiB): fits, the state takes" in out
+    assert "Activations and what follows are estimates" in out
+    assert "H100 (79.6 GiB): fits, it takes" in out
+    assert "tokens a second" in out
     assert err == ""
 
 
@@ -173,3 +208,37 @@ def test_an_impossible_mesh_names_the_line_and_the_nearest(capfd, config):
 def test_a_misspelt_model_type_names_the_nearest(capfd, config):
     assert run(["plan", str(config), "model.config.model_type=llamma"]) == 2
     assert "model.config.model_type: expected a model type" in capfd.readouterr().err
+
+
+def test_a_table_is_predicted_row_by_row_and_a_bad_row_ends_nothing(tmp_path, plan):
+    table, out = tmp_path / "rows.csv", tmp_path / "predictions.csv"
+    table.write_text(
+        "model_name,params_b,gpu_model,gpus,seq_len,peak_mem_gib\n"
+        "Llama-3.1-8B,8.03,H100-SXM5-80GB,8,8192,\n"
+        "Llama-3.1-8B,eight,H100-SXM5-80GB,8,8192,40\n"
+        "short\n",
+        encoding="utf-8",
+    )
+    found, code = plan("--table", table, "--out", out)
+    assert code == 0
+    assert found["rows"] == 3
+    assert [one["row"] for one in found["not_predicted"]] == [2]
+    lines = list(csv.DictReader(out.read_text(encoding="utf-8").splitlines()))
+    assert lines[1]["peak_mem_gib"] == "40"
+    assert "params_b: expected a positive number" in lines[1]["pred_note"]
+    assert float(lines[0]["pred_tokens_per_sec_per_gpu_lo"]) > 0
+    assert float(lines[2]["pred_step_time_s"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--table", "nowhere.csv"], "--table: expected a CSV file"),
+        (["--table", "README.md"], "--table: expected a header"),
+        (["--table", "README.md", "--nodes", "2"], "every row is one"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(plan, words, said):
+    found, code = plan(*words)
+    assert code == 2
+    assert said in found["error"]["message"]

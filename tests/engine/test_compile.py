@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.utils import counters
 
 import fullshard as fs
+from fullshard.errors import SlotError
 from support.models import CASES
 from support.parity import assert_planned_events, assert_same, finish_step
 from support.reference import make_optimizer, train_alone
@@ -81,3 +83,61 @@ def test_compiled_blocks_train_as_in_one_process(ranks, how, early, strategy):
 @pytest.mark.slow
 def test_blocks_compiled_to_machine_code_train_as_in_one_process(ranks):
     ranks(2)(check, "in place", False, "full_shard", "inductor", timeout=300)
+
+
+class Leaky(nn.Module):
+    """Keeps what it made halfway, as routers keep their losses; compiled, maybe as two graphs."""
+
+    def __init__(self, *, broken: bool) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.broken = broken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.norm(self.up(x))
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.down(self.kept)
+
+
+def gradient_of_what_was_kept(*, broken: bool) -> torch.Tensor:
+    """Of a loss of what the first of four blocks kept alone: its slot holds the third by then."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), *(Leaky(broken=broken) for _ in range(4)))
+    fs.shard(model, wrap=["Leaky"], transport="fake", shard=2, poison=True)
+    for block in model[1:]:
+        block.compile(backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        model(torch.ones(2, 4))
+        model[1].kept.square().sum().backward()
+    torch._dynamo.reset()
+    return model[0].weight.grad.to_local()
+
+
+def test_what_leaves_a_compiled_block_by_its_side_begins_its_backward():
+    assert gradient_of_what_was_kept(broken=False).isfinite().all()
+
+
+def test_what_leaves_a_broken_graph_in_its_middle_is_an_error():
+    with pytest.raises(SlotError, match="its gradient came while the slot"):
+        gradient_of_what_was_kept(broken=True)
+
+
+def test_equal_blocks_share_one_graph():
+    """More blocks than torch compiles variants of one function (8) before it gives up."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(10)))
+    fs.shard(model, wrap=lambda module: module in list(model), transport="fake", shard=2)
+    for block in model:
+        block.compile(backend="aot_eager")
+    before = counters["stats"]["unique_graphs"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        for _ in range(2):
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] - before == 1
+    torch._dynamo.reset()

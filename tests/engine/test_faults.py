@@ -175,7 +175,7 @@ def lost_landing(engine, note):
 def wrong_divisor(engine, note):
     """The mean is taken over one rank more than there are."""
     note()
-    engine.gradients._divisor += 1
+    engine.gradients.divisor += 1
 
 
 def repeated_gradient(engine, note):

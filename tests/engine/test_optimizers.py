@@ -79,6 +79,36 @@ def test_the_same_holds_on_three_ranks(ranks):
     ranks(3)(compare, partial(made_before, kind=optim.AdamW, settings={"fused": True}))
 
 
+# ---- the optimizer inside backward ------------------------------------------------------------
+
+
+def stepped_by_hooks(run: Run, **config: Any) -> Any:
+    """One AdamW a parameter that steps when its gradient is there."""
+    model = run.shard(run.model(), **config)
+    optimizers = {p: optim.AdamW([p], lr=1e-2, eps=1e-4) for p in model.parameters()}
+
+    def step_and_forget(param: torch.nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_and_forget)
+    for step in range(3):
+        run.loss(model, step).backward()
+    left = [param.grad is None for param in model.parameters()]
+    return run.result(model, left=left, stepped=[len(o.state) > 0 for o in optimizers.values()])
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct", "c10d"])
+def test_optimizers_in_hooks_on_gradients_step_as_in_one_process(ranks, transport):
+    ranks(2)(compare, partial(stepped_by_hooks, transport=transport))
+
+
+def test_optimizers_in_hooks_step_on_offloaded_and_replicated_parts_too(ranks):
+    ranks(2)(compare, partial(stepped_by_hooks, offload="cpu"))
+    ranks(2)(compare, partial(stepped_by_hooks, strategy="no_shard"))
+
+
 # ---- refused ----------------------------------------------------------------------------------
 
 

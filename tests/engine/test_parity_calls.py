@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,11 +9,10 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine.engine import ATTRIBUTE
 from fullshard.errors import ShardedTensorError
+from support.grid import RANKED, STRATEGIES
 from support.models import CASES, WIDTH, chain, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-RANKED = list(itertools.product(STRATEGIES, (2, 3)))
 CHAIN, LLAMA = CASES["chain"], CASES["llama"]
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from support.grid import RANKED, STRATEGIES
 from support.models import WIDTH, Block, mean_square, perturbed, tokens, vectors
 from support.parity import assert_parity, assert_planned_events, whole_gradients
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-RANKED = list(itertools.product(STRATEGIES, (2, 3)))
 DEPTHS = ((0, 0), (1, 1), (2, 2))
 
 

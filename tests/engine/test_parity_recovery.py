@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,11 +9,10 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from support.grid import RANKED, STRATEGIES
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, whole_gradients
 
-STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-RANKED = list(itertools.product(STRATEGIES, (2, 3)))
 DEPTHS = ((0, 0), (1, 1), (2, 2))
 CHAIN = CASES["chain"]
 

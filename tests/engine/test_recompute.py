@@ -294,13 +294,15 @@ def enable_by_new_name(model):
 
 def check_hugging_face(name, strategy):
     case = CASES[name]
-    compare(case.build, case.work, {"strategy": strategy}, before=enable)
+    # transformers sums the gradients of T5's position bias in another order when it recomputes:
+    # the unsharded model in one process has other bits too.
+    check = partial(compare, case.build, case.work, tolerance=1e-12 if name == "t5" else 0.0)
+    check({"strategy": strategy}, before=enable)
     if strategy == "full_shard":
-        depths = {"forward_prefetch": 0, "backward_prefetch": 2}
-        compare(case.build, case.work, depths, before=enable)
-        compare(case.build, case.work, {}, after=enable)
+        check({"forward_prefetch": 0, "backward_prefetch": 2}, before=enable)
+        check({}, after=enable)
         if hasattr(case.build(), "activation_checkpointing_enable"):
-            compare(case.build, case.work, {}, before=enable_by_new_name)
+            check({}, before=enable_by_new_name)
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,6 @@ def refused_calls() -> dict[str, str]:
         "create_graph": lambda: run.loss(model, 0).backward(create_graph=True),
         "autograd.grad": lambda: torch.autograd.grad(run.loss(model, 0), list(model.parameters())),
         "functional_call": lambda: torch.func.functional_call(model, state, (tokens,)),
-        "fs.plan of a sharded model": lambda: fs.plan(model, world_size=2),
         "register_hook": lambda: weight.register_hook(lambda g: g),
         "fs.sharding of a plain tensor": lambda: fs.sharding(torch.ones(3)),
         "fs.global_norm of plain tensors": lambda: fs.global_norm([torch.ones(3)]),

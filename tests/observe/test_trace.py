@@ -96,6 +96,15 @@ def test_compute_fills_the_time_between_events_under_the_unit_entered_last():
     ]
 
 
+def test_the_wait_for_each_other_before_a_forward_is_a_box_of_its_own():
+    step = [Entry(EventKind.PUBLISH, -1, 0, 0, 30), *(e for e in STEP if e.start_ns >= 30)]
+    slices = slices_of(step)
+    first = slices[0]
+    assert (first.lane, first.what, first.start_ns, first.stop_ns) == ("compute", "publish", 0, 30)
+    named = [e["name"] for e in chrome_trace([slices], ["(root)", "a", "b"], {})["traceEvents"]]
+    assert "publish the model" in named
+
+
 def test_boxes_of_a_lane_do_not_cross():
     for messages in (WIRES, None):
         slices = slices_of(STEP, messages)

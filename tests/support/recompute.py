@@ -40,25 +40,28 @@ def _plain(named):
     return {name.replace(WRAPPED, ""): value for name, value in named.items()}
 
 
-def assert_bits(found, wanted):
-    """Nothing differs in any bit, and something was recomputed."""
+def assert_bits(found, wanted, tolerance=0.0):
+    """Nothing differs in any bit (or by more than `tolerance`), and something was recomputed."""
     for step, (ours, theirs) in enumerate(zip(found[0], wanted[0], strict=True)):
-        assert torch.equal(ours[0], theirs[0]), f"step {step}: loss {ours[0]}, not {theirs[0]}"
+        said = f"step {step}: loss {ours[0]}, not {theirs[0]}"
+        assert is_same(ours[0], theirs[0], tolerance), said
         for kind in (1, 2):
             assert ours[kind].keys() == theirs[kind].keys()
-            wrong = [n for n, v in theirs[kind].items() if not is_same(ours[kind][n], v)]
+            wrong = [n for n, v in theirs[kind].items() if not is_same(ours[kind][n], v, tolerance)]
             assert not wrong, f"step {step}: {wrong}"
     assert found[1] > wanted[1], "nothing was recomputed"
 
 
-def is_same(one, other):
-    return one is other if one is None or other is None else torch.equal(one, other)
+def is_same(one, other, tolerance=0.0):
+    if one is None or other is None:
+        return one is other
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
-def compare(make, work, settings, **ways):
+def compare(make, work, settings, tolerance=0.0, **ways):
     """With and without recompute, the same settings."""
     try:
         wanted = trained(make, work, settings)
-        assert_bits(trained(make, work, settings, **ways), wanted)
+        assert_bits(trained(make, work, settings, **ways), wanted, tolerance)
     except Exception as error:
         raise AssertionError(f"{getattr(work, '__name__', work)}, {settings}") from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.command import Done, call
 from support.text import seeded_text
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -55,46 +54,10 @@ def importable_ranks():
         os.environ["PYTHONPATH"] = before
 
 
-@dataclass(frozen=True)
-class Done:
-    """How a command ended, and what it and its ranks wrote."""
-
-    exit_code: int
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="session")
 def fullshard(tmp_path_factory) -> Callable[..., Done]:
     """`fullshard("train", "x.yaml")` runs the command in this process."""
-    from fullshard.cli.app import run
-
-    def call(*words: object) -> Done:
-        folder = tmp_path_factory.mktemp("output")
-        with output_in(folder):
-            exit_code = run([str(word) for word in words])
-        return Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
-
-    return call
-
-
-@contextlib.contextmanager
-def output_in(folder: Path) -> Iterator[None]:
-    """Everything that this process and its children write goes to files `out` and `err`."""
-    saved = [os.dup(number) for number in (1, 2)]
-    with contextlib.ExitStack() as stack:
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(stack.enter_context((folder / name).open("w")).fileno(), number)
-        # Streams of their own, which follow the descriptor when the command moves it for --json.
-        streams = [stack.enter_context(open(number, "w", closefd=False)) for number in (1, 2)]
-        try:
-            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
-                yield
-        finally:
-            for stream, number, old in zip(streams, (1, 2), saved, strict=True):
-                stream.flush()
-                os.dup2(old, number)
-                os.close(old)
+    return lambda *words: call(tmp_path_factory.mktemp("output"), *words)
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,9 @@ CASES = {
     "impossible mesh": (["sharding.shard=3"], 2, "shard"),
     "vocabulary without bytes": (["data.vocab_size=200"], 2, "at least 257"),
     "no such tokenizer": (["data.tokenizer=nowhere"], 2, "data.tokenizer: expected a local folder"),
-    "not yet": (["save_steps=5"], 2, "not yet supported"),
-    "resume from a path": (["--resume", "checkpoints/1"], 2, "--resume: expected auto or never"),
+    "not yet": (["sharding.offload=nvme"], 2, "not yet supported"),
+    "of another recipe": (["teacher=t"], 2, "in `fullshard distill` alone"),
+    "nothing to resume from": (["--resume", "checkpoints/1"], 7, "which does not exist"),
     "place is taken": (["training.output_dir=."], 2, "other files"),
 }
 

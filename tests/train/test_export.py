@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
+from fullshard.errors import CheckpointError
 from fullshard.train.export import save_model
 from fullshard.train.model import (
     build_model,
@@ -42,7 +47,11 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
         for parameter in model.parameters():
             parameter += torch.rand_like(parameter)  # ones and zeros would hide faults
     model.save_pretrained(tmp_path / "theirs")
-    save_model(fs.shard(model), config, tokenizer, tmp_path / "ours", rank=0)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "of a run before").touch()
+    save_model(fs.shard(model), config, tokenizer, tmp_path / "ours")
+    assert {path.name for path in tmp_path.iterdir()} == {"ours", "theirs"}
+    assert not (tmp_path / "ours" / "of a run before").exists()
     ours, theirs = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
@@ -51,10 +60,53 @@ def test_folder_equals_what_transformers_saves(name, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "ours").dtype is torch.float32
 
 
-def test_other_ranks_write_nothing(tmp_path):
+def on_a_rank(folder, cap):
+    quiet_libraries()
     tokenizer = train_tokenizer(["some text"], 300)
-    config = config_from_settings({**SIZES, "model_type": "llama"})
+    config = config_from_settings({**SIZES, **MODELS["mixture of experts"]})
+    fit_to_tokenizer(config, tokenizer)
+    model = build_model(config, None, torch.float32, seed=5)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "theirs", max_shard_size=cap)
+    return save_model(fs.shard(model), config, tokenizer, folder / "ours", max_file_bytes=cap)
+
+
+def test_ranks_take_turns_in_writing_files(ranks, tmp_path):
+    first, second = ranks(2)(on_a_rank, tmp_path, 20_000)
+    assert len(first) > 1
+    assert second
+    assert not set(first) & set(second)
+    ours, theirs = ({}, {})
+    for found, folder in ((ours, "ours"), (theirs, "theirs")):
+        for path in (tmp_path / folder).glob("*.safetensors"):
+            found.update(load_file(path))
+            assert path.stat().st_size < 30_000
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    names = {path.name for path in (tmp_path / "ours").glob("*.safetensors")}
+    assert names == {*first, *second}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
+def on_a_full_disk(folder):
+    """The second rank cannot write its first file; both must hear of it, and nobody waits."""
+    quiet_libraries()
+    tokenizer = train_tokenizer(["some text"], 300)
+    config = config_from_settings({**SIZES, **MODELS["untied llama"]})
     fit_to_tokenizer(config, tokenizer)
     model = fs.shard(build_model(config, None, torch.float32, seed=5))
-    save_model(model, config, tokenizer, tmp_path / "ours", rank=1)
-    assert not (tmp_path / "ours").exists()
+    if dist.get_rank() == 1:
+        limit = 10_000  # bytes a file may have
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        save_model(model, config, tokenizer, folder / "ours", max_file_bytes=30_000)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def test_a_rank_that_cannot_write_is_heard_by_all(ranks, tmp_path):
+    said = ranks(2)(on_a_full_disk, tmp_path)
+    assert all("File too large" in text for text in said), said

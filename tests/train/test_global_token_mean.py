@@ -127,11 +127,13 @@ def make_loop(
 ) -> tuple[nn.Module, Loop, RaggedRecipe]:
     model = fs.shard(tiny_model(), poison=True, wrap=["Sequential"], **options)
     engine = engine_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     trainee = Trainee(
         model,
-        torch.optim.SGD(model.parameters(), lr=RATE),
+        optimizer,
         communication_seconds=lambda: 0.0,
         memory_bytes=lambda: (1000 * (rank + 1), 2000 * (rank + 1)),
+        scaler=LossScaler(optimizer, torch.device("cpu"), enabled=False),
     )
     settings = LoopSettings(
         num_steps=NUM_STEPS,

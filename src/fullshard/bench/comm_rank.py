@@ -6,7 +6,6 @@ have them: a home that all ranks map need not fetch what it holds.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.bench.comm import COPY, FETCH, REDUCE, Job
-from fullshard.bench.job import result_file
+from fullshard.bench.rank import write_result
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType
 from fullshard.engine.collectives import Transport, make_transport, resolve_transport
 from fullshard.engine.ring import Rings
 from fullshard.errors import ConfigError, VerifyError
-from fullshard.launch import rendezvous
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
@@ -131,23 +129,21 @@ def measure(num_bytes: int, configs: Sequence[ShardConfig], world: int, num_roun
 
 def main(folder: Path) -> None:
     """Measures what the folder's job asks for and writes this rank's result."""
-    torch.set_num_threads(1)
     job = Job.read(folder)
-    rendezvous.init_process_group()
-    try:
-        world = dist.get_world_size()
-        configs, absent = [], {}
-        for name in job.transports:
-            try:
-                configs.append(resolve(name, world))
-            except ConfigError as error:
-                absent[name] = str(error)
-        sizes = [measure(size, configs, world, job.num_rounds) for size in job.sizes]
-        result = {"absent": absent, "sizes": sizes}
-        (folder / result_file(dist.get_rank())).write_text(json.dumps(result))
-        dist.barrier()
-    finally:
-        rendezvous.shutdown()
+    write_result(folder, lambda: measure_all(job))
+
+
+def measure_all(job: Job) -> dict:
+    """Times every size on every transport that can be built here."""
+    world = dist.get_world_size()
+    configs, absent = [], {}
+    for name in job.transports:
+        try:
+            configs.append(resolve(name, world))
+        except ConfigError as error:
+            absent[name] = str(error)
+    sizes = [measure(size, configs, world, job.num_rounds) for size in job.sizes]
+    return {"absent": absent, "sizes": sizes}
 
 
 if __name__ == "__main__":

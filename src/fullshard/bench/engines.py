@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Setup:
         return torch.optim.AdamW(trained, lr=self.learning_rate, fused=True)
 
 
-def _train_step(model: nn.Module, setup: Setup) -> Step:
+def train_step(model: nn.Module, setup: Setup) -> Step:
+    """Forward, backward and the update of a model that is ready."""
     optimizer = setup.adamw(model.parameters())
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -68,28 +70,22 @@ def _train_step(model: nn.Module, setup: Setup) -> Step:
     return step
 
 
-def build_ours(setup: Setup, transport: str = "auto") -> Step:
+def shard_ours(setup: Setup, transport: str = "auto") -> nn.Module:
     """fullshard, one unit a block."""
     import fullshard as fs
 
-    model = fs.shard(
+    return fs.shard(
         setup.model(),
         strategy="full_shard",
         wrap=[Block.__name__],
         transport=transport,
         param_dtype=None if setup.compute is None else setup.case.compute,
     )
-    return _train_step(model, setup)
 
 
-def build_ours_direct(setup: Setup) -> Step:
-    """fullshard with ranks that send each other parts: what it does where none is shared."""
-    return build_ours(setup, transport="direct")
-
-
-def build_ours_c10d(setup: Setup) -> Step:
-    """fullshard over gloo's own collectives: what the layout alone brings."""
-    return build_ours(setup, transport="c10d")
+def build_ours(setup: Setup, transport: str = "auto") -> Step:
+    """fullshard's training step."""
+    return train_step(shard_ours(setup, transport), setup)
 
 
 def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
@@ -110,7 +106,7 @@ def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + setup.prefetch])
             before = blocks[max(0, i - setup.prefetch) : i]
             block.set_modules_to_backward_prefetch(before[::-1])
-    return _train_step(model, setup)
+    return train_step(model, setup)
 
 
 def build_fsdp2_zero2(setup: Setup) -> Step:
@@ -132,13 +128,13 @@ def build_fsdp1(setup: Setup) -> Step:
             use_orig_params=True,
             device_id=torch.device("cpu"),
         )
-    return _train_step(model, setup)
+    return train_step(model, setup)
 
 
 def build_ddp(setup: Setup) -> Step:
     """torch's DistributedDataParallel: everything on every rank."""
     model = nn.parallel.DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
-    return _train_step(model, setup)
+    return train_step(model, setup)
 
 
 def build_deepspeed(setup: Setup) -> Step:
@@ -197,10 +193,11 @@ def build_floor(setup: Setup) -> Step:
     return step
 
 
+# Ours: a shared home; parts sent directly, as where ranks share no host; gloo's own collectives.
+TRANSPORTS = {"fullshard": "auto", "fullshard-direct": "direct", "fullshard-c10d": "c10d"}
+
 BUILDERS: dict[str, Callable[[Setup], Step]] = {
-    "fullshard": build_ours,
-    "fullshard-direct": build_ours_direct,
-    "fullshard-c10d": build_ours_c10d,
+    **{name: partial(build_ours, transport=kind) for name, kind in TRANSPORTS.items()},
     "fsdp2": build_fsdp2,
     "fsdp2-zero2": build_fsdp2_zero2,
     "fsdp1": build_fsdp1,

@@ -23,7 +23,7 @@ from fullshard.bench.statistics import Estimate, median_of
 from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.engine.collectives.base import Axes
 from fullshard.engine.collectives.fake import FakeTransport
-from fullshard.engine.engine import engine_of
+from fullshard.engine.engine import Engine, engine_of
 
 PLAIN, OURS, REFERENCE = "plain", "fullshard", "fsdp2"
 PHASES = ("forward", "backward")
@@ -96,11 +96,17 @@ class _Idle:
 def shard_ours(model: nn.Module, world: int) -> nn.Module:
     """Shards over a fake world whose messages cost nothing."""
     fs.shard(model, transport="fake", shard=world, wrap=[Block.__name__])
-    engine = engine_of(model)
-    transport = IdleTransport(Axes(engine.plan.mesh, 0, tuple(range(world)), (0,)))
+    make_idle(engine_of(model))
+    return model
+
+
+def make_idle(engine: Engine) -> None:
+    """Lets the engine's messages cost nothing at all, not even what a fake peer costs."""
+    mesh = engine.plan.mesh
+    transport = IdleTransport(Axes(mesh, 0, tuple(range(mesh.shard)), (0,)))
     for owner in (engine, engine.gradients, *engine.units):
         owner.transport = transport
-    return model
+    engine.transports.update(dict.fromkeys(engine.transports, transport))
 
 
 def shard_fsdp2(model: Any, world: int) -> nn.Module:

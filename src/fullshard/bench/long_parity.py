@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from fullshard.bench.cases import Case
-from fullshard.errors import FullshardError
-from fullshard.launch.spawn import run_local_ranks
+from fullshard.bench.ranks import run_module
 from fullshard.observe.chart import Axes, Series, line_chart, standalone
 from fullshard.train.dataset import DatasetSettings, make_dataset
 from fullshard.train.text import embedded_corpus
@@ -44,19 +43,10 @@ def run(num_steps: int, timeout_s: float = 3600.0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fullshard-parity-") as name:
         folder = Path(name)
         np.save(folder / TOKENS_FILE, make_dataset(embedded_corpus(), settings, None).train)
-        code = run_local_ranks(
-            RANK_MODULE,
-            [str(folder), str(num_steps)],
-            num_processes=CASE.num_ranks,
-            log_dir=folder / "logs",
-            timeout_s=timeout_s,
+        arguments = [str(folder), str(num_steps)]
+        run_module(
+            RANK_MODULE, arguments, CASE.num_ranks, folder, what="long parity", timeout_s=timeout_s
         )
-        if code != 0:
-            error = FullshardError(
-                f"long parity: expected exit code 0, got {code}. See the error above."
-            )
-            error.exit_code = code
-            raise error
         losses = json.loads((folder / LOSSES_FILE).read_text())
     return {
         "model": CASE.describe(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import defaultdict
@@ -16,12 +15,11 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.bench.cases import Case
-from fullshard.bench.job import result_file
 from fullshard.bench.models import Block, build_model, make_batches
 from fullshard.bench.overlap import TRACED, UNDELAYED, Job
+from fullshard.bench.rank import write_result
 from fullshard.engine.collectives.delay import delayed
 from fullshard.engine.engine import engine_of
-from fullshard.launch import rendezvous
 from fullshard.observe.timeline import Entry, Timeline, slices_of
 
 SEED, LEARNING_RATE = 0, 1e-3
@@ -109,14 +107,8 @@ def measure(job: Job) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     """Measures what the folder's job asks for and writes this rank's result."""
-    torch.set_num_threads(1)
-    rendezvous.init_process_group()
-    try:
-        result = measure(Job.read(folder))
-        (folder / result_file(dist.get_rank())).write_text(json.dumps(result))
-        dist.barrier()
-    finally:
-        rendezvous.shutdown()
+    job = Job.read(folder)
+    write_result(folder, lambda: measure(job))
 
 
 if __name__ == "__main__":

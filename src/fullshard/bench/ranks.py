@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -38,17 +39,32 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="fullshard-bench-") as name:
         folder = Path(name)
         job.write(folder)
-        code = run_local_ranks(
-            module,
-            [str(folder)],
-            num_processes=num_ranks,
-            log_dir=folder / "logs",
-            timeout_s=timeout_s,
-        )
-        if code != 0:
-            error = FullshardError(
-                f"{what}: expected exit code 0, got {code}. See the error above."
-            )
-            error.exit_code = code
-            raise error
+        run_module(module, [str(folder)], num_ranks, folder, what=what, timeout_s=timeout_s)
         return [json.loads((folder / result_file(rank)).read_text()) for rank in range(num_ranks)]
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    num_ranks: int,
+    folder: Path,
+    *,
+    what: str,
+    timeout_s: float,
+) -> None:
+    """Runs one group of ranks, whose logs lie in the folder, to its end.
+
+    Raises:
+        FullshardError: a rank failed; its own error has been shown.
+    """
+    code = run_local_ranks(
+        module,
+        arguments,
+        num_processes=num_ranks,
+        log_dir=folder / "logs",
+        timeout_s=timeout_s,
+    )
+    if code != 0:
+        error = FullshardError(f"{what}: expected exit code 0, got {code}. See the error above.")
+        error.exit_code = code
+        raise error

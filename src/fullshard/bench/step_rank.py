@@ -7,7 +7,6 @@ in one process group (mode "time"), or alone (mode "memory").
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 import warnings
@@ -21,10 +20,10 @@ import torch.distributed as dist
 from fullshard.bench import memory
 from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step
-from fullshard.bench.job import Job, result_file
+from fullshard.bench.job import Job
 from fullshard.bench.machine import CpuClock
 from fullshard.bench.models import make_batches
-from fullshard.launch import rendezvous
+from fullshard.bench.rank import write_result
 
 NUM_BATCHES = 4
 PREFETCHES = (0, 1, 2)
@@ -159,18 +158,11 @@ def measure_memory(job: Job) -> dict[str, object]:
 
 def main(folder: Path) -> None:
     """Measures what the folder's job asks for and writes this rank's result."""
-    torch.set_num_threads(1)
     # Peers call what torch renamed, at every step: writing that down is no part of a step.
     warnings.simplefilter("ignore", FutureWarning)
     job = Job.read(folder)
-    rendezvous.init_process_group()
-    try:
-        measure = measure_time if job.mode == "time" else measure_memory
-        result = measure(job)
-        (folder / result_file(dist.get_rank())).write_text(json.dumps(result))
-        dist.barrier()
-    finally:
-        rendezvous.shutdown()
+    measure = measure_time if job.mode == "time" else measure_memory
+    write_result(folder, lambda: measure(job))
 
 
 if __name__ == "__main__":

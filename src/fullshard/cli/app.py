@@ -20,9 +20,20 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.errors import ConfigError
 
-COMMANDS = ("train", "generate", "plan", "verify", "bench", "launch", "doctor")
-# In the contract and not built yet.
-LATER = ("sft", "distill", "ckpt", "config", "report")
+COMMANDS = (
+    "train",
+    "sft",
+    "distill",
+    "generate",
+    "plan",
+    "verify",
+    "bench",
+    "launch",
+    "ckpt",
+    "config",
+    "doctor",
+    "report",
+)
 # Typer's own options for a program of its own, which a command is not.
 _COMPLETION = ("install_completion", "show_completion")
 
@@ -42,13 +53,8 @@ class _LazyGroup(TyperGroup):
         """
         if cmd_name.startswith("-"):
             return None  # an unknown option: typer's own error names it
-        if cmd_name in LATER:
-            raise ConfigError(
-                f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}, "
-                "which is part of the design and not yet built."
-            )
         if cmd_name not in COMMANDS:
-            close = difflib.get_close_matches(cmd_name, COMMANDS + LATER, n=1)
+            close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else "See `fullshard --help`."
             raise ConfigError(
                 f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}. {hint}"
@@ -129,7 +135,11 @@ def invoke(words: Sequence[str]) -> Outcome:
         words: the command line without the program's name.
     """
     command = typer.main.get_command(app)
-    if words[:1] == ["train"]:  # a launcher's flags stand behind `--`, and are ours to read
+    if words[:1] in (
+        ["train"],
+        ["sft"],
+        ["distill"],
+    ):  # a launcher's flags stand behind `--`, and are ours to read
         words = [word for word in words if word != "--"]
     try:
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure side by side with the peers.")
 
-NOT_YET = ("io", "strategies", "prefetch", "calibrate")
+NOT_YET = ("calibrate",)
 
 
 WaitFlag = Annotated[
@@ -118,6 +118,31 @@ def comm(  # noqa: PLR0913  (one parameter an option)
 
 
 @app.command()
+def io(  # noqa: PLR0913  (one parameter an option)
+    place: Annotated[
+        Path, typer.Option(help="Folder whose disk is measured.", file_okay=False)
+    ] = Path("runs"),
+    mib: Annotated[int, typer.Option(min=24, help="Size of the checkpoint.")] = 768,
+    ranks: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 2,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each.")] = 7,
+    timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 1200.0,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Time saving and loading beside the disk's own speed and torch's distributed checkpoints."""
+    import tempfile
+
+    from fullshard.bench import io as bench
+
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
+        job = bench.Job(bench.MIB * mib, rounds, folder)
+        found = bench.run(job, ranks, timeout_s=timeout, wait=wait, say=_say)
+    return _show(bench.page_of(found, _command_line("io")), out)
+
+
+@app.command()
 def host(
     world: Annotated[int, typer.Option(min=2, help="Ranks of the fake world.")] = 64,
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 61,
@@ -171,11 +196,115 @@ def overlap(  # noqa: PLR0913  (one parameter an option)
     return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
 
 
+@app.command()
+def copies(
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="A case of bench step; may be given again. Default: 109M, 109M-bf16."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 900.0,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Count the bytes that copies of a training step read and write, beside FSDP2's."""
+    from fullshard.bench import copies as bench
+    from fullshard.bench.cases import find_case
+
+    chosen = [find_case(name) for name in case or ("109M", "109M-bf16")]
+    page = bench.run(chosen, command=_command_line("copies"), timeout_s=timeout, say=_say)
+    return _show(page, out)
+
+
+@app.command("compile")
+def compiled(  # noqa: PLR0913  (one parameter an option)
+    case: Annotated[str, typer.Option(help="A case of bench step.")] = "29M",
+    backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "inductor",
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 1800.0,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Time blocks compiled by torch.compile under ours and FSDP2, and count recompiles."""
+    from fullshard.bench import compile as bench
+    from fullshard.bench.cases import find_case
+
+    job, command = bench.Job(find_case(case), rounds, backend), _command_line("compile")
+    return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
+
+
+@app.command()
+def gpu(
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small blocks, on a CPU too.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 15,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Measure blocks of Llama 3 8B on one GPU as a rank of 8 and 64, beside FSDP2."""
+    from fullshard.bench import gpu as bench
+
+    return _show(bench.run(rounds, tiny=tiny, command=_command_line("gpu"), say=_say), out)
+
+
 def _show(page: Page, out: Path | None) -> Outcome:
     if out is not None:
         page.write(out)
     print(page.to_markdown())
     return Outcome(page.to_dict())
+
+
+StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
+
+
+@app.command()
+def strategies(
+    max_steps: StepsFlag = 20,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Train the main job's model under every strategy, and compare memory and speed."""
+    names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+    return _compare({name: {"strategy": name} for name in names}, max_steps)
+
+
+@app.command()
+def prefetch(
+    max_steps: StepsFlag = 20,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Train the main job's model with prefetch in no, one or both directions, and compare.
+
+    Over the process group's collectives: ranks that share their weights have nothing to fetch.
+    """
+    depths = {"none": (0, 0), "forward": (1, 0), "backward": (0, 1), "both": (1, 1)}
+    return _compare(
+        {
+            name: {"transport": "c10d", "forward_prefetch": ahead, "backward_prefetch": behind}
+            for name, (ahead, behind) in depths.items()
+        },
+        max_steps,
+    )
+
+
+def _compare(shardings: dict[str, dict[str, Any]], max_steps: int) -> Outcome:
+    from fullshard.train.compare import create_fsdp_config, print_comparison_table, train
+
+    results: dict[str, dict[str, Any]] = {}
+    for name, sharding in shardings.items():
+        config = create_fsdp_config(**sharding)
+        config["training"] = {"output_dir": f"runs/compare/{name.lower()}"}
+        results[name] = train(config, max_steps)
+    print_comparison_table(results)
+    rows = [
+        {
+            "name": name,
+            "strategy": found["strategy"],
+            "step_time_s": found["step_time_s"],
+            "tokens_per_s": found["tokens_per_sec"],
+            "memory_peak_bytes": round(found["memory_gb"] * 1e9),
+        }
+        for name, found in results.items()
+    ]
+    return Outcome({"rows": rows, "absent": []})
 
 
 def _command_line(name: str) -> str:
@@ -207,7 +336,8 @@ def _register_not_yet(name: str) -> None:
         """Not yet."""
         from fullshard.errors import ConfigError
 
-        raise ConfigError(f"bench {name}: not yet. step, comm, host, scale and overlap are there.")
+        there = "step, strategies, prefetch, comm, compile, copies, gpu, host, scale, overlap"
+        raise ConfigError(f"bench {name}: not yet. {there} are there.")
 
 
 for _name in NOT_YET:

@@ -13,6 +13,7 @@ from fullshard.cli.words import DryRunFlag, JsonFlag
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fullshard.config.schema import LaunchConfig
     from fullshard.launch.spawn import LocalLaunch, Machines
 
 app = typer.Typer()
@@ -48,6 +49,10 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         int,
         typer.Option("--max-restarts", "--max_restarts", help="How often all ranks start again."),
     ] = 0,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config-file", "--config_file", help="Of processes and sharding."),
+    ] = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,  # noqa: ARG001  torchrun's, and always so here
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a rank that others wait for is stuck.")
@@ -69,10 +74,11 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     order = LocalLaunch(
         script,
         tuple(arguments or ()),
-        _ranks_here(nproc_per_node),
+        _ranks_here(nproc_per_node, _asked_for(config_file)),
         log_dir,
         stuck_s=timeout,
         machines=_machines(nnodes, node_rank, master_addr, master_port),
+        config_file=config_file and config_file.absolute(),
     )
     if dry_run:
         ranks = f"ranks {order.ranks[0]} to {order.ranks[-1]} of {order.world_size}"
@@ -128,11 +134,22 @@ def _machines(count: str, index: int, address: str | None, port: int) -> Machine
     return Machines(int(count), index, address, port)
 
 
-def _ranks_here(text: str) -> int:
-    """`4`, or torchrun's words."""
+def _asked_for(config_file: Path | None) -> LaunchConfig | None:
+    """What a file says of processes; it is checked as a whole, before any of them starts."""
+    from fullshard.config.load import load_config
+
+    if config_file is None:
+        return None
+    return load_config(config_file, needs_model=False).config.launch
+
+
+def _ranks_here(text: str, asked: LaunchConfig | None) -> int:
+    """`4`, or torchrun's words; auto: as many as the file says."""
     from fullshard.launch.topology import DEFAULT_PROCESSES, num_visible_accelerators
 
     match text:
+        case "auto" if asked is not None and asked.num_processes is not None:
+            return asked.num_processes // asked.num_machines
         case "auto":
             return num_visible_accelerators() or DEFAULT_PROCESSES
         case "gpu":

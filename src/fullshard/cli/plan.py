@@ -2,59 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import OPEN_WORDS, ConfigFlag, JsonFlag, Words, load, placed
+from fullshard.cli.words import (
+    OPEN_WORDS,
+    ConfigFileFlag,
+    ConfigFlag,
+    JsonFlag,
+    Words,
+    load,
+    placed,
+)
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fullshard.config.schema import RunConfig
-    from fullshard.planner.hardware import Fit, Gpus
+    from fullshard.config.schema import RunConfig, ShardConfig
+    from fullshard.planner.hardware import Gpus
     from fullshard.planner.mesh import Topology
+    from fullshard.planner.outlook import Outlook
     from fullshard.planner.plan import Plan
+    from fullshard.planner.study import Study
 
 app = typer.Typer()
 
-FLAGS = ("--config", "--config_file", "--gpus", "--nodes", "--json", "--help")
-NOT_COUNTED = ["activations", "logits", "the allocator's overhead"]
+FLAGS = ("--config", "--config_file", "--gpus", "--nodes", "--table", "--out", "--json", "--help")
 
 
 @app.command(context_settings=OPEN_WORDS)
-def plan(
+def plan(  # noqa: PLR0913  (one parameter an option)
     words: Words = None,
     config: ConfigFlag = None,
+    config_file: ConfigFileFlag = None,
     gpus: Annotated[
         str | None,
         typer.Option(help="GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines. Default: 1.")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="Predict the runs of a CSV file, anybody's, instead.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A page with figures to write; with --table: where predictions go."),
+    ] = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Say what every rank will hold, and whether it fits.
+    """Say what every rank will hold, how long a step takes, and what to change.
 
     CONFIG may also be a Hugging Face model folder or its config.json.
     """
+    if table is not None:
+        from fullshard.cli.plan_table import predict_table
+
+        if words or config or config_file or gpus or nodes:
+            raise ConfigError(
+                "--table: expected no configuration beside it, because every row is one; got more. "
+                "Plan them one after the other."
+            )
+        return predict_table(table, out or Path("predictions.csv"))
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.hardware import Fit, judge_fit, parse_gpus
+    from fullshard.planner.hardware import Fit, parse_gpus
 
     hardware = parse_gpus(gpus) if gpus is not None else None
-    resolved = load(words, config, flags=FLAGS, accept_model=True)
+    resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
     try:
         topology = _topology(resolved.config, hardware, nodes)
-        made = _make_plan(resolved.config, topology)
+        study, strategies = _study(resolved.config, topology, hardware, compares=out is not None)
     except ConfigError as error:
         raise placed(resolved, error) from error
-    memory_bytes = hardware.memory_bytes if hardware is not None else None
-    fit = judge_fit(made.peak_bytes["device"], memory_bytes) if memory_bytes else None
-    _print_plan(made, fit, hardware)
-    code = ExitCode.WILL_NOT_FIT if fit is Fit.NO else ExitCode.OK
-    return Outcome(_to_dict(made, fit, memory_bytes), code)
+    _print_plan(study, hardware)
+    if out is not None:
+        from fullshard.observe.plan_page import write_plan_page
+
+        print(f"Figures: {write_plan_page(study, strategies, out)}")
+    code = ExitCode.WILL_NOT_FIT if study.outlook.fit is Fit.NO else ExitCode.OK
+    return Outcome(_to_dict(study), code)
 
 
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
@@ -71,21 +101,31 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
     return Topology(local * (nodes or 1), local)
 
 
-def _make_plan(config: RunConfig, topology: Topology) -> Plan:
+def _study(
+    config: RunConfig, topology: Topology, hardware: Gpus | None, *, compares: bool
+) -> tuple[Study, list[Outlook]]:
+    """The plan, what it takes, what else one could do; other strategies for a page."""
     import fullshard as fs
+    from fullshard.planner.search import compare
+    from fullshard.planner.study import study
+    from fullshard.train.outlook import job_of, machine_of
 
-    return fs.plan(
-        _model(config),
-        config.sharding,
-        world_size=topology.world_size,
-        local_world_size=topology.local_world_size,
-    )
+    model = _model(config)
+
+    def plan_of(sharding: ShardConfig) -> Plan:
+        world, local = topology.world_size, topology.local_world_size
+        return fs.plan(model, sharding, world_size=world, local_world_size=local)
+
+    job = job_of(model, config.training, topology.world_size)
+    machine = machine_of(hardware)
+    found = study(config.sharding, plan_of, job, machine, topology)
+    if not compares:
+        return found, []
+    return found, compare(found.outlook, plan_of, machine, hosts=found.hosts)
 
 
 def _model(config: RunConfig) -> nn.Module:
     """The run's model on meta, with what it freezes."""
-    from pathlib import Path
-
     from fullshard.engine.model_spec import meta_model
     from fullshard.train.model import (
         config_from_folder,
@@ -106,17 +146,27 @@ def _model(config: RunConfig) -> nn.Module:
     return model
 
 
-def _to_dict(made: Plan, fit: Fit | None, memory_bytes: int | None) -> dict[str, Any]:
-    """What --json prints; times and advice come with the simulator."""
+def _to_dict(study: Study) -> dict[str, Any]:
+    """What --json prints."""
+    outlook, made = study.outlook, study.outlook.plan
     return {
-        "fits": fit,
-        "peak_bytes": made.peak_bytes,
-        "reserved_bytes": None,
-        "step_time_s": None,
-        "rows": made.rows(),
-        "advice": [],
-        "not_counted": NOT_COUNTED,
-        "memory_bytes": memory_bytes,
+        "fits": outlook.fit,
+        "peak_bytes": dict(outlook.peak_bytes),
+        "reserved_bytes": outlook.reserved_bytes,
+        "step_time_s": outlook.step_time_s,
+        "rows": [{"name": row.name, "bytes": row.num_bytes} for row in outlook.rows],
+        "advice": [
+            {
+                "changes": one.changes,
+                "text": one.sentence(outlook),
+                "fits": one.outlook.fit,
+                "peak_bytes": one.outlook.peak_bytes["device"],
+                "step_time_s": one.outlook.step_time_s,
+            }
+            for one in study.advice
+        ],
+        "scaling": [dataclasses.asdict(point) for point in study.scaling],
+        "memory_bytes": study.machine.memory_bytes,
         "plan": {
             "model": made.model_kind,
             "num_parameters": made.num_parameters,
@@ -138,28 +188,33 @@ def _to_dict(made: Plan, fit: Fit | None, memory_bytes: int | None) -> dict[str,
     }
 
 
-def _print_plan(made: Plan, fit: Fit | None, hardware: Gpus | None) -> None:
+def _print_plan(study: Study, hardware: Gpus | None) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from fullshard.planner.render import human_bytes
 
-    print(made.tree().partition("\nmemory of a rank")[0])
+    outlook = study.outlook
+    print(outlook.plan.tree().partition("\nmemory of a rank")[0])
     console = Console(soft_wrap=True)
     lines = box.HEAVY_HEAD if console.is_terminal else None
     table = Table(title="memory of the largest rank", title_justify="left", box=lines)
     table.add_column("name")
     table.add_column("bytes", justify="right")
     table.add_column("", justify="right")
-    for row in made.memory:
+    for row in outlook.rows:
         table.add_row(row.name, f"{row.num_bytes:,}", human_bytes(row.num_bytes))
     table.add_section()
-    total = made.peak_bytes["device"]
+    total = outlook.peak_bytes["device"]
     table.add_row("together", f"{total:,}", human_bytes(total))
     console.print(table)
-    print(f"Not counted yet: {', '.join(NOT_COUNTED)}.")
-    if fit is not None and hardware is not None and hardware.memory_bytes is not None:
+    print("Activations and what follows are estimates; everything above them is exact.")
+    if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
+        print(f"{outlook.step_time_s:.3g} s a step, {outlook.tokens_per_s:,.0f} tokens a second.")
+    if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:
         name = f"{hardware.name} " if hardware.name else "GPU "
         held = human_bytes(hardware.memory_bytes)
-        print(f"{name}({held}): {fit.sentence(total, hardware.memory_bytes)}")
+        print(f"{name}({held}): {outlook.fit.sentence(total, hardware.memory_bytes)}")
+    for one in study.advice:
+        print(f"  {one.sentence(outlook)}")

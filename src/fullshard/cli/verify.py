@@ -12,6 +12,7 @@ import typer
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.cli.words import (
     OPEN_WORDS,
+    ConfigFileFlag,
     ConfigFlag,
     DryRunFlag,
     JsonFlag,
@@ -33,6 +34,7 @@ FLAGS = ("--config", "--config_file", "--inject", "--json", "--dry-run", "--help
 def verify(
     words: Words = None,
     config: ConfigFlag = None,
+    config_file: ConfigFileFlag = None,
     inject: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +56,7 @@ def verify(
     from fullshard.train.verify_faults import parse_fault
 
     fault = parse_fault(inject)
-    resolved = load(words, config, flags=FLAGS)
+    resolved = load(words, config, config_file, flags=FLAGS)
     try:
         prepared = check.prepare(resolved.config, fault)
     except ConfigError as error:

@@ -37,8 +37,11 @@ Words = Annotated[
     ),
 ]
 ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", help="The configuration file, said as a flag.")
+]
+ConfigFileFlag = Annotated[
     Path | None,
-    typer.Option("--config", "--config_file", help="The configuration file, said as a flag."),
+    typer.Option("--config_file", help="A file of machine and sharding, such as Accelerate's."),
 ]
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="One JSON object on standard output, all else elsewhere.")
@@ -48,20 +51,26 @@ DryRunFlag = Annotated[
 ]
 
 
-def load(
+def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
     words: Sequence[str] | None,
     config: Path | None = None,
+    config_file: Path | None = None,
     *,
     flags: Sequence[str] = (),
     accept_model: bool = False,
+    explaining: bool = False,
+    default: str = "main_job.yaml",
 ) -> Resolved:
     """Read the configuration that a command line means.
 
     Args:
         words: what stands behind the command.
         config: what --config said.
+        config_file: what --config_file said; the other file replaces keys of this one.
         flags: the command's own flags, which a mistyped word may have meant.
         accept_model: whether CONFIG may also be a Hugging Face folder or its config.json.
+        explaining: no run follows, so that a model may be missing.
+        default: which of our jobs it is where no file is named.
 
     Raises:
         ConfigError: a word, the file or a value in it cannot be used.
@@ -74,8 +83,25 @@ def load(
     overrides = overrides_from_args(rest)
     model = _model_override(path) if accept_model and path is not None else None
     if model is not None:
-        return load_config(None, [model, *overrides])
-    return load_config(path, overrides)
+        return load_config(config_file, [model, *overrides])
+    paths = [given for given in (config_file, path) if given is not None]
+    resolved = load_config(paths or None, overrides, needs_model=not explaining, default=default)
+    if not explaining:
+        _say_lost(resolved)
+    return resolved
+
+
+def _say_lost(resolved: Resolved) -> None:
+    """What a file of another tool asks for and will not get."""
+    from fullshard.config.dialects.rules import Status
+    from fullshard.config.environment import read_launch_environment
+
+    launch = read_launch_environment()
+    if launch is not None and launch.rank != 0:
+        return  # under torchrun every rank reads the command line
+    for note in resolved.notes:
+        if note.status is Status.LOST:
+            print(note)
 
 
 def placed(resolved: Resolved, error: ConfigError) -> ConfigError:

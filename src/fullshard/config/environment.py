@@ -45,9 +45,10 @@ class LaunchEnvironment:
         master_port: its port; None where nobody chose one.
         launch_dir: through which launcher and ranks talk (our own launcher).
         run_dir: the run's folder (our own launcher).
-        run_id: names the launch, equal on every rank and different for every launch; None unknown.
+        run_id: equal on every rank and different for every launch; None unknown.
         attempt: how often the launch was started again before.
         timeout_s: after which a rank counts as stuck; None: nobody said.
+        config_file: that the launcher was given for its script; None: none.
     """
 
     launcher: Launcher
@@ -62,6 +63,7 @@ class LaunchEnvironment:
     run_id: str | None = None
     attempt: int = 0
     timeout_s: float | None = None
+    config_file: Path | None = None
 
     def to_variables(self) -> dict[str, str]:
         """The environment that makes a child this rank (our own launcher's names and torch's).
@@ -78,6 +80,7 @@ class LaunchEnvironment:
         places = {
             "LAUNCH_DIR": self.launch_dir,
             "TIMEOUT": self.timeout_s,
+            "CONFIG_FILE": self.config_file,
             "ATTEMPT": self.attempt,
             "RUN_DIR": self.run_dir,
             "RUN_ID": self.run_id,
@@ -174,10 +177,7 @@ def read_host_environment(variables: Mapping[str, str] | None = None) -> HostEnv
 
 
 def notable_variables() -> dict[str, str]:
-    """What is set of the variables that change how ranks compute and talk, for reports.
-
-    Whole families by their prefix, and no value of a family that tells of hosts or people.
-    """
+    """What changes how ranks compute and talk, for reports; nothing that tells of hosts."""
     private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)
     return {
         name: "(set)" if name.startswith(private) else value
@@ -248,6 +248,7 @@ def _read_ours(reader: _Variables) -> LaunchEnvironment:
             run_id=reader.text(OURS + "RUN_ID"),
             attempt=reader.integer(OURS + "ATTEMPT", at_least=0) or 0,
             timeout_s=reader.number(OURS + "TIMEOUT"),
+            config_file=reader.path(OURS + "CONFIG_FILE"),
         ),
         OURS,
     )
@@ -281,6 +282,7 @@ def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
             run_id=reader.text("TORCHELASTIC_RUN_ID"),
             attempt=reader.integer("TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
             timeout_s=reader.number(OURS + "TIMEOUT"),
+            config_file=reader.path(OURS + "CONFIG_FILE"),
         ),
         "",
     )
@@ -304,6 +306,7 @@ def _read_mpi(reader: _Variables, names: tuple[str, ...]) -> LaunchEnvironment |
             run_dir=reader.path(OURS + "RUN_DIR"),
             run_id=reader.text(names[4]),
             timeout_s=reader.number(OURS + "TIMEOUT"),
+            config_file=reader.path(OURS + "CONFIG_FILE"),
         ),
         names[2].removesuffix("LOCAL_RANK").removesuffix("LOCALRANKID"),
     )
@@ -334,6 +337,7 @@ def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
             run_dir=reader.path(OURS + "RUN_DIR"),
             run_id=f"{job}.{step}" if job else None,
             timeout_s=reader.number(OURS + "TIMEOUT"),
+            config_file=reader.path(OURS + "CONFIG_FILE"),
         ),
         "SLURM_",
     )

@@ -128,6 +128,23 @@ def to_flag(value: object) -> bool:
     raise Rejected("true or false")
 
 
+def means_same(value: object, other: object) -> bool:
+    """Whether a value is another one, in any spelling; 0 and false differ."""
+    if isinstance(other, bool):
+        try:
+            return to_flag(value) is other
+        except Rejected:
+            return False
+    if other is None:
+        return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+    number = to_number(other)
+    if number is not None:
+        return to_number(value) == number
+    if isinstance(other, str) and other and isinstance(value, str | bool):
+        return other.lower() in words_of(value)
+    return value == other
+
+
 def to_text(value: object) -> object:
     """Text stays; a number in place of text was most likely meant as text, so say how."""
     if isinstance(value, bool | int | float):

@@ -1,14 +1,22 @@
 """Hugging Face's names that may stand under `training:` and mean nothing yet.
 
-Three generations are here: transformers 4.40, transformers 5.x, and TRL's SFTConfig. Each name has
-the values that ask for what happens anyway; these are accepted, so that a file which spells out
-defaults works. Any other value is an error that says "not yet", never a silent hole.
+Three generations are here: transformers 4.40, transformers 5.x, and TRL's SFTConfig. A name of
+NOT_YET has the values that ask for what happens anyway; these are accepted, so that a file which
+spells out defaults works, and any other value is an error that says "not yet". A name of
+WITHOUT_EFFECT takes any value, since no result depends on it. Neither is a silent hole:
+`config explain` has a line for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+_DEVICES = "CUDA_VISIBLE_DEVICES= hides accelerators, and is what decides"
+_COMPILE = "the model runs without torch.compile"
+_REENTRANT = "recompute is never reentrant; its values are the same"
+_WORKERS = "batches are cut from an array of tokens: there is nothing for workers to do"
+_BUCKETS = "units take the place of DDP's buckets"
 
 # name -> values that are the behaviour of our loop
 NOT_YET: Mapping[str, tuple[Any, ...]] = {
@@ -17,15 +25,10 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "do_eval": (True, False, None),  # eval_strategy decides, in Hugging Face's Trainer too
     "do_predict": (False, None),
     "evaluate_during_training": (False, None),
-    "overwrite_output_dir": (),
     "auto_find_batch_size": (False,),
-    "use_cpu": (False,),
-    "no_cuda": (False,),
-    "use_mps_device": (False,),
     "full_determinism": (False,),
     "data_seed": (None,),
     "debug": ("", None),
-    "skip_memory_metrics": (True,),
     # ---- learning rate, optimizer, regularisation ----
     "lr_scheduler_kwargs": (None, {}),
     "optim_args": (None, ""),
@@ -40,37 +43,15 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "half_precision_backend": ("auto",),
     "bf16_full_eval": (False,),
     "fp16_full_eval": (False,),
-    "tf32": (None,),
     "use_ipex": (False,),
     "jit_mode_eval": (False,),
-    "torch_compile": (False,),
-    "torch_compile_backend": (None,),
-    "torch_compile_mode": (None,),
     "torchdynamo": (None,),
-    "use_liger_kernel": (False,),
-    "liger_kernel_config": (None,),
     "use_cache": (False,),
-    "gradient_checkpointing_kwargs": (None, {}, {"use_reentrant": False}),
-    "activation_checkpointing_kwargs": (None, {}, {"use_reentrant": False}),
     "activation_offloading": (False,),
-    "torch_empty_cache_steps": (None,),
     # ---- logging ----
-    "logging_dir": (None,),
     "logging_strategy": ("steps",),
-    "logging_first_step": (False,),
-    "logging_nan_inf_filter": (False,),
-    "log_on_each_node": (True, False),
-    "log_level": ("passive",),
-    "log_level_replica": ("warning",),
-    "disable_tqdm": (None, False),
     "include_num_input_tokens_seen": ("no", False),
     "include_tokens_per_second": (True, False),
-    "report_to": ("none", None, [], ["none"]),
-    "run_name": (None,),
-    "project": ("huggingface",),
-    "trackio_space_id": (None,),
-    "trackio_bucket_id": (None,),
-    "trackio_static_space_id": (None,),
     # ---- evaluation ----
     "eval_delay": (0, None),
     "eval_on_start": (False,),
@@ -92,7 +73,6 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "load_best_model_at_end": (False,),
     "save_only_model": (False,),
     "save_on_each_node": (False,),
-    "save_safetensors": (True,),
     "enable_jit_checkpoint": (False,),
     "ignore_data_skip": (False,),
     "restore_callback_states_from_checkpoint": (False,),
@@ -108,54 +88,34 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "hub_revision": (None,),
     # ---- data ----
     "dataloader_drop_last": (),
-    "dataloader_num_workers": (0,),
-    "dataloader_pin_memory": (True, False),  # concerns copies to a device, which follow the device
-    "dataloader_persistent_workers": (False,),
-    "dataloader_prefetch_factor": (None,),
     "dataloader_multiprocessing_context": (None,),
     "dataloader_in_order": (True,),
     "dispatch_batches": (None,),
     "split_batches": (None, False),
-    "remove_unused_columns": (True,),
     "label_names": (None,),
-    "group_by_length": (False,),
     "length_column_name": ("length",),
     "sortish_sampler": (False,),
     "train_sampling_strategy": ("random",),
     "past_index": (-1,),
-    "packing": (True,),
-    "packing_strategy": (),
+    "packing_strategy": ("bfd", None),
     "padding_free": (False,),
     "pad_to_multiple_of": (None,),
     "pad_token": (None,),
     "eos_token": (None,),
-    "chat_template_path": (None,),
-    "completion_only_loss": (None, False),
-    "assistant_only_loss": (False,),
     "loss_type": (None, "nll"),
     "shuffle_dataset": (),
-    "dataset_num_proc": (None,),
-    "dataset_batch_size": (),
     "dataset_kwargs": (None, {}),
     "num_of_sequences": (),
     "chars_per_token": (),
     "model_init_kwargs": (None, {}),
     # ---- launch and sharding ----
-    "fp16": (False,),
     "fsdp": (None, "", False, []),
     "fsdp_config": (None, {}),
     "fsdp_min_num_params": (0,),
     "fsdp_transformer_layer_cls_to_wrap": (None,),
     "sharded_ddp": (None, "", []),
     "deepspeed": (None,),
-    "accelerator_config": (None, {}),
     "parallelism_config": (None,),
-    "ddp_backend": (None,),
-    "ddp_find_unused_parameters": (None, False),
-    "ddp_bucket_cap_mb": (None,),
-    "ddp_broadcast_buffers": (None, False),
-    "ddp_static_graph": (None, False),
-    "local_rank": (-1,),
     "xpu_backend": (None,),
     "tpu_num_cores": (None,),
     "tpu_metrics_debug": (False,),
@@ -165,6 +125,60 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = {
     "per_gpu_eval_batch_size": (None,),
 }
 
+# name -> why any value of it is accepted, then the values that ask for what happens anyway; where
+# there are such values, all others are wishes that are not fulfilled. `config explain` says so.
+WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "overwrite_output_dir": (
+        "an older finished run in output_dir is moved aside, never overwritten",
+    ),
+    "use_cpu": (_DEVICES, False),
+    "no_cuda": (_DEVICES, False),
+    "use_mps_device": ("Apple's GPUs are not used", False),
+    "skip_memory_metrics": ("metrics.jsonl has the memory of every step",),
+    # ---- how the model computes ----
+    "tf32": ("matrix products of float32 follow torch's own setting", False),
+    "torch_compile": (_COMPILE, False),
+    "torch_compile_backend": (_COMPILE, None),
+    "torch_compile_mode": (_COMPILE, None),
+    "use_liger_kernel": ("the model's own kernels run", False),
+    "liger_kernel_config": ("the model's own kernels run", None),
+    "gradient_checkpointing_kwargs": (_REENTRANT, {"use_reentrant": False}),
+    "activation_checkpointing_kwargs": (_REENTRANT, {"use_reentrant": False}),
+    "torch_empty_cache_steps": ("the plan's buffers are never given back", None),
+    # ---- logging ----
+    "report_to": ("metrics.jsonl and report.html hold what trackers show", "none", ["none"]),
+    "run_name": ("it names a run in a tracker; here output_dir does",),
+    "project": ("it concerns trackers",),
+    "trackio_space_id": ("it concerns trackers",),
+    "trackio_bucket_id": ("it concerns trackers",),
+    "trackio_static_space_id": ("it concerns trackers",),
+    "logging_dir": ("metrics.jsonl lies in output_dir", None),
+    "logging_first_step": ("the first step is always printed",),
+    "logging_nan_inf_filter": ("a loss that is no number ends the run", False),
+    "log_on_each_node": ("rank 0 prints, and every rank has a log",),
+    "log_level": ("the loop prints a line a step, on rank 0",),
+    "log_level_replica": ("the loop prints a line a step, on rank 0",),
+    "disable_tqdm": ("the loop prints a line a step, on rank 0",),
+    # ---- data and saving ----
+    "save_safetensors": ("weights are always safetensors", True),
+    "dataloader_num_workers": (_WORKERS,),
+    "dataloader_pin_memory": (_WORKERS,),
+    "dataloader_persistent_workers": (_WORKERS,),
+    "dataloader_prefetch_factor": (_WORKERS,),
+    "group_by_length": ("the examples of a step are dealt out by their length",),
+    "remove_unused_columns": ("only the column of the text is read",),
+    "dataset_num_proc": ("data is read once, before the ranks start",),
+    "dataset_batch_size": ("data is read once, before the ranks start",),
+    # ---- processes ----
+    "accelerator_config": ("every rank reads its own part of each batch", {}),
+    "ddp_backend": ("the device decides: nccl or gloo",),
+    "ddp_find_unused_parameters": (_BUCKETS,),
+    "ddp_bucket_cap_mb": (_BUCKETS,),
+    "ddp_broadcast_buffers": (_BUCKETS,),
+    "ddp_static_graph": (_BUCKETS,),
+    "local_rank": ("the launcher says it",),
+}
+
 # What to write instead, where we have it under another name.
 INSTEAD: Mapping[str, str] = {
     "fsdp": "Write sharding.strategy",
@@ -172,12 +186,9 @@ INSTEAD: Mapping[str, str] = {
     "fsdp_min_num_params": "Write sharding.wrap: size and sharding.wrap_min_params",
     "fsdp_transformer_layer_cls_to_wrap": "Write sharding.wrap with the class names",
     "deepspeed": "Write sharding.strategy: zero2 is shard_grad_op, zero3 is full_shard",
-    "fp16": "Write bf16: true",
     "per_gpu_train_batch_size": "Write per_device_train_batch_size",
     "per_gpu_eval_batch_size": "Write per_device_eval_batch_size",
     "adafactor": "Write optim: adamw_torch",
-    "overwrite_output_dir": "An older finished run in output_dir is moved aside, never overwritten",
-    "logging_dir": "metrics.jsonl lies in output_dir",
     "dataloader_drop_last": "Leave it out",
     "data_seed": "Write seed",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
-from fullshard.config.hf_names import NOT_YET
+from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
 from fullshard.config.moves import MOVES
 from fullshard.config.problems import ConfigProblems, Problem
@@ -13,7 +13,7 @@ from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.values import did_you_mean
 
 # Mappings that hold other people's keys, with other people's types.
-FREE = ("model.config", "teacher.config", "student.config", "sft", "distill")
+FREE = ("model.config", "teacher.config")
 
 # What a plain text in place of a section means.
 PLAIN_KEYS = {
@@ -31,8 +31,9 @@ RIVALS = (
     *((move.source, move.target) for move in MOVES if move.stays),
     ("model.name_or_path", "model.config"),
     ("teacher.name_or_path", "teacher.config"),
-    ("student.name_or_path", "student.config"),
+    ("training.bf16", "training.fp16"),
     ("training.num_train_epochs", "training.max_steps"),
+    ("training.train_batch_size", "training.per_device_train_batch_size"),
     ("training.warmup_ratio", "training.warmup_steps"),
 )
 
@@ -44,7 +45,7 @@ def canonical(key: str) -> str:
     for part in key.split("."):
         name = section.ALIASES.get(part, part) if section else part
         names.append(name)
-        section = _section_of(section, name) if section else None
+        section = section_of(section, name) if section else None
     dotted = ".".join(names)
     return next((m.target for m in MOVES if m.source == dotted and not m.stays), dotted)
 
@@ -117,7 +118,7 @@ def _other_names(name: str) -> list[str]:
     aliases = [f"{section}.{name}" for section, cls in _sections() if name in cls.ALIASES]
     moved = [f"training.{name}"] if name in _moved_training_names() else []
     found = list(dict.fromkeys(canonical(key) for key in aliases + moved))
-    return found or ([f"training.{name}"] if name in NOT_YET else [])
+    return found or ([f"training.{name}"] if name in (*NOT_YET, *WITHOUT_EFFECT) else [])
 
 
 def _moved_training_names() -> list[str]:
@@ -131,11 +132,11 @@ def _every_name() -> list[str]:
 
 def _sections() -> list[tuple[str, type[Section]]]:
     """The sections that bare names are looked for in, in the order of the class."""
-    found = ((name, _section_of(RunConfig, name)) for name in RunConfig.field_names())
-    return [(n, cls) for n, cls in found if cls is not None and n not in ("teacher", "student")]
+    found = ((name, section_of(RunConfig, name)) for name in RunConfig.field_names())
+    return [(n, cls) for n, cls in found if cls is not None and n != "teacher"]
 
 
-def _section_of(section: type[Section], name: str) -> type[Section] | None:
+def section_of(section: type[Section], name: str) -> type[Section] | None:
     """The class of a field that is a section, or None."""
     field = section.model_fields.get(name)
     if field is None:

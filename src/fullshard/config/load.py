@@ -1,34 +1,41 @@
 """A file and a command line become one checked configuration whose every value has an origin.
 
 train.yaml --+
-             +--> OmegaConf merges --> mapping --> RunConfig (frozen) --> Resolved
-key=value ---+
+fsdp.yaml  --+--> in our keys --> OmegaConf merges --> mapping --> RunConfig --> Resolved
+key=value  --+    (dialects)
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fullshard.config.dialects.rules import Note, Status
+from fullshard.config.dialects.trainer import TRAINING
+from fullshard.config.dialects.translate import (
+    Translation,
+    agree,
+    contradiction,
+    leaves,
+    make_room,
+    translate,
+)
 from fullshard.config.environment import LaunchEnvironment
-from fullshard.config.keys import FREE, PLAIN_KEYS, canonical, rivals_of
-from fullshard.config.origins import Entry, Index, Origin, OriginKind, read_entries, syntax_problem
+from fullshard.config.files import MAIN_JOB, File, drop, is_below, read_file
+from fullshard.config.keys import FREE, PLAIN_KEYS, canonical, derived_from, rivals_of
+from fullshard.config.origins import Entry, Index, Origin, OriginKind
 from fullshard.config.overrides import Override, parse_overrides
 from fullshard.config.problems import ConfigProblems, Problem, join_key
 from fullshard.config.schema import RunConfig
-from fullshard.config.supported import check_supported
-from fullshard.config.values import nearest
+from fullshard.config.supported import check_command, check_supported
+from fullshard.config.values import Command
 from fullshard.config.write import flatten, write_yaml
 from fullshard.errors import FullshardError
-
-MAIN_JOB = "main_job.yaml"
 
 _NO_MODEL = {"name_or_path": None, "config": None}
 
@@ -43,15 +50,42 @@ class Resolved:
         config: the whole configuration, checked.
         origins: by dotted key, for every value of it.
         index: finds the place of any key that somebody wrote.
+        notes: what became of every key of another tool.
+        dialects: of the files, in their order; "fullshard" is ours.
+        is_without_model: no model was given, and a name stands in its place.
     """
 
     config: RunConfig
     origins: Mapping[str, Origin]
     index: Index = dataclasses.field(repr=False)
+    notes: tuple[Note, ...] = ()
+    dialects: tuple[str, ...] = ()
+    is_without_model: bool = False
 
     def to_yaml(self) -> str:
         """The configuration as YAML with every origin as a comment; loads to an equal one."""
         return write_yaml(self.config, self.origins)
+
+    def for_ranks(self, world_size: int) -> Resolved:
+        """The same with `training.train_batch_size` divided over ranks and micro-batches.
+
+        Raises:
+            ConfigError: it does not divide.
+        """
+        training = self.config.training
+        if training.train_batch_size is None:
+            return self
+        try:
+            divided = training.divided(world_size)
+        except ConfigProblems as error:
+            raise error.map(lambda p: self.index.locate(p.below("training"))) from None
+        return dataclasses.replace(
+            self, config=self.config.model_copy(update={"training": divided})
+        )
+
+    def place_of(self, key: str) -> str:
+        """`train.yaml:12`, or nothing for what nobody wrote."""
+        return self.index.origin_of(key, is_default=True).place
 
     def check_supported(
         self, *, planning: bool = False, launch: LaunchEnvironment | None = None
@@ -59,6 +93,13 @@ class Resolved:
         """As `supported.check_supported`, with the place of every value that it refuses."""
         try:
             check_supported(self.config, planning=planning, launch=launch)
+        except ConfigProblems as error:
+            raise error.map(self.index.locate) from None
+
+    def check_command(self, command: Command) -> None:
+        """As `supported.check_command`, with places."""
+        try:
+            check_command(self.config, command)
         except ConfigProblems as error:
             raise error.map(self.index.locate) from None
 
@@ -72,129 +113,177 @@ class Resolved:
             return error.map(self.index.locate)
         key, colon, said = str(error).partition(": ")
         for full in (key, f"sharding.{key}"):  # the planner knows ShardConfig's names alone
-            if colon and full in self.origins and self.origins[full].place:
-                return type(error)(f"{self.origins[full].place}: {full}: {said}")
+            origin = self.origins.get(full) or self.index.origin_of(full, is_default=True)
+            if colon and origin.place:
+                is_theirs = origin.kind is OriginKind.DERIVED  # their key is what stands there
+                name = origin.written if is_theirs else full
+                return type(error)(f"{origin.place}: {name}: {said}")
         return error
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
-    """Read a file and merge the command line into it.
+def load_config(
+    path: Path | Sequence[Path | File] | None,
+    overrides: Sequence[str] = (),
+    *,
+    needs_model: bool = True,
+    default: str = MAIN_JOB,
+) -> Resolved:
+    """Read files in any dialect and merge the command line into them.
 
     Args:
-        path: a YAML file; None: the main job, which ships with fullshard.
+        path: a YAML or JSON file, or several (some read already), later ones replacing keys of
+            earlier ones; None: the main job, which ships with fullshard.
         overrides: `a.b.key=value`, or `key=value` where only one key has that name.
+        needs_model: False: a configuration without a model is whole too, for explaining it.
+        default: the job among those that ship with fullshard.
 
     Raises:
         ConfigError: with everything that is wrong with the input, and its places.
     """
-    text, name = _read(path)
-    entries = read_entries(text, name)
-    given, problems = parse_overrides(overrides, [canonical(entry.key) for entry in entries])
-    replaced = {key for o in given for key in (o.key, *rivals_of(o.key))}
-    gone = [entry for entry in entries if _is_below(canonical(entry.key), replaced)]
-    kept = [entry for entry in entries if entry not in gone]
-    index = Index([*kept, *(_entry(override) for override in given)], name)
+    paths = path if isinstance(path, Sequence) else [path]
+    layers: list[Translation] = []
+    last = paths[-1]
+    name = last.name if isinstance(last, File) else str(last or default)
     try:
-        config = RunConfig(**_merge(text, gone, given, name))
+        files = [path if isinstance(path, File) else read_file(path, default) for path in paths]
+        present = [canonical(entry.key) for file in files for entry in file.entries]
+        given, problems = parse_overrides(overrides, present)
+        layers = [translate(file.without(_replaced_names(given))) for file in files]
+        layers.append(_command_line(given))
+        _check_engines(layers)
+        problems += _contradictions(layers)
+        entries, merged = _merge(layers)
+    except OmegaConfBaseException as error:
+        raise _omegaconf_problem(error, layers, name) from None
+    index = Index(entries, name)
+    is_without_model = not needs_model and merged.get("model") is None
+    if is_without_model:
+        merged["model"] = {"name_or_path": "MODEL"}
+    problems += [problem for layer in layers for problem in layer.problems]
+    try:
+        config = RunConfig(**merged)
     except ConfigProblems as error:
         problems += map(index.locate, error.problems)
         raise ConfigProblems(problems) from None
     if problems:
         raise ConfigProblems(problems)
-    return Resolved(config, _origins(config, index), index)
+    notes = [_judge(note, index) for layer in layers for note in layer.notes]
+    dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
+    origins = _origins(config, index)
+    return Resolved(config, origins, index, tuple(notes), dialects, is_without_model)
 
 
-def _read(path: Path | None) -> tuple[str, str]:
-    """The text, and the name that messages have for it."""
-    if path is None:
-        resource = files("fullshard.config").joinpath("defaults").joinpath(MAIN_JOB)
-        return resource.read_text(encoding="utf-8"), MAIN_JOB
-    name = str(path)
-    try:
-        return path.read_text(encoding="utf-8-sig"), name
-    except FileNotFoundError:
-        raise ConfigProblems([_missing(path)]) from None
-    except IsADirectoryError:
-        raise ConfigProblems(
-            [Problem("", "a configuration file", "a folder", place=name)]
-        ) from None
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        raise ConfigProblems([Problem("", "UTF-8 text", got, place=name)]) from None
-    except OSError as error:
-        got = error.strerror or str(error)
-        raise ConfigProblems([Problem("", "a readable file", got, place=name)]) from None
+def _replaced_names(given: Sequence[Override]) -> list[str]:
+    """What the command line says under the Trainer's own name, and a flat file without prefix."""
+    keys = [o.key for o in given if o.key.partition(".")[2].partition(".")[0] in TRAINING]
+    return [*keys, *(key.removeprefix("training.") for key in keys)]
 
 
-def _missing(path: Path) -> Problem:
-    folder = path.parent
-    if not folder.is_dir():
-        return Problem("", "a configuration file", f"no folder '{folder}'", place=str(path))
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    near = nearest(path.name, names)
-    configs = [name for name in names if name.endswith((".yaml", ".yml", ".json"))][:5]
-    if near:
-        advice = f"Did you mean '{folder / near}'?"
-    elif configs:
-        advice = f"'{folder}' has {', '.join(configs)}"
-    else:
-        advice = ""
-    return Problem("", "a configuration file", "no such file", advice, place=str(path))
+def _command_line(given: Sequence[Override]) -> Translation:
+    """The command line as one more file, of which keys of the Trainer's are translated."""
+    config = OmegaConf.create({})
+    entries: dict[str, Entry] = {}
+    for override in given:
+        make_room(config, override.key)
+        OmegaConf.update(config, override.key, override.value, force_add=True)
+        origin = Origin(OriginKind.COMMAND_LINE, written=override.written)
+        entries[override.key] = Entry(override.key, origin)
+    return translate(File("command line", Path(), config, list(entries.values())))
 
 
-def _entry(override: Override) -> Entry:
-    origin = Origin(OriginKind.COMMAND_LINE, written=override.written)
-    return Entry(override.key, origin)
+def _check_engines(layers: Sequence[Translation]) -> None:
+    """One model cannot be sharded by two engines, in whatever files they are asked for.
+
+    Raises:
+        ConfigError: FSDP and DeepSpeed are both asked for.
+    """
+    asked: dict[str, Origin] = {}
+    for engine, origin in (one for layer in layers for one in layer.engines):
+        asked.setdefault(engine, origin)
+    if len(asked) < 2:
+        return
+    fsdp, deepspeed = asked["FSDP"], asked["DeepSpeed"]
+    got = f"DeepSpeed beside FSDP, which {fsdp.written} ({fsdp.place}) asks for"
+    why = "Both shard the same parameters, so only one can; fullshard runs either file alone"
+    problem = Problem(deepspeed.written, "one of FSDP and DeepSpeed", got, why, deepspeed.place)
+    raise ConfigProblems([problem])
 
 
-def _merge(
-    text: str, gone: Sequence[Entry], overrides: Sequence[Override], name: str
-) -> dict[str, Any]:
-    """The mapping of the file, with the command line's values in place of its own."""
-    try:
-        config = OmegaConf.create(text)
-        assert isinstance(config, DictConfig), "read_entries has seen a mapping"
-        updated = [override.key for override in overrides]
+def _contradictions(layers: Sequence[Translation]) -> list[Problem]:
+    """What a file that the command line names (`--deepspeed ds.json`) and another file say.
+
+    Neither was typed, so neither wins, as in Hugging Face's Trainer.
+    """
+    *files, last = layers
+    before = {canonical(e.key): (file, e) for file in files for e in leaves(file.entries)}
+    problems: list[Problem] = []
+    for entry in last.entries:
+        file, other = before.get(canonical(entry.key), (last, entry))
+        value, said = _raw(last.config, entry.key), _raw(file.config, other.key)
+        if entry.origin.file and not agree(entry.key, value, said):
+            both = (value, entry.origin), (said, other.origin)
+            problems.append(contradiction(entry.key, *both))
+    return problems
+
+
+def _merge(layers: Sequence[Translation]) -> tuple[list[Entry], dict[str, Any]]:
+    """One list of keys and one mapping, in which later layers replace what earlier ones say."""
+    first, *later = layers
+    config, entries = first.config, first.entries
+    for layer in later:
+        # `sharding={...}` of the command line replaces a section, one of a file does not.
+        given = layer.entries if layer is layers[-1] else leaves(layer.entries)
+        updates = {canonical(entry.key): entry for entry in given}
+        replaced = {key for name in updates for key in (name, *rivals_of(name))}
+        gone = [entry for entry in entries if is_below(_full_key(entry.key, config), replaced)]
+        entries = [entry for entry in entries if entry not in gone]
         for entry in gone:
-            if entry.key not in updated:  # an update keeps the key's place
-                _drop(config, entry.key)
-        for override in overrides:
-            _make_room(config, override.key)
-            OmegaConf.update(config, override.key, override.value, force_add=True)
-        merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except yaml.MarkedYAMLError as error:  # YAML whose meaning is nothing to us: a Python object
-        raise ConfigProblems([syntax_problem(error, name)]) from None
-    except OmegaConfBaseException as error:
-        key = error.full_key or ""
-        said = str(error).splitlines()[0]
-        raise ConfigProblems([Problem(key, "", said, place="" if key else name)]) from None
-    return _with_text_keys(cast("dict[object, object]", merged))
+            if entry.key not in updates:  # an update keeps the key's place
+                drop(config, entry.key)
+        for key, entry in updates.items():
+            value = _raw(layer.config, entry.key)
+            if value is None and key in RunConfig.field_names():
+                continue  # `training:` with nothing below it
+            make_room(config, key)
+            OmegaConf.update(config, key, value, force_add=True)
+            entries.append(dataclasses.replace(entry, key=key))
+    merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return entries, _with_text_keys(cast("dict[object, object]", merged))
 
 
-def _is_below(key: str, prefixes: set[str]) -> bool:
-    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+def _omegaconf_problem(
+    error: OmegaConfBaseException, layers: Sequence[Translation], name: str
+) -> ConfigProblems:
+    """`${nowhere}`, `???`."""
+    key = error.full_key or ""
+    problem = Problem(key, "", str(error).splitlines()[0], place="" if key else name)
+    index = Index([entry for layer in layers for entry in layer.entries], name)
+    return ConfigProblems([index.locate(problem)])
 
 
-def _drop(config: DictConfig, key: str) -> None:
-    """Remove a key, under the name that the file has for it."""
-    holder, _, name = key.rpartition(".")
-    section = OmegaConf.select(config, holder) if holder else config
-    if isinstance(section, DictConfig):
-        section.pop(name, None)
+def _full_key(key: str, config: DictConfig) -> str:
+    """Our name of a key; `model: FOLDER` is model.name_or_path."""
+    is_plain = key in PLAIN_KEYS and not isinstance(OmegaConf.select(config, key), DictConfig)
+    return f"{key}.{PLAIN_KEYS[key]}" if is_plain else canonical(key)
 
 
-def _make_room(config: DictConfig, key: str) -> None:
-    """What stands in a key's way becomes a mapping: `model: FOLDER` before `model.config.x=1`."""
-    section, dot, _ = key.partition(".")
-    if dot and (plain := OmegaConf.select(config, section)) is not None:
-        name = PLAIN_KEYS.get(section)
-        if name is not None and not isinstance(plain, DictConfig):
-            config[section] = {name: plain}
-    parts = key.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if not isinstance(OmegaConf.select(config, prefix), DictConfig):
-            OmegaConf.update(config, prefix, {}, force_add=True)
+def _raw(config: DictConfig, key: str) -> object:
+    """A value as it stands there, `${...}` and all."""
+    value: object = OmegaConf.to_container(config)
+    for part in key.split("."):
+        value = cast("dict[str, object]", value).get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _judge(note: Note, index: Index) -> Note:
+    """A note of a key that another one has replaced says so."""
+    if note.status is not Status.TRANSLATED or not note.targets:
+        return note
+    deciding = [index.origin_of(target, is_default=True) for target in note.targets]
+    if any((o.place, o.written) == (note.place, note.key) for o in deciding):
+        return note
+    decides = next((f"{o.written} ({o.place})" for o in deciding if o.place), "another key")
+    return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
 
 
 def _with_text_keys(values: Mapping[object, object], prefix: str = "") -> dict[Any, Any]:
@@ -215,5 +304,10 @@ def _origins(config: RunConfig, index: Index) -> dict[str, Origin]:
     defaults = flatten({**RunConfig(model=config.model).to_dict(), "model": dict(_NO_MODEL)})
     values = flatten(config.to_dict())
     return {
-        key: index.origin_of(key, is_default=values[key] == defaults.get(key)) for key in values
+        key: index.origin_of(
+            key,
+            is_default=values[key] == defaults.get(key),
+            sources=[source for source in derived_from(key) if values[source]],
+        )
+        for key in values
     }

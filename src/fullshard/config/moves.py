@@ -1,11 +1,12 @@
 """Keys whose meaning lives under another key: `training.bf16` is a dtype of `sharding`.
 
     strategy                          sharding.strategy
-    training.bf16                     sharding.param_dtype: bfloat16
+    training.bf16, training.fp16      sharding.param_dtype: bfloat16, float16
     training.gradient_checkpointing   sharding.activation_checkpointing: block
     training.activation_checkpointing                 (its name in transformers 5)
     training.ddp_timeout              launch.timeout
     training.dataset_text_field       data.text_column
+    training.packing ...              sft.packing ... (what else of TRL's SFT_NAMES stands there)
 
 Where both are given they have to agree. The keys of the first column that are Hugging Face's own
 flags stay in TrainingConfig, as they were given.
@@ -18,10 +19,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from fullshard.config.fields import Rejected, to_flag, to_number
+from fullshard.config.fields import Rejected, means_same, to_flag, to_number
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.values import DType, Recompute, RecomputeKind, Strategy, parse
+from fullshard.config.values import DType, RecomputeKind, Strategy, parse
 from fullshard.config.values import parse_recompute as read_recompute
 
 
@@ -60,6 +61,10 @@ def _same_number(source: object, target: object) -> bool:
     return to_number(source) == to_number(target)
 
 
+def _same_value(source: object, target: object) -> bool:
+    return means_same(source, target)
+
+
 def _same_text(source: object, target: object) -> bool:
     return source == target
 
@@ -68,14 +73,16 @@ def _if_set(member: object, flag: object) -> object:
     return member if flag is not None and to_flag(flag) else None
 
 
-def _bf16_agrees(flag: object, target: object) -> bool:
-    return flag is None or to_flag(flag) == (parse(DType, target, "") is DType.BFLOAT16)
+def _dtype_agrees(member: DType, flag: object, target: object) -> bool:
+    return flag is None or to_flag(flag) == (parse(DType, target, "") is member)
 
 
 def _checkpointing_agrees(flag: object, target: object) -> bool:
     off = read_recompute(target, "").kind is RecomputeKind.NONE
     return flag is None or to_flag(flag) != off
 
+
+SFT_NAMES = ("packing", "completion_only_loss", "assistant_only_loss", "chat_template_path")
 
 MOVES = (
     Move("strategy", "sharding.strategy", _itself, _same_strategy),
@@ -87,17 +94,21 @@ MOVES = (
         _itself,
         _same_recompute,
     ),
-    Move(
-        "training.bf16",
-        "sharding.param_dtype",
-        partial(_if_set, DType.BFLOAT16),
-        _bf16_agrees,
-        stays=True,
+    *(Move(f"training.{name}", f"sft.{name}", _itself, _same_value) for name in SFT_NAMES),
+    *(
+        Move(
+            f"training.{flag}",
+            "sharding.param_dtype",
+            partial(_if_set, dtype.value),
+            partial(_dtype_agrees, dtype),
+            stays=True,
+        )
+        for flag, dtype in (("bf16", DType.BFLOAT16), ("fp16", DType.FLOAT16))
     ),
     Move(
         "training.gradient_checkpointing",
         "sharding.activation_checkpointing",
-        partial(_if_set, Recompute(RecomputeKind.BLOCK)),
+        partial(_if_set, "block"),
         _checkpointing_agrees,
         stays=True,
     ),

@@ -77,19 +77,20 @@ class Index:
         self._canonical = {canonical(key): entry for key, entry in self._written.items()}
         self._source = source
 
-    def origin_of(self, key: str, *, is_default: bool) -> Origin:
+    def origin_of(self, key: str, *, is_default: bool, sources: Iterable[str] = ()) -> Origin:
         """Of a value of the resolved configuration.
 
         Args:
             key: dotted, under our name.
             is_default: the value equals its default, so that nothing has to explain it.
+            sources: keys that decide it where it was not written itself.
         """
         found = self._canonical.get(key)
         if found is not None:
             return found.origin
         if is_default:
             return DEFAULT
-        for source in derived_from(key):
+        for source in sources:
             if source in self._canonical:
                 origin = self._canonical[source].origin
                 return dataclasses.replace(origin, kind=OriginKind.DERIVED)

@@ -72,7 +72,9 @@ def show(value: object) -> str:
             return "null"
         case bool():
             return str(value).lower()
-        case str() | int() | float():
+        case str():
+            text = repr(str(value))  # a member of an enum as its word
+        case int() | float():
             text = repr(value)
         case dict():
             return "a mapping"

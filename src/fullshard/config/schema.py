@@ -11,16 +11,20 @@ from fullshard.config.fields import Count, Depth, Names, Number, Rejected, Text,
 from fullshard.config.model import Section
 from fullshard.config.moves import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.recipes import DistillConfig, LoraConfig, SftConfig
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, Strategy
 
 __all__ = [
     "DataConfig",
+    "DistillConfig",
     "LaunchConfig",
+    "LoraConfig",
     "ModelConfig",
     "Offload",
     "RunConfig",
+    "SftConfig",
     "ShardConfig",
     "TrainingConfig",
 ]
@@ -55,8 +59,15 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """The text that is trained on."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "dataset_name": "path",
+        "dataset_path": "path",
+        "dataset_text_field": "text_column",
+    }
+
     path: Text | None = None
-    """A file or folder: text, JSONL, parquet. None: text that ships with every Python."""
+    """A file or folder: text, JSONL, parquet, what datasets saved. None: text that ships with every
+    Python."""
 
     text_column: Text = "text"
     """Column or key that holds the text, in JSONL and parquet files."""
@@ -151,6 +162,8 @@ SECTION = BeforeValidator(_read_section)
 class RunConfig(Section):
     """A whole configuration: what a file and a command line say together."""
 
+    ALIASES: ClassVar[Mapping[str, str]] = {"student": "model"}  # of a teacher
+
     backend: Word[Backend] = Backend.TORCH
     """torch | jax: the engine that runs the plan."""
 
@@ -175,13 +188,13 @@ class RunConfig(Section):
     teacher: Model | None = None
     """Distillation: the model that is learned from."""
 
-    student: Model | None = None
-    """Distillation: the model that learns."""
+    lora: LoraConfig | None = None
+    """Adapters, which are trained in place of the model's own parameters."""
 
-    sft: dict[str, Any] | None = None
+    sft: SftConfig | None = None
     """Supervised fine-tuning."""
 
-    distill: dict[str, Any] | None = None
+    distill: DistillConfig | None = None
     """Distillation: temperature, alpha, loss."""
 
     @property
@@ -206,5 +219,7 @@ class RunConfig(Section):
     def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         """Keys that have their meaning elsewhere get there first."""
         moved, contradictions = apply_moves(values)
+        if moved.get("model") is None and moved.get("student") is None and moved.get("teacher"):
+            moved["model"] = moved["teacher"]  # a student begins as its teacher, or a part of it
         prepared, problems = super().prepare(moved)
         return prepared, contradictions + problems

@@ -7,17 +7,20 @@ before any rank starts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
-from fullshard.config.schema import Offload, RunConfig, ShardConfig, TrainingConfig
+from fullshard.config.schema import DistillConfig, Offload, RunConfig, ShardConfig
 from fullshard.config.values import (
     Backend,
+    Command,
+    DistillLoss,
+    DType,
+    GradSync,
     Home,
-    IntervalStrategy,
     Recompute,
     RecomputeKind,
     Strategy,
@@ -34,12 +37,14 @@ class NotYet:
         says: a configuration's value where it is not built yet, None where it is.
         instead: what to do until it is.
         plans: `fullshard plan` knows it already; only a run does not.
+        needs_batch: whole configurations have it; a model of one's own, without a batch, does not.
     """
 
     key: str
     says: Callable[[Any], object]
     instead: str
     plans: bool = False
+    needs_batch: bool = False
 
 
 def _among(key: str, *later: object) -> Callable[[Any], object]:
@@ -62,32 +67,28 @@ def _any(key: str) -> Callable[[Any], object]:
 
 
 SHARDING = (
-    NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy"),
+    NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy", needs_batch=True),
     NotYet("offload", lambda c: _nvme(c.offload), "Use cpu", plans=True),
     NotYet(
         "activation_checkpointing", lambda c: _offloads(c.activation_checkpointing), "Use block"
     ),
 )
 
-TRAINING = (
+# What the XLA engine has no counterpart of, beside what is not built for either.
+XLA = (
+    NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy"),
+    NotYet("strategies", _any("strategies"), "Write one strategy"),
+    NotYet("offload", _any("offload"), "Leave it out: activation_checkpointing: offload is there"),
+    NotYet("ignore", _any("ignore"), "Leave it out"),
+    NotYet("buffer_dtype", _any("buffer_dtype"), "Leave it out"),
+    NotYet("output_dtype", _any("output_dtype"), "Leave it out"),
     NotYet(
-        "save_strategy",
-        _among("save_strategy", IntervalStrategy.STEPS, IntervalStrategy.EPOCH),
-        "Write save_strategy: no",
+        "grad_sync",
+        _among("grad_sync", GradSync.LAST_MICRO_BATCH, GradSync.LAST_MICRO_BATCH_OUTER),
+        "Use every_micro_batch",
     ),
-    NotYet("save_steps", lambda c: _if_saving(c, "save_steps"), "Write save_strategy: no"),
-    NotYet(
-        "save_total_limit", lambda c: _if_saving(c, "save_total_limit"), "Write save_strategy: no"
-    ),
-    NotYet("resume_from_checkpoint", _any("resume_from_checkpoint"), "Leave it out"),
-)
-
-RUN = (
-    NotYet("backend", _among("backend", Backend.JAX), "Use torch"),
-    NotYet("teacher", _any("teacher"), "Leave it out"),
-    NotYet("student", _any("student"), "Write model"),
-    NotYet("sft", _any("sft"), "Leave it out"),
-    NotYet("distill", _any("distill"), "Leave it out"),
+    NotYet("param_dtype", _among("param_dtype", DType.FLOAT16), "Use bfloat16"),
+    NotYet("transport", lambda c: c.transport if c.transport != "auto" else None, "Use auto"),
 )
 
 
@@ -96,6 +97,7 @@ def check_supported(
     *,
     planning: bool = False,
     launch: LaunchEnvironment | None = None,
+    backend: Backend = Backend.TORCH,
 ) -> None:
     """Refuse by name what the contract has and this version lacks.
 
@@ -104,18 +106,26 @@ def check_supported(
         planning: for a plan alone, which may hold more than a run does yet.
         launch: how this process was launched, if it was. Several machines need a launcher of
             their own (torchrun, srun), which has set it.
+        backend: that runs the sharding of a model of one's own.
 
     Raises:
         ConfigError: with every value that is not built yet.
     """
+    rows = {Backend.TORCH: SHARDING, Backend.JAX: XLA}
     if isinstance(config, ShardConfig):
-        problems = _problems(SHARDING, config, "", planning=planning)
+        problems = _problems(rows[backend], config, "", planning=planning)
     else:
         problems = [
-            *_problems(RUN, config, "", planning=planning),
-            *_problems(SHARDING, config.sharding, "sharding", planning=planning),
-            *_problems(TRAINING, config.training, "training", planning=planning),
+            *_problems(
+                [row for row in rows[config.backend] if not row.needs_batch],
+                config.sharding,
+                "sharding",
+                planning=planning,
+            ),
         ]
+        if config.backend is Backend.JAX and planning:
+            advice = "fullshard train --dry-run shows the plan of this backend"
+            problems.append(Problem("backend", "torch", "'jax'", advice))
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"
             problems.append(Problem("sharding.transport", "a real transport", "'fake'", advice))
@@ -125,6 +135,52 @@ def check_supported(
             problems.append(Problem("launch.num_machines", "", says, advice))
     if problems:
         raise ConfigProblems(problems)
+
+
+def check_command(config: RunConfig, command: Command) -> None:
+    """Refuse what another recipe would read: it would be without effect, in silence.
+
+    Raises:
+        ConfigError: with every such section.
+    """
+    problems: list[Problem] = []
+    if config.backend is Backend.JAX and command is not Command.TRAIN:
+        says = f"'jax' under `fullshard {command}` is not yet supported"
+        problems.append(Problem("backend", "", says, "Use torch"))
+    if command is Command.TRAIN:
+        asked = (
+            config.sft.model_dump(exclude_none=True, exclude_defaults=True) if config.sft else {}
+        )
+        for key, value in asked.items():
+            if value is not (key == "packing"):  # running text is packed, and all of it is learned
+                problems.append(_of_other(f"sft.{key}", show(value), Command.SFT))
+    if command in (Command.DISTILL, Command.CACHE):
+        problems += _of_distillation(config, command)
+    else:
+        for key in ("teacher", "distill"):
+            if getattr(config, key) is not None:
+                problems.append(_of_other(key, "a mapping", Command.DISTILL))
+    if problems:
+        raise ConfigProblems(problems)
+
+
+def _of_distillation(config: RunConfig, command: Command) -> Iterator[Problem]:
+    settings = config.distill or DistillConfig()
+    cached = settings.cache is not None and command is Command.DISTILL
+    if config.teacher is None and not cached:
+        advice = "Name a model folder, or distill.cache"
+        yield Problem("teacher", "the model that is learned from", "none", advice)
+    cuts = (settings.experts, settings.layers) != (None, None)
+    if cuts and (config.model != config.teacher or cached):
+        expected, advice = "a teacher, and no student: it is cut out of it", "Leave model out"
+        yield Problem("distill.experts", expected, "another model or a cache", advice)
+    if cached and settings.loss is not DistillLoss.FORWARD_KL:
+        advice = "The others need logits that were not kept"
+        yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)
+
+
+def _of_other(key: str, got: str, command: Command) -> Problem:
+    return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
 
 
 def _problems(
@@ -152,8 +208,3 @@ def _nvme(offload: Offload | None) -> str | None:
 def _offloads(recompute: Recompute) -> str | None:
     """Activations that wait on the host are a policy of XLA's."""
     return str(recompute) if recompute.kind is RecomputeKind.OFFLOAD else None
-
-
-def _if_saving(config: TrainingConfig, key: str) -> object:
-    """Settings of checkpoints mean nothing where save_strategy says that there are none."""
-    return None if config.save_strategy is IntervalStrategy.NO else getattr(config, key)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator
 
-from fullshard.config.fields import Count, Flag, Number, Rejected, Text, Word, to_flag, to_number
-from fullshard.config.hf_names import INSTEAD, NOT_YET
+from fullshard.config.fields import (
+    Count,
+    Flag,
+    Number,
+    Rejected,
+    Text,
+    Word,
+    means_same,
+    to_number,
+)
+from fullshard.config.hf_names import INSTEAD, NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
-from fullshard.config.problems import Problem, show
+from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import IntervalStrategy, LrSchedule, Optimizer, words_of
 
 
@@ -29,8 +38,10 @@ def _read_warmup(value: object) -> object:
 
 def _read_resume(value: object) -> object:
     """A folder; false and `never` mean that nothing is resumed."""
-    if value is None or value is False or words_of(value)[0] in ("false", "no", "never"):
+    if value is None:
         return None
+    if value is False or words_of(value)[0] in ("false", "no", "never"):
+        return "never"
     return "auto" if value is True else value
 
 
@@ -68,6 +79,10 @@ class TrainingConfig(Section):
 
     gradient_accumulation_steps: Count = 1
     """Micro-batches of one update. Its batch: this x ranks x per_device_train_batch_size."""
+
+    train_batch_size: Count | None = None
+    """Sequences of one update, of all ranks (DeepSpeed's name): per_device_train_batch_size is what
+    is left of it for a rank and a micro-batch. None: it follows from these."""
 
     max_seq_length: Annotated[int, Number(at_least=2)] = 1024
     """Tokens of one sequence (alias max_length, whose default in TRL this is)."""
@@ -112,22 +127,25 @@ class TrainingConfig(Section):
     """Steps between two evaluations; below 1 a share of all steps. None: logging_steps."""
 
     save_strategy: Word[IntervalStrategy] | None = None
-    """no | steps | epoch. None: as Hugging Face, once there are checkpoints."""
+    """no | steps | epoch; the last step is saved too. None: steps."""
 
     save_steps: Steps | None = None
-    """Steps between two checkpoints. None: 500, once there are checkpoints."""
+    """Steps between two checkpoints; below 1 a share of all steps. None: 500."""
 
     save_total_limit: Count | None = None
     """Complete checkpoints that are kept. None: all."""
 
     resume_from_checkpoint: Annotated[Text | None, BeforeValidator(_read_resume)] = None
-    """Checkpoint to start from."""
+    """A checkpoint, or a folder of them, to start from; `auto`: the run's own (--resume)."""
 
     seed: Annotated[int, Number(at_least=0)] = 42
     """Of the initial weights and of the order of the data."""
 
     bf16: Flag | None = None
     """true: sharding.param_dtype is bfloat16. None: sharding decides."""
+
+    fp16: Flag | None = None
+    """true: sharding.param_dtype is float16, and the loss is scaled. None: sharding decides."""
 
     gradient_checkpointing: Flag | None = None
     """true: sharding.activation_checkpointing is block. None: sharding decides."""
@@ -142,10 +160,37 @@ class TrainingConfig(Section):
             return self.eval_strategy
         return IntervalStrategy.NO if self.eval_steps is None else IntervalStrategy.STEPS
 
+    def divided(self, world_size: int) -> Self:
+        """The same with train_batch_size as sequences of a rank and micro-batches.
+
+        Raises:
+            ConfigError: it is no multiple of what is given of the two, and the ranks.
+        """
+        if self.train_batch_size is None:
+            return self
+        micro, accumulation = "per_device_train_batch_size", "gradient_accumulation_steps"
+        says_micro, says_accumulation = (n in self.model_fields_set for n in (micro, accumulation))
+        parts = world_size * (self.per_device_train_batch_size if says_micro else 1)
+        parts *= self.gradient_accumulation_steps if says_accumulation else 1
+        rest, remainder = divmod(self.train_batch_size, parts)
+        if remainder or (says_micro and says_accumulation and rest != 1):
+            expected = f"a multiple of {parts}, which is ranks x {micro} x {accumulation}"
+            raise ConfigProblems(
+                [Problem("train_batch_size", expected, show(self.train_batch_size))]
+            )
+        return self.model_copy(update={accumulation if says_micro else micro: rest})
+
+    @property
+    def saves(self) -> IntervalStrategy:
+        """When checkpoints are saved, with what was left out filled in."""
+        return IntervalStrategy.STEPS if self.save_strategy is None else self.save_strategy
+
     @classmethod
     def without_effect(cls, key: str, value: Any) -> bool:
-        """True for a name that we lack whose value asks for what happens anyway."""
-        return key in NOT_YET and any(_same(value, neutral) for neutral in NOT_YET[key])
+        """True for a name that we lack on whose value no result depends."""
+        return key in WITHOUT_EFFECT or any(
+            means_same(value, neutral) for neutral in NOT_YET.get(key, ())
+        )
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem:
@@ -158,21 +203,4 @@ class TrainingConfig(Section):
     @classmethod
     def known_names(cls) -> list[str]:
         """Names for did-you-mean: a misspelt name may well be one that is not built yet."""
-        return [*super().known_names(), *NOT_YET]
-
-
-def _same(value: object, neutral: object) -> bool:
-    """Equality of a value with one of the table, in any spelling; 0 and false differ."""
-    if isinstance(neutral, bool):
-        try:
-            return to_flag(value) is neutral
-        except Rejected:
-            return False
-    if neutral is None:
-        return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-    number = to_number(neutral)
-    if number is not None:
-        return to_number(value) == number
-    if isinstance(neutral, str) and neutral and isinstance(value, str | bool):
-        return neutral.lower() in words_of(value)
-    return value == neutral
+        return [*super().known_names(), *NOT_YET, *WITHOUT_EFFECT]

@@ -117,6 +117,24 @@ class LrSchedule(StrEnum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
+class Command(StrEnum):
+    """Which recipe trains."""
+
+    TRAIN = "train"
+    SFT = "sft"
+    DISTILL = "distill"
+    CACHE = "distill-cache"  # a teacher's logits, for a distillation without it
+
+
+class DistillLoss(StrEnum):
+    """How far a student is from its teacher."""
+
+    FORWARD_KL = "forward_kl"  # KL(teacher || student): the student covers what the teacher says
+    REVERSE_KL = "reverse_kl"  # KL(student || teacher): it keeps to what the teacher says most
+    JSD = "jsd"  # generalized Jensen-Shannon: between the two, by beta
+    HIDDEN = "hidden"  # hidden states, through projections that are learned along
+
+
 class Optimizer(StrEnum):
     """The optimizers of the main loop, under Hugging Face's names."""
 
@@ -199,6 +217,14 @@ SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
         "adamw": Optimizer.ADAMW_TORCH,
         "adamw_hf": Optimizer.ADAMW_TORCH,
         "adamw_fused": Optimizer.ADAMW_TORCH_FUSED,
+    },
+    DistillLoss: {
+        "kl": DistillLoss.FORWARD_KL,
+        "kld": DistillLoss.FORWARD_KL,
+        "fkl": DistillLoss.FORWARD_KL,
+        "rkl": DistillLoss.REVERSE_KL,
+        "js": DistillLoss.JSD,
+        "mse": DistillLoss.HIDDEN,
     },
 }
 

@@ -53,6 +53,8 @@ def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero: Callable[..., Any] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+foreach_copy: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+foreach_add: Callable[..., Any] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
 # Turns __torch_function__ of tensor subclasses off for a block (public as
 # torch._C.DisableTorchFunctionSubclass since 2.0; there is no name outside torch._C).
@@ -69,6 +71,18 @@ def call_outside_compile(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def unless_compiling(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """A hook that compiled code does without: calling it would cut the graph in two.
+
+    No `partial`: its arguments differ from layer to layer, and each would compile code of its own.
+    """
+
+    def hook(*more: Any) -> Any:
+        return None if torch.compiler.is_compiling() else function(*args, *more)
+
+    return hook
+
+
 # What the engine does is no part of a user's dispatch modes (selective recompute counts calls).
 outside_modes = _disable_current_modes
 
@@ -78,9 +92,38 @@ def has_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
+def is_profiling() -> bool:
+    """Whether a profiler of torch's listens."""
+    return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
 def is_transforming() -> bool:
     """Whether a transformation of torch.func (vmap, grad, jvp) is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def apply_untransformed(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` for where no transformation of torch.func is under way.
+
+    The public one looks for such in each of its arguments, which takes longer than the call.
+    """
+    return super(torch.autograd.Function, function).apply  # pyright: ignore
+
+
+# A CUDA kernel that spins for a number of the device's clock cycles: torch has no public one.
+spin: Callable[[int], None] = torch.cuda._sleep
+
+
+def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
+    """How many cycles `spin` does in a second; measured, because no driver says the true clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        for _ in range(2):  # the first wakes the device
+            start.record()
+            spin(cycles)
+            end.record()
+        end.synchronize()
+    return cycles / (start.elapsed_time(end) / 1e3)
 
 
 # Nested lists, mappings and model outputs (public only as torch.utils._pytree).

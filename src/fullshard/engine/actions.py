@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fullshard.engine._torch_compat import has_modes, outside_modes
+from fullshard.engine._torch_compat import has_modes, is_profiling, outside_modes
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Unit
 from fullshard.planner.events import Event, EventKind, Recorder
@@ -34,7 +34,7 @@ class Actions:
     ) -> None:
         self.recorder = recorder
         self.communication_s = 0.0
-        self._units, self._gradients, self._poison = units, gradients, poison
+        self._units, self._poison = units, poison
         self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
@@ -60,13 +60,26 @@ class Actions:
             self._run(events, step)
 
     def _run(self, events: Sequence[Event], step: int) -> None:
+        recorder, act = self.recorder, self._act_named if is_profiling() else self._act
         for event in events:
-            self.recorder.begin(event, step)
+            recorder.begin(event, step)
+            act(event)
+            recorder.record(event, step)
+
+    def _act(self, event: Event) -> None:
+        kind = event.kind
+        if kind in WAITS:
             start = perf_counter()
-            self._of[event.kind](event)
-            if event.kind in WAITS:
-                self.communication_s += perf_counter() - start
-            self.recorder.record(event, step)
+            self._of[kind](event)
+            self.communication_s += perf_counter() - start
+        else:
+            self._of[kind](event)
+
+    def _act_named(self, event: Event) -> None:
+        """The same, with a name in the profiler's tables."""
+        unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
+        with torch.profiler.record_function(f"fullshard {event.kind}{unit}"):
+            self._act(event)
 
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]

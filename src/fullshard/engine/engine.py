@@ -15,11 +15,13 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.engine._torch_compat import call_outside_compile, no_guard
+from fullshard.engine._torch_compat import call_outside_compile, graph_task_id, no_guard
 from fullshard.engine.collectives import Transport
+from fullshard.engine.exits import watch_exits
 from fullshard.engine.gradients import Gradients
-from fullshard.engine.homes import DeviceHomes
+from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.linear import write_gradients_in_place
+from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import ShardRecord
 from fullshard.engine.precision import cast_tensors
@@ -28,7 +30,7 @@ from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.ring import Rings, torch_dtype
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Group, Member, Swap, Unit, cut_group
-from fullshard.errors import EngineError, ShardedTensorError, UnsupportedModelError
+from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
@@ -65,9 +67,9 @@ class Engine:
         self.home = transport.home
         self.transports = transports
         self.recorder = recorder
-        self.unsharded = False
+        self.unsharded = 0  # blocks that show whole parameters
         self.rank = transport.rank
-        params = dict(model.named_parameters(remove_duplicate=False))
+        params = places_of(model)
         self.device = compute_device(model)
         self.norms = GradientNorms(transport, self.device)
         self.units: list[Unit] = []
@@ -88,8 +90,10 @@ class Engine:
         self.rings = self._bind()
         self._agreed = False
         self._looked = -1  # the step at which replicas were compared last
+        self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
+        self.index_of: dict[int, int] = {}  # units by their module's id
         self._hook(model)
-        write_gradients_in_place(self.runtime, self.units)
+        self.on_change: Callable[[nn.Module], Engine | None] = _keep
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedTensorError(
@@ -160,25 +164,33 @@ class Engine:
         return rings
 
     def _hook(self, model: nn.Module) -> None:
-        by_name = {unit.plan.name: unit.plan.index for unit in self.units}
+        modules = [model.get_submodule(unit.plan.name) for unit in self.units]
+        for index, module in enumerate(modules):
+            before = partial(call_outside_compile, self._pre_forward, index)
+            after = partial(call_outside_compile, self._post_forward, index)
+            self.index_of[id(module)] = index
+            first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            self.handles += [first, module.register_forward_hook(after, always_call=True)]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        for name, module in model.named_modules():
-            index = by_name.get(name)
-            if index is not None:
-                before = partial(call_outside_compile, self._pre_forward, index)
-                after = partial(call_outside_compile, self._post_forward, index)
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                module.register_forward_hook(after, always_call=True)
-            elif id(module) in owners:
-                watch = partial(call_outside_compile, self._watch, owners[id(module)])
-                module.register_forward_hook(watch)
+        watched = write_gradients_in_place(self.runtime, self.units, owners, self)
+        left_out = {*map(id, modules), *watched}
+        self.handles += watch_exits(self.units, owners, left_out, self._watch)
 
     # ---- hooks: torch calls them with more than they need
+
+    def begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A unit's pre-forward, where its hooks were made too late for this very call."""
+        index = self.index_of.get(id(module))
+        return None if index is None else self._pre_forward(index, module, args, kwargs)
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.unsharded:
             _refuse_training_unsharded()
             return None
+        if index == 0 and graph_task_id() == -1:
+            changed = self.on_change(module)
+            if changed is not None:
+                return changed.begin_call(module, args, kwargs)
         if index == 0 and not self._agreed:
             convert_reentrant(module)  # the switch may have been turned on since fs.shard
         self.runtime.enter(index)
@@ -332,34 +344,9 @@ def _weak_gather(
     return gather
 
 
-def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes: where its parameters are; from meta, the accelerator if there is one.
-
-    Raises:
-        UnsupportedModelError: The parameters are on several devices.
-    """
-    devices: dict[torch.device, str] = {}
-    for name, param in model.named_parameters():
-        if not param.is_meta:
-            devices.setdefault(param.device, name)
-    if len(devices) > 1:
-        (one, first), (other, second), *_ = devices.items()
-        raise UnsupportedModelError(
-            f"{second}: expected all parameters on one device; it is on {other}, {first} on {one}. "
-            "Move the model before fs.shard."
-        )
-    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
-    if devices and on_meta is not None:
-        raise UnsupportedModelError(
-            f"{on_meta}: expected all parameters on meta, or none; it is, and "
-            f"{next(iter(devices.values()))} is on {next(iter(devices))}. Give both a value, or "
-            "build the whole model under torch.device('meta')."
-        )
-    if devices:
-        return next(iter(devices))
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def is_sharded(model: nn.Module) -> bool:
+    """Whether fs.shard was called on it."""
+    return isinstance(getattr(model, ATTRIBUTE, None), Engine)
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -376,12 +363,18 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
+def _keep(_: nn.Module) -> None:
+    """Changes between steps are errors, found where they are met."""
+
+
 def _taken_hooks(param: Any) -> OrderedDict[int, Any]:
     """Hooks that the user put on the parameter before it was sharded; ours to call from now on.
 
     The very dict, so that the handles that the user holds still remove them. Autograd will not call
     them: it accumulates into the compute parameter.
     """
+    if hasattr(param, "record"):  # cut before
+        return param.record.post_accumulate
     hooks = param._post_accumulate_grad_hooks
     return OrderedDict() if hooks is None else hooks
 

@@ -21,16 +21,23 @@ from typing import Any
 
 import torch
 
-from fullshard.engine._torch_compat import foreach_zero, no_guard, will_execute
+from fullshard.engine._torch_compat import (
+    foreach_add,
+    foreach_copy,
+    foreach_zero,
+    no_guard,
+)
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
-from fullshard.engine.unit import Group, Member, Unit
-from fullshard.errors import EngineError, UnsupportedModelError
+from fullshard.engine.unit import Group, Member, Unit, expect
+from fullshard.errors import UnsupportedModelError
 from fullshard.planner.events import Sync
 
 logger = logging.getLogger(__name__)
+
+MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 
 
 class Gradients:
@@ -47,14 +54,14 @@ class Gradients:
         self,
         transport: Transport,
         norms: GradientNorms,
-        divisor: int,
+        divisor: float,
         on_spill: Callable[[Unit], None],
     ) -> None:
         self.transport = transport
         self.norms = norms
         self.sync = Sync.ALL
         self.expects_any = False
-        self._divisor = divisor
+        self.divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: _Shown | None = None
@@ -78,7 +85,7 @@ class Gradients:
         self.norms.mark_changed()
         nothing, total = [], 0
         for unit in units:
-            unit.left = _expect(unit.trainees)
+            unit.left = expect(unit.trainees)
             total += unit.left
             if unit.left == 0:
                 nothing.append(unit.plan.index)
@@ -86,27 +93,45 @@ class Gradients:
         return nothing
 
     def collect(self, unit: Unit, group: Group, member: Member) -> bool:
-        """Move a final gradient into the unit's buffer; True when it was the unit's last."""
-        compute = member.compute
-        gradient = compute.grad
-        compute.grad = None
+        """A gradient is final: move it into the unit's buffer, now or with others.
+
+        Returns:
+            Whether it was the unit's last; all are in the buffer then.
+        """
         unit.left -= 1
-        if gradient is None:
-            if not member.written:  # a function of the user's that gave none
-                member.expected = False
-            return unit.left == 0
-        if gradient.layout is not torch.strided:
-            raise UnsupportedModelError(
-                f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
-                "sparse=False."
-            )
-        target = self._target(unit, group, member)
-        if group.deferred is None and not member.written:
-            target.copy_(gradient)
-        else:
-            target.add_(gradient)
-        member.touched = True
-        return unit.left == 0
+        waiting = unit.waiting
+        waiting.append((group, member))
+        if not unit.left or member.is_large or len(waiting) == MOST_WAITING:
+            self._move(unit)
+        return not unit.left
+
+    def _move(self, unit: Unit) -> None:
+        """Move the gradients that wait into the unit's buffer, in one call for all."""
+        waiting, unit.waiting = unit.waiting, []
+        copied: tuple[list[Any], list[Any]] = [], []
+        added: tuple[list[Any], list[Any]] = [], []
+        for group, member in waiting:
+            compute = member.compute
+            gradient = compute.grad
+            if gradient is None:
+                if not member.written:  # a function of the user's that gave none
+                    member.expected = False
+                continue
+            compute.grad = None
+            if gradient.layout is not torch.strided:
+                raise UnsupportedModelError(
+                    f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
+                    "sparse=False."
+                )
+            target = self._target(unit, group, member)
+            targets, gradients = added if group.deferred is not None or member.written else copied
+            targets.append(target)
+            gradients.append(gradient)
+            member.touched = True
+        if copied[0]:
+            foreach_copy(*copied)
+        if added[0]:
+            foreach_add(*added)
 
     def write_product(
         self, unit: Unit, group: Group, member: Member, factors: tuple[torch.Tensor, torch.Tensor]
@@ -117,7 +142,9 @@ class Gradients:
             False where the buffer has another dtype; nothing is written then.
         """
         gy, x = factors
-        target = self._target(unit, group, member)
+        in_slot = group.grad_full is not None and group.grad_full is group.grad_slot
+        target = member.target if in_slot else self._target(unit, group, member)
+        assert target is not None
         if target.dtype is not gy.dtype:
             return False
         if group.deferred is None and not member.written:
@@ -132,8 +159,8 @@ class Gradients:
         buffer = group.grad_full
         if buffer is None:
             buffer = self._buffer(unit, group)
-        if buffer is group.grad_slot and member.target is not None:
-            return member.target
+        if buffer is group.grad_slot:
+            return member.target  # pyright: ignore[reportReturnType]
         return buffer[member.offset : member.offset + member.numel].view(member.piece.shape)
 
     def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
@@ -178,6 +205,8 @@ class Gradients:
 
     def reduce(self, unit: Unit) -> None:
         """All that will come has come: zero what did not, and start to sum over ranks."""
+        if unit.waiting:
+            self._move(unit)
         for group in unit.trained:
             buffer = self._buffer(unit, group)
             if group.deferred is None:
@@ -187,7 +216,7 @@ class Gradients:
             wire = torch_dtype(group.plan.dtypes.reduce)
             group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
-        unit.reduction = unit.transport.reduce(fulls)
+        unit.reduce(fulls)
 
     def accumulate(self, unit: Unit) -> None:
         """Land the reduction in the gradient shards; the gradient slots are free."""
@@ -198,7 +227,7 @@ class Gradients:
         for group in unit.trained:
             assert group.grads is not None
             grads = group.grads
-            carries = not waits and self._carries_gradients(group)
+            carries = not waits and _carries_gradients(group)
             aside = carries or waits or grads.lands_aside
             outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
@@ -221,9 +250,9 @@ class Gradients:
             grads.held = landed.clone()
             self._count_deferred(grads.held.nbytes)
             return
-        if unit.plan.mesh.replicate > 1:
+        if unit.plan.mesh.replicate > 1 and unit.reduce_hook is None:
             unit.transport.sum_replicas(landed)
-        grads.take(landed, self._divisor)
+        grads.take(landed, self.divisor)
 
     def _forget(self, group: Group) -> None:
         """The group's gradients are reduced, or lost."""
@@ -238,24 +267,10 @@ class Gradients:
         if self._slots.get(key) is group:
             del self._slots[key]
 
-    def _carries_gradients(self, group: Group) -> bool:
-        """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in."""
-        assert group.grads is not None
-        with no_guard():
-            shown = [member.param.grad for member in group.members]
-            group.grads.carries = any(grad is not None for grad in shown)
-            if not group.grads.carries:
-                return False
-            for member, grad in zip(group.members, shown, strict=True):
-                assert member.grad is not None
-                if grad is None:
-                    member.grad.zero_()
-                elif grad is not member.grad:
-                    member.grad.copy_(grad)
-        return True
-
     def defer(self, unit: Unit) -> None:
         """Keep the unit's gradients where they are."""
+        if unit.waiting:
+            self._move(unit)
         for group in unit.trained:
             group.grad_full = None
 
@@ -308,6 +323,7 @@ class Gradients:
             )
         for unit in units:
             unit.left = 0
+            unit.waiting.clear()
             if unit.reduction is not None:
                 unit.reduction.land(
                     [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
@@ -357,17 +373,18 @@ class _Shown:
         return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
 
 
-def _expect(members: Sequence[Member]) -> int:
-    """Note which of them the running backward will reach; returns how many."""
-    left = 0
-    for member in members:
-        try:
-            expected = member.compute.requires_grad and will_execute(member.node)
-        except RuntimeError as error:
-            raise EngineError(
-                "torch.autograd.grad: expected inputs that are not parameters; got the compute "
-                f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
-            ) from error
-        member.expected, member.written = expected, False
-        left += expected
-    return left
+def _carries_gradients(group: Group) -> bool:
+    """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in."""
+    assert group.grads is not None
+    with no_guard():
+        shown = [member.param.grad for member in group.members]
+        group.grads.carries = any(grad is not None for grad in shown)
+        if not group.grads.carries:
+            return False
+        for member, grad in zip(group.members, shown, strict=True):
+            assert member.grad is not None
+            if grad is None:
+                member.grad.zero_()
+            elif grad is not member.grad:
+                member.grad.copy_(grad)
+    return True

@@ -25,6 +25,7 @@ class Rule(Enum):
     PLAIN = auto()  # metadata, or a plain result that no element of the shard went into
     NORM = auto()  # global for gradients, refused for parameters
     MASK = auto()  # x[mask] = number treats elements one by one, any other index does not
+    COMPARE = auto()  # elementwise, with a plain result: torch.testing's view of two shards
     REPLACE = auto()  # p.data = x
     ASSIGN = auto()  # p.grad = x
     UNSCALE = auto()  # GradScaler's check: one rank's infinity is every rank's
@@ -73,7 +74,7 @@ def _table() -> dict[str, Rule]:
     rules.update((name, Rule.PLAIN) for name in _PLAIN.split())
     rules.update((name, Rule.RANDOM) for name in _RANDOM.split())
     rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
-    rules["__setitem__"] = Rule.MASK
+    rules["__setitem__"], rules["isclose"] = Rule.MASK, Rule.COMPARE
     rules.update((name, Rule.MAKE) for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
     rules["data="] = Rule.REPLACE
     rules["grad="], rules["requires_grad="] = Rule.ASSIGN, Rule.PLAIN

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fullshard.config.values import DType
 from fullshard.engine.ring import torch_dtype
+from fullshard.errors import UnsupportedModelError
 from fullshard.planner.homes import Homes, Place
 from fullshard.planner.units import DtypeContract
 
@@ -72,7 +74,7 @@ class GradientShard:
         """A tensor of the dtype and device that reductions land in."""
         return self._landing
 
-    def take(self, landed: torch.Tensor, divisor: int) -> None:
+    def take(self, landed: torch.Tensor, divisor: float) -> None:
         """Add what a reduction brought, or replace what was there; show it.
 
         Args:
@@ -104,3 +106,33 @@ class GradientShard:
         if self.shown is not self.sums:
             wrote = self.shown != self.sums.to(self.shown.dtype)
             self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where a model computes: where its parameters are; from meta, the accelerator if there is one.
+
+    Raises:
+        UnsupportedModelError: The parameters are on several devices.
+    """
+    devices: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if not param.is_meta:
+            devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        (one, first), (other, second), *_ = devices.items()
+        raise UnsupportedModelError(
+            f"{second}: expected all parameters on one device; it is on {other}, {first} on {one}. "
+            "Move the model before fs.shard."
+        )
+    on_meta = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if devices and on_meta is not None:
+        raise UnsupportedModelError(
+            f"{on_meta}: expected all parameters on meta, or none; it is, and "
+            f"{next(iter(devices.values()))} is on {next(iter(devices))}. Give both a value, or "
+            "build the whole model under torch.device('meta')."
+        )
+    if devices:
+        return next(iter(devices))
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -69,18 +69,20 @@ class InitialValues:
         check_equal_random(transport, device)
         self.buffers = initialise(self._model, self._keep, self._recall)
 
-    def read(self, folder: str | Path) -> None:
-        """Read a Hugging Face folder.
+    def read(self, folder: str | Path | FolderWeights) -> None:
+        """Read a Hugging Face folder, or what reads one in its own way.
 
         Raises:
             ConfigError: It lacks a tensor of the model.
         """
-        files = FolderWeights(folder, getattr(self._model, "base_model_prefix", ""))
+        files = folder
+        if not isinstance(files, FolderWeights):
+            files = FolderWeights(files, getattr(self._model, "base_model_prefix", ""))
         missing = files.missing([home.names for home in self._homes.values()])
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(
-                f"weights: expected all of the model's tensors in '{folder}'; it lacks "
+                f"weights: expected all of the model's tensors in '{files.folder}'; it lacks "
                 f"{missing[0]}{others}. Some architectures are stored under other names than they "
                 "compute with: load them with from_pretrained, then call fs.shard."
             )

@@ -11,47 +11,87 @@ hook is on the node that would accumulate it. A weight that is used twice is wri
 to afterwards; what reaches it on other ways (a tied embedding) is added at the end. Wherever
 something else than autograd looks on (autocast, compilation, functorch, tensor subclasses) or the
 slot has another dtype, the ordinary function runs.
+
+The layer's output is watched here too (see [Note: watched outputs]), which spares it a module hook:
+its backward itself says when it begins.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fullshard.engine._torch_compat import is_transforming
+from fullshard.engine._torch_compat import apply_untransformed, is_transforming
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Group, Member, Unit
 
 Write = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
-def write_gradients_in_place(runtime: Runtime, units: Iterable[Unit]) -> None:
-    """Let the plain linear layers among the units' modules write into gradient slots."""
+def write_gradients_in_place(
+    runtime: Runtime, units: Iterable[Unit], owners: Mapping[int, int], refusing: object
+) -> set[int]:
+    """Let the plain linear layers among the units' modules write into gradient slots.
+
+    Args:
+        runtime: Watches their outputs.
+        units: In plan order.
+        owners: By the id of a module, the unit that watches its output.
+        refusing: Refuses to be copied: a copy of a layer would compute with this one's weights.
+
+    Returns:
+        Ids of the layers that see to their own outputs being watched.
+    """
+    found = set()
     for unit in units:
         groups = {id(member): group for group in unit.trained for member in group.members}
         for swap in unit.swaps:
-            group = groups.get(id(swap.member))
-            plain = type(swap.module) is nn.Linear and "forward" not in vars(swap.module)
+            group, module = groups.get(id(swap.member)), swap.module
+            plain = type(module) is nn.Linear and "forward" not in vars(module)
             if group is not None and plain and swap.name == "weight":
                 write = _writer(runtime, unit, group, swap.member)
-                swap.module.forward = _forward(swap.module, swap.member, write)
+                module.forward = _forward(runtime, owners[id(module)], module, swap.member, write)
+                table = {
+                    "_fullshard_of": refusing,
+                    **vars(module),
+                }  # first, so that it is met first
+                vars(module).clear()
+                vars(module).update(table)
+                found.add(id(module))
+    return found
 
 
-def _forward(module: nn.Module, member: Member, write: Write) -> Callable[..., torch.Tensor]:
+def give_back_forward(module: nn.Module) -> None:
+    """Undo `write_gradients_in_place`; what someone else put around the forward stays."""
+    own = vars(module)
+    if own.pop("_fullshard_of", None) is not None and not hasattr(own["forward"], "__wrapped__"):
+        del own["forward"]
+
+
+def _forward(
+    runtime: Runtime, index: int, module: nn.Module, member: Member, write: Write
+) -> Callable[..., torch.Tensor]:
     """The layer's forward; the arguments' name is torch's."""
-    weak, inside = weakref.ref(module), weakref.ref(member)
+    table, inside, weak = module._parameters, weakref.ref(member), weakref.ref(runtime)
 
     def forward(input: torch.Tensor) -> torch.Tensor:
-        layer: Any = weak()
-        weight, bias = layer.weight, layer.bias
-        if torch.compiler.is_compiling() or not _fits(input, weight, inside()):
+        weight, bias = table["weight"], table["bias"]
+        assert weight is not None
+        if torch.compiler.is_compiling():  # see [Note: watched outputs]
             return functional.linear(input, weight, bias)
-        return _Linear.apply(input, weight, bias, write)  # pyright: ignore[reportReturnType]
+        watching = weak()
+        assert watching is not None
+        if not _fits(input, weight, inside()):
+            output = functional.linear(input, weight, bias)
+            if output.requires_grad:
+                watching.watch(index, output)
+            return output
+        return _linear(input, weight, bias, write, watching.trigger(index))
 
     return forward
 
@@ -72,37 +112,52 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, member: Member | None) -> bool:
 
 def _writer(runtime: Runtime, unit: Unit, group: Group, member: Member) -> Write:
     """Holds nothing: the way from a graph to its functions leads through C++."""
-    weak = [weakref.ref(thing) for thing in (runtime, unit, group, member)]
+    run, of = weakref.ref(runtime), weakref.ref(unit)
+    within, which = weakref.ref(group), weakref.ref(member)
 
     def write(gy: torch.Tensor, x: torch.Tensor) -> bool:
-        alive, *of = [ref() for ref in weak]
-        return alive is not None and alive.write_gradient(*of, gy, x)  # type: ignore[union-attr]
+        alive = run()
+        return alive is not None and alive.write_gradient(of(), within(), which(), gy, x)  # type: ignore[arg-type]
 
     return write
 
 
 class _Linear(torch.autograd.Function):
-    """x weight^T + bias; see [Note: written gradients]."""
+    """x weight^T + bias; see [Note: written gradients].
+
+    `begin` is called before anything is read: the weight may be there only afterwards.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, write: Write
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        write: Write,
+        begin: Callable[[Any], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.write, ctx.has_bias = write, bias is not None
+        ctx.write, ctx.begin = write, begin
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gy: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.begin is not None:
+            ctx.begin(None)
         x, weight = ctx.saved_tensors
-        rows = gy.reshape(-1, gy.shape[-1])
-        gx = gw = gb = None
-        if ctx.needs_input_grad[0]:
-            gx = rows.mm(weight).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            inputs = x.reshape(-1, x.shape[-1])
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        is_matrix = gy.dim() == 2
+        rows = gy if is_matrix else gy.reshape(-1, gy.shape[-1])
+        gx = gw = None
+        if wants_x:
+            gx = rows.mm(weight)
+            gx = gx if is_matrix else gx.view(x.shape)
+        if wants_weight:
+            inputs = x if is_matrix else x.reshape(-1, x.shape[-1])
             if torch.is_grad_enabled() or not ctx.write(rows, inputs):
                 gw = rows.t().mm(inputs)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            gb = rows.sum(0)
-        return gx, gw, gb, None
+        return gx, gw, rows.sum(0) if wants_bias else None, None, None
+
+
+_linear = apply_untransformed(_Linear)

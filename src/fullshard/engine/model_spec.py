@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.config.values import DType
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, check_globs, matches
 
@@ -25,7 +26,7 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
         UnsupportedModelError: A parameter cannot be sharded; says which, why, and the way out.
     """
     globs = tuple(ignore)
-    known = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
+    known = [name for name in (*dict(model.named_modules()), *places_of(model)) if name]
     check_globs("ignore", globs, known, "modules or parameters")
     read_directly = {
         id(inner)
@@ -45,19 +46,35 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
     )
     names: dict[int, list[str]] = defaultdict(list)
     params: dict[int, nn.Parameter] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in places_of(model).items():
         if not matches(name, globs):
             names[id(param)].append(name)
             params[id(param)] = param
-    specs = tuple(_param_spec(tuple(names[key]), params[key]) for key in names)
+    specs = tuple(param_spec(tuple(names[key]), params[key]) for key in names)
     _refuse_shared_storage(params.values(), names)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     return ModelSpec(type(model).__name__, modules, specs, buffer_bytes)
 
 
-def _param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
+def places_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every place of every parameter, tied ones in all of theirs.
+
+    torch's own walk: wrappers such as torch's CheckpointWrapper override the method to show names
+    under which `get_submodule` finds nothing.
+    """
+    return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+
+
+def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
+    """Describe one parameter.
+
+    Raises:
+        UnsupportedModelError: It cannot be sharded.
+    """
     reason = None
     dtype = str(param.dtype).removeprefix("torch.")
+    if isinstance(param, ShardedParameter):  # cut before: see engine/adopt.py
+        return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
     if type(param) is not nn.Parameter:
         reason = f"a plain nn.Parameter; got {type(param).__name__}"
     elif dtype not in {member.value for member in DType}:
@@ -81,7 +98,7 @@ def _param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
 def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for param in params:
-        if param.is_meta or not param.numel():
+        if param.is_meta or not param.numel() or isinstance(param, ShardedParameter):
             continue
         key = (param.untyped_storage().data_ptr(), int(param.storage_offset()))
         first = seen.setdefault(key, names[id(param)][0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class _Watch:
         self._handle: Any = None
         self._passed: set[Any] = set()
         self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.tells: list[Callable[[torch.optim.Optimizer], None]] = []
 
     def add(self, engine: Engine) -> None:
         self._alive += 1
@@ -62,6 +64,13 @@ class _Watch:
             self._cut.add(optimizer)
             cut_states(optimizer)
             optimizer.register_load_state_dict_post_hook(cut_states)
+            for tell in self.tells:
+                tell(optimizer)
+
+    def states(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Each parameter and its states, of all optimizers that have stepped on shards."""
+        for optimizer in self._cut:
+            yield from optimizer.state.items()
 
     def _probe_once(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -74,6 +83,17 @@ class _Watch:
 
 
 _WATCH = _Watch()
+
+
+def watched_states() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each parameter and its states, of all optimizers that have stepped on shards."""
+    return _WATCH.states()
+
+
+def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Tell of every optimizer at its first step on shards, as long as the process lives."""
+    if tell not in _WATCH.tells:
+        _WATCH.tells.append(tell)
 
 
 def watch_optimizers(engine: Engine) -> None:
@@ -100,6 +120,7 @@ def cut_states(optimizer: torch.optim.Optimizer) -> None:
             piece = param.record.piece
             for key, value in states.items():
                 if _is_whole(key, value, tuple(piece.shape)):
+                    value = value.full_tensor() if hasattr(value, "full_tensor") else value
                     local = value.reshape(-1)[piece.start : piece.stop].clone()
                     states[key] = param.as_state(local)
 

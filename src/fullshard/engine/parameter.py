@@ -101,7 +101,8 @@ class _Guarded:
     def to_local(self) -> torch.Tensor:
         """This rank's elements as a plain tensor that shares memory with the shard.
 
-        For reading: known norms of gradients do not see what is written through it.
+        For reading: neither known norms of gradients nor ranks that share the weights see what is
+        written through it.
         """
         with no_guard():
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
@@ -179,6 +180,11 @@ class ShardedParameter(_Guarded, nn.Parameter):
         )
 
 
+def is_guarded(value: Any) -> bool:
+    """Whether a value is a shard: a parameter, a gradient or a state."""
+    return isinstance(value, _Guarded)
+
+
 def _find_shard(values: Any) -> Any:
     for value in values:
         if isinstance(value, _Guarded):
@@ -228,6 +234,11 @@ def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any])
     result = _elementwise(func, name, like, args, kwargs)
     like.record.norms.share_found_inf(args[1])
     return result
+
+
+def _compare(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Each rank says of its own elements whether two shards are close."""
+    return _elementwise(func, name, like, args, kwargs).to_local()
 
 
 def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -361,6 +372,7 @@ def _norm(name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 _SPECIAL = {
     Rule.MASK: _elementwise,
+    Rule.COMPARE: _compare,
     Rule.UNSCALE: _unscale,
     Rule.MAKE: _make,
     Rule.ASSIGN: _assign,

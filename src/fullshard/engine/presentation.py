@@ -24,7 +24,7 @@ def present(
     """Turn the user's parameter into its shard, in place: the object stays the same.
 
     Args:
-        param: The whole parameter.
+        param: The whole parameter, or a shard that is cut anew.
         data: (n_local,), master dtype: this rank's elements in the flat shard.
         piece: Which elements these are.
         whole: Whether every rank holds the whole parameter.
@@ -32,12 +32,13 @@ def present(
     Raises:
         UnsupportedModelError: The object's class cannot be changed (a tensor subclass).
     """
-    if type(param) is not nn.Parameter:
+    if type(param) not in (nn.Parameter, ShardedParameter):
         raise UnsupportedModelError(
             f"{piece.name}: expected a plain nn.Parameter; got {type(param).__name__}. "
             "Leave it out of sharding (ignore) or convert it first."
         )
-    param.grad = None
+    with no_guard():
+        param.grad = None
     shown = data.view(shard_shape(piece, whole=whole))
     if param.is_meta or param.device != data.device:
         _swap(param, nn.Parameter(shown, requires_grad=param.requires_grad), piece)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.engine.collectives import Transport
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
 
@@ -32,7 +33,11 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
     Raises:
         ConfigError: They differ; names what.
     """
-    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    params = {
+        name: param
+        for name, param in model.named_parameters()
+        if not param.is_meta and not isinstance(param, ShardedParameter)
+    }
     device = next((p.device for p in params.values()), torch.device("cpu"))
     if device.type == "cpu" and not params and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())

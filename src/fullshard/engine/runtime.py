@@ -14,6 +14,11 @@ losses enter a unit from the side. A tensor that a unit merely hands on was made
 began (its autograd node has a lower number) and is not watched by it: its gradient is final at
 another time, when this unit's slot belongs to others (law 5).
 
+Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
+is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
+several graphs, what leaves it from the middle is not watched; a gradient that then comes first
+finds another unit in the slot, which is an error (`engine/exits.py`).
+
 [Note: recompute]
 Forward code that runs inside a backward recomputes: it gathers on demand, keeps what it gathered,
 and neither looks ahead nor watches outputs. Its hooks may lie outside it or inside it, hence
@@ -119,7 +124,7 @@ class Runtime:
         self._current: list[Use | None] = [None] * len(self.units)
         self._begins: list[Any] = [None] * len(self.units)  # what its outputs' nodes call first
         self._task = -1  # the backward under way
-        self._recomputed = False  # whether forward code ran again in it
+        self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
 
@@ -130,7 +135,7 @@ class Runtime:
         unit = self.units[index]
         unit.check_params()
         if graph_task_id() != -1:
-            self._recomputed = True
+            self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
             unit.swap_in()
@@ -175,8 +180,9 @@ class Runtime:
         Returns:
             Whether anything in it takes part in autograd.
         """
+        begin = self.trigger(index)
         use = self._current[index]
-        if use is None or graph_task_id() != -1:
+        if begin is None or use is None:
             return False
         found = False
         tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
@@ -185,12 +191,18 @@ class Runtime:
                 found = True
                 node = tensor.grad_fn
                 if node is not None and node._sequence_nr() >= use.first_node:
-                    node.register_prehook(self._begins[index])
+                    node.register_prehook(begin)
         return found
+
+    def trigger(self, index: int) -> Callable[[Any], None] | None:
+        """What begins the unit's backward; None in a recompute, and outside of the unit."""
+        is_used = self._current[index] is not None and graph_task_id() == -1
+        return self._begins[index] if is_used else None
 
     def _begin_step(self) -> None:
         if self._is_unclean():
             self.reset()
+        self._recomputed = -1
         self.before_step()
         self._run(self.scheduler.begin_forward())
         self._generation += 1
@@ -226,7 +238,7 @@ class Runtime:
             unit.swap_in()
 
     def _begin_backward(self, task: int) -> None:
-        if self._recomputed:
+        if self._recomputed not in (-1, task):  # the same: a checkpoint around several models
             raise EngineError(_REENTRANT)
         if self._task != -1:
             self.reset()  # the last backward raised and never ended
@@ -237,7 +249,6 @@ class Runtime:
                 "strategy no_shard without fullshard."
             )
         self._task = task
-        self._recomputed = False
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         if self.gradients.transport.home.wrote:
@@ -259,7 +270,8 @@ class Runtime:
             self._begin_backward(graph_task_id())
         if not member.expected:
             return True  # nobody asked for it
-        self._check_slot(unit, member)
+        if not self.scheduler.holds(unit.index):
+            self._check_slot(unit, member)
         return self.gradients.write_product(unit, group, member, (gy, x))
 
     def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
@@ -268,13 +280,14 @@ class Runtime:
             self._begin_backward(graph_task_id())
         if not member.expected:
             raise EngineError(f"{member.piece.name}: {_REENTRANT}")
-        self._check_slot(unit, member)
+        if not self.scheduler.holds(unit.index):
+            self._check_slot(unit, member)
         if self.gradients.collect(unit, group, member):
-            self._run(self.scheduler.complete(unit.plan.index))
+            self._run(self.scheduler.complete(unit.index))
 
     def _check_slot(self, unit: Unit, member: Member) -> None:
-        plan = unit.plan
-        if plan.reads_weight_in_backward and not self.scheduler.holds(plan.index):
+        """The unit's slot holds another: nothing that was read there may count."""
+        if unit.plan.reads_weight_in_backward:
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
@@ -289,7 +302,7 @@ class Runtime:
                 unit.in_backward = False
                 unit.swap_out()
         self._task = -1
-        self._recomputed = False
+        self._recomputed = -1
         if (
             reduce and self.gradients.sync is Sync.ALL
         ):  # which all ranks make, while deferring ones may differ
@@ -311,7 +324,7 @@ class Runtime:
         self._stack.clear()
         self._current = [None] * len(self.units)
         self._task = -1
-        self._recomputed = False
+        self._recomputed = -1
         if not self.observed.done:
             self.observed = Observed()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,10 +15,12 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import register_guard_types
+from fullshard.engine.adopt import shard_values
 from fullshard.engine.collectives import Transport, make_transport, resolve_transport
-from fullshard.engine.engine import ATTRIBUTE, Engine, compute_device, engine_of
+from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
+from fullshard.engine.homes import compute_device
 from fullshard.engine.initial import InitialValues, place_others
-from fullshard.engine.model_spec import chosen_modules, spec_of
+from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
 from fullshard.engine.optimizers import watch_optimizers
 from fullshard.engine.order import trace_order
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
@@ -30,8 +33,29 @@ from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.strategy import ROWS, row_of
+from fullshard.planner.units import UnitSettings
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What else is known of a model.
+
+    Attributes:
+        sample: Arguments of forward, traced for the order of units; None learns it in step one.
+        weights: A Hugging Face folder for a model on meta; None: its own initialisation.
+        settings: What units have of their own, by module name ("" is the root).
+        alone: Whether this is one rank's own model, whatever the process group.
+    """
+
+    sample: Any = None
+    weights: Any = None
+    settings: Mapping[str, UnitSettings] = field(default_factory=dict)
+    alone: bool = False
+
+
+NOTHING = Given()
 
 
 def shard_model(
@@ -39,9 +63,7 @@ def shard_model(
     config: ShardConfig,
     topology: Topology,
     recorder: Recorder,
-    *,
-    sample: Any = None,
-    weights: Any = None,
+    given: Given = NOTHING,
 ) -> Engine:
     """Shard a model in place over the default process group.
 
@@ -50,8 +72,7 @@ def shard_model(
         config: How.
         topology: How many ranks there are; checked against the process group.
         recorder: Told of every event.
-        sample: Arguments of forward, traced for the order of units; None learns it in step one.
-        weights: A Hugging Face folder for a model on meta; None: its own initialisation.
+        given: What else is known.
 
     Raises:
         ConfigError: Mesh, units or process group do not fit.
@@ -64,39 +85,47 @@ def shard_model(
         )
     _refuse_nested_engine(model)
     device = compute_device(model)
-    if config.transport is not TransportKind.FAKE:
+    if config.transport is not TransportKind.FAKE and not given.alone:
         _check_world(topology)
     mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
     kind = resolve_transport(config, mesh, device)
     config = ShardConfig.of(config, transport=kind)
-    plan = plan_model(model, config, topology)
-    if sample is not None:
-        plan = trace_order(model, plan, sample)
+    plan = plan_model(model, config, topology, given.settings)
+    if given.sample is not None:
+        plan = trace_order(model, plan, given.sample)
     meshes = dict.fromkeys([plan.mesh, *(unit.mesh for unit in plan.units)])
     if ROWS[plan.strategy].hybrid and plan.mesh.replicate == 1 and config.replicate is None:
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
     check_equal_start(model, plan, transports[plan.mesh])
-    values = _values(model, plan, transports, weights, device)
+    values = _values(model, plan, transports, given.weights, device)
     register_guard_types(ShardedParameter, ShardedGradient, ShardedTensor)
-    engine = Engine(model, plan, config, transports, recorder, values.parts if values else {})
+    parts = values.parts if values else {}
+    pieces = plan.view(transports[plan.mesh].rank).all_slices()
+    parts.update(shard_values(places_of(model), pieces))
+    engine = Engine(model, plan, config, transports, recorder, parts)
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
-    hook_loading(model, engine)
+    engine.handles += hook_loading(model, engine)
     watch_optimizers(engine)
     return engine
 
 
-def plan_model(model: nn.Module, config: ShardConfig, topology: Topology) -> Plan:
+def plan_model(
+    model: nn.Module,
+    config: ShardConfig,
+    topology: Topology,
+    settings: Mapping[str, UnitSettings] | None = None,
+) -> Plan:
     """The plan for a module, which may be on meta."""
     chosen = None
     if not isinstance(config.wrap, WrapKind | tuple):
         chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
-    return make_plan(spec_of(model, config.ignore), config, topology, chosen)
+    return make_plan(spec_of(model, config.ignore), config, topology, chosen, settings)
 
 
 def _values(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,15 +40,9 @@ def full_state_dict(
     engine.check_params()
     keep = not rank0_only or engine.rank == 0
     whole: dict[str, torch.Tensor] = {}
-    for unit in engine.units:
-        for group in unit.groups:
-            full = engine.gather_group(unit, group)
-            if not keep:
-                continue
-            for member in group.members:
-                stop = member.offset + member.numel
-                tensor = full[member.offset : stop].view(member.piece.shape)
-                whole[member.piece.name] = _to_cpu(tensor, dtype)
+    for name, tensor in whole_params(engine):
+        if keep:
+            whole[name] = _to_cpu(tensor, dtype)
     if not keep:
         return {}
     result = {}
@@ -58,6 +52,28 @@ def full_state_dict(
     return result
 
 
+def whole_params(
+    engine: Engine, wanted: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter's first name and whole value, a view that is to be copied at once.
+
+    A collective: every rank takes all of them. One flat buffer is whole at a time.
+
+    Args:
+        engine: Of the model.
+        wanted: First names; None: all.
+    """
+    for unit in engine.units:
+        for group in unit.groups:
+            members = [m for m in group.members if wanted is None or m.piece.name in wanted]
+            if not members:
+                continue
+            full = engine.gather_group(unit, group)
+            for member in members:
+                stop = member.offset + member.numel
+                yield member.piece.name, full[member.offset : stop].view(member.piece.shape)
+
+
 def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(tensor, torch.Tensor):  # a module's get_extra_state
         return tensor
@@ -65,15 +81,17 @@ def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
     return tensor.detach().to("cpu", wanted, copy=True)
 
 
-def hook_loading(model: nn.Module, engine: Engine) -> None:
+def hook_loading(model: nn.Module, engine: Engine) -> list[Any]:
     """Let `load_state_dict` take whole tensors on every rank, at any level of the model."""
     members: dict[int, dict[str, Member]] = {}
     for unit in engine.units:
         for swap in unit.swaps:
             members.setdefault(id(swap.module), {})[swap.name] = swap.member
-    for module in model.modules():
-        if id(module) in members:
-            module.register_load_state_dict_pre_hook(partial(_slice_state, members[id(module)]))
+    return [
+        module.register_load_state_dict_pre_hook(partial(_slice_state, members[id(module)]))
+        for module in model.modules()
+        if id(module) in members
+    ]
 
 
 def _slice_state(
@@ -91,6 +109,9 @@ def _slice_state(
         )
     for name, member in members.items():
         value = state_dict.get(prefix + name)
+        gather = getattr(value, "full_tensor", None)
+        if gather is not None and not isinstance(value, _Guarded):  # a DTensor
+            value = state_dict[prefix + name] = gather()
         inside_unsharded = not isinstance(member.param, _Guarded)
         if not isinstance(value, torch.Tensor) or isinstance(value, _Guarded) or inside_unsharded:
             continue
@@ -109,51 +130,101 @@ def _slice_state(
 
 
 @contextmanager
-def unsharded(model: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+def unsharded(
+    model: nn.Module,
+    *,
+    writeback: bool = True,
+    units: Sequence[Unit] | None = None,
+    with_grads: bool = False,
+) -> Iterator[None]:
     """Inside, every parameter is whole, in its master dtype. A collective at both ends.
 
     Args:
         model: Sharded.
         writeback: Keep what was written into the parameters; each rank keeps its own part.
+        units: Only these; those that are whole already stay as they are. None: all.
+        with_grads: Gradients are whole too.
     """
     engine = engine_of(model)
-    if engine.unsharded:
+    if engine.unsharded and units is None:
         raise EngineError("fs.unsharded: expected one block at a time; it is open already.")
     if any(unit.swapped for unit in engine.units):
         raise EngineError("fs.unsharded: expected no forward or backward under way; one is.")
-    engine.check_params()
-    whole = [_show_whole(engine, unit) for unit in engine.units]
-    engine.unsharded = True
+    if not engine.unsharded:
+        engine.check_params()
+    asked = engine.units if units is None else units
+    opened = [_Whole(engine, unit, with_grads) for unit in asked if not _is_whole(unit)]
+    engine.unsharded += 1
     try:
         yield
     finally:
-        engine.unsharded = False
+        engine.unsharded -= 1
         if writeback:
             engine.home.before_write()
-        for unit, buffers in zip(engine.units, whole, strict=True):
-            _show_shards(unit, buffers if writeback else None)
+        for whole in opened:
+            whole.close(engine, writeback=writeback)
 
 
-def _show_whole(engine: Engine, unit: Unit) -> list[torch.Tensor]:
-    buffers = []
-    for group in unit.groups:
-        full = engine.gather_group(unit, group)
-        buffers.append(full)
+def _is_whole(unit: Unit) -> bool:
+    members = [member for group in unit.groups for member in group.members]
+    return bool(members) and not isinstance(members[0].param, ShardedParameter)
+
+
+class _Whole:
+    """A unit whose parameters are shown whole."""
+
+    def __init__(self, engine: Engine, unit: Unit, with_grads: bool) -> None:  # noqa: FBT001
+        self.unit = unit
+        self.buffers: list[torch.Tensor] = []
+        self.grads = _whole_grads(engine, unit) if with_grads else {}
+        for group in unit.groups:
+            full = engine.gather_group(unit, group)
+            self.buffers.append(full)
+            for member in group.members:
+                stop = member.offset + member.numel
+                if with_grads:
+                    with no_guard():
+                        member.param.grad = None  # its shape is not the parameter's now
+                member.param.__class__ = nn.Parameter  # type: ignore[assignment]
+                member.param.data = full[member.offset : stop].view(member.piece.shape)
+                if with_grads:
+                    member.param.grad = self.grads.get(id(member))
+
+    def close(self, engine: Engine, *, writeback: bool) -> None:
+        """Show the shards again."""
+        whole = self.unit.plan.mesh.shard == 1
+        for buffer, group in zip(self.buffers, self.unit.groups, strict=True):
+            if writeback:
+                group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.part])
+            for member in group.members:
+                piece = member.piece
+                local = group.master[piece.offset : piece.offset + piece.numel]
+                held = id(member) in self.grads
+                grad = member.param.grad if held else None
+                if held:
+                    member.param.grad = None
+                member.param.data = local.view(shard_shape(piece, whole=whole))
+                member.param.__class__ = ShardedParameter
+                if held and (grad is not None or not writeback):
+                    self._put_back(engine, member, grad if writeback else None)
+
+    def _put_back(self, engine: Engine, member: Member, grad: torch.Tensor | None) -> None:
+        shown: Any = member.grad
+        if grad is not None:
+            local = grad.reshape(-1)[member.piece.start : member.piece.stop]
+            shown.to_local().copy_(local.view(shown.shape))
+            engine.norms.mark_changed()
+        with no_guard():
+            member.param.grad = shown
+
+
+def _whole_grads(engine: Engine, unit: Unit) -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for group in unit.trained:
         for member in group.members:
-            stop = member.offset + member.numel
-            member.param.__class__ = nn.Parameter  # type: ignore[assignment]
-            member.param.data = full[member.offset : stop].view(member.piece.shape)
-    return buffers
-
-
-def _show_shards(unit: Unit, buffers: list[torch.Tensor] | None) -> None:
-    whole = unit.plan.mesh.shard == 1
-    for index, group in enumerate(unit.groups):
-        if buffers is not None:
-            own = buffers[index].chunk(group.plan.layout.num_parts)[unit.part]
-            group.master.copy_(own)
-        for member in group.members:
-            piece = member.piece
-            local = group.master[piece.offset : piece.offset + piece.numel]
-            member.param.data = local.view(shard_shape(piece, whole=whole))
-            member.param.__class__ = ShardedParameter
+            with no_guard():
+                grad = member.param.grad
+                local = None if grad is None else grad.as_subclass(torch.Tensor).reshape(-1)
+            if local is not None:
+                found[id(member)] = engine.gather_member(unit, group, member, local)
+    return found

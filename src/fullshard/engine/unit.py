@@ -13,15 +13,18 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import no_guard
+from fullshard.engine._torch_compat import no_guard, will_execute
 from fullshard.engine.collectives import Fetch, Reduction, Transport, Weights
 from fullshard.engine.homes import DeviceHomes, GradientShard
+from fullshard.engine.hooked import Hook, HookedReduction
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.engine.presentation import present
 from fullshard.engine.ring import Rings, torch_dtype
 from fullshard.errors import EngineError
 from fullshard.planner.slices import Slice
 from fullshard.planner.units import GroupPlan, UnitPlan
+
+LARGE_NUMEL = 16_384
 
 OnGradient = Callable[["Unit", "Group", "Member"], None]
 
@@ -56,6 +59,11 @@ class Member:
     @cached_property
     def numel(self) -> int:
         return math.prod(self.piece.shape)
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether its gradient is moved at once: memory counts more than a call."""
+        return self.numel > LARGE_NUMEL
 
 
 @dataclass(eq=False)
@@ -122,6 +130,7 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, groups: list[Group], transport: Transport) -> None:
         self.plan = plan
+        self.index = plan.index
         self.groups = groups
         self.trained = [group for group in groups if group.grads is not None]
         self.gathered = [group for group in groups if group.gathers]
@@ -129,10 +138,11 @@ class Unit:
         self.part = plan.mesh.coordinates(transport.rank)[1]
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
+        self.reduce_hook: Hook | None = None
         self.swaps: list[Swap] = []
         self.trainees = [member for group in self.trained for member in group.members]
         # What the hot path needs of members and swaps, so that it need not look it up.
-        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._computes: list[nn.Parameter] = []
         self._common: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
@@ -140,6 +150,7 @@ class Unit:
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
         self.left = 0  # gradients still expected in this backward
+        self.waiting: list[tuple[Group, Member]] = []  # whose gradients are final and not moved
         self.on_gradient: OnGradient = _unbound
 
     def gather(self) -> None:
@@ -155,6 +166,13 @@ class Unit:
             self.fetch.wait()
             self.fetch = None
 
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> None:
+        """Start to sum gradients over ranks."""
+        if self.reduce_hook is None:
+            self.reduction = self.transport.reduce(fulls)
+        else:
+            self.reduction = HookedReduction(self.reduce_hook, fulls, self.plan.mesh.shard)
+
     def poison(self) -> None:
         """Fill the slot with NaN, so that reading it now is seen (law 2)."""
         for group in self.gathered:
@@ -167,7 +185,7 @@ class Unit:
             EngineError: One holds another object, which the forward would not see.
         """
         if self.swapped == 0:
-            for table, name, param, _ in self._places:
+            for table, name, param, _ in self.places:
                 if table.get(name) is not param:
                     raise EngineError(
                         f"{param.record.piece.name}: expected the parameter that fs.shard cut; its "
@@ -180,7 +198,7 @@ class Unit:
         """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
         self.swapped += 1
         if self.swapped == 1:
-            for table, name, _, compute in self._places:
+            for table, name, _, compute in self.places:
                 table[name] = compute
 
     def begin_forward(self) -> None:
@@ -227,7 +245,7 @@ class Unit:
 
     def show_shards(self) -> None:
         """Put the user's parameters back, whatever is open."""
-        for table, name, param, _ in self._places:
+        for table, name, param, _ in self.places:
             table[name] = param
 
     def bind(self, rings: Rings, on_gradient: OnGradient) -> None:
@@ -258,13 +276,29 @@ class Unit:
                     member.node = get_gradient_edge(compute).node
                     hook = _gradient_hook(self, at, index)
                     member.node.register_hook(hook)  # also where autograd brings no gradient
-        self._places = [
+        self.places = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
         ]
         self._computes = [m.compute for group in self.groups for m in group.members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
         self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
+
+
+def expect(members: Sequence[Member]) -> int:
+    """Note which of them the running backward will reach; returns how many."""
+    left = 0
+    for member in members:
+        try:
+            expected = member.compute.requires_grad and will_execute(member.node)
+        except RuntimeError as error:
+            raise EngineError(
+                "torch.autograd.grad: expected inputs that are not parameters; got the compute "
+                f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
+            ) from error
+        member.expected, member.written = expected, False
+        left += expected
+    return left
 
 
 def _unbound(*_: Any) -> None:
@@ -300,7 +334,8 @@ def cut_group(
 
     Args:
         plan: The group's layout.
-        params: The user's parameters in the layout's order: whole, or on meta, which become zero.
+        params: The user's parameters in the layout's order: whole, or on meta or shards already,
+            which become zero.
         part: This rank's index on the shard axis.
         homes: Where things live.
         shared: The memory of the weights; None where it is this rank's own.
@@ -318,7 +353,7 @@ def cut_group(
     whole = layout.num_parts == 1
     for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
         local = slice(piece.offset, piece.offset + piece.numel)
-        if not param.is_meta:
+        if not param.is_meta and not isinstance(param, ShardedParameter):
             with torch.no_grad():
                 master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
         sharded = present(param, master[local], piece, whole=whole)

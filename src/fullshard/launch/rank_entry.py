@@ -31,6 +31,7 @@ from fullshard.errors import PreemptedError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.failure import RankFailure
 from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.signals import SAVE_SIGNALS
 from fullshard.observe import watchdog
 from fullshard.observe.position import Verdict
 from fullshard.observe.watchdog import Seat
@@ -97,23 +98,28 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def _sigterm_raises(folder: LaunchFolder | None):
-    """Turn SIGTERM into a PreemptedError in the main thread, so that `finally` blocks run."""
+    """Turn SIGTERM into a PreemptedError in the main thread, so that `finally` blocks run.
 
-    def on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    SIGUSR1 too: schedulers send it to the ranks themselves.
+    """
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         if folder is not None and folder.ending.exists():
-            os._exit(128 + signal.SIGTERM)  # another rank failed; there is nothing left to say
+            os._exit(128 + number)  # another rank failed; there is nothing left to say
         raise PreemptedError(
-            "run: expected to reach its end, got SIGTERM. Start it again to resume."
+            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again to "
+            "resume."
         )
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, on_sigterm)
+    before = {number: signal.signal(number, on_signal) for number in SAVE_SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:

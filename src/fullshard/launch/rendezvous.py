@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -70,6 +72,22 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
     seat = Seat.of(launch, timeout_s, run_dir)
     if seat is not None:
         watchdog.start(seat)
+
+
+def published(name: str, make: Callable[[], str]) -> str:
+    """What rank 0 makes, told to all ranks by the store at which they met. After they met."""
+    from torch.distributed.distributed_c10d import _get_default_store, get_rank
+
+    store = _get_default_store()
+    if get_rank() == 0:
+        store.set(name, make())
+    return store.get(name).decode()
+
+
+def free_address(host: str | None) -> str:
+    """An address on which this process may serve: the system chooses the port."""
+    with socket.create_server(("", 0)) as server:
+        return f"{host or LOOPBACK}:{server.getsockname()[1]}"
 
 
 def shutdown() -> None:

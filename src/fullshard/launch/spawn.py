@@ -67,6 +67,7 @@ class LocalLaunch:
         stuck_s: after which a rank that others wait for counts as stuck (`launch.timeout`).
         machines: which of several this is.
         attempt: how often the same was launched before.
+        config_file: for the script to read (`fullshard.integrations`); None: none.
     """
 
     module: str
@@ -77,6 +78,7 @@ class LocalLaunch:
     stuck_s: float = 600.0
     machines: Machines = Machines()
     attempt: int = 0
+    config_file: Path | None = None
 
     @property
     def world_size(self) -> int:
@@ -195,6 +197,7 @@ def _environment(
         run_id=run_id,
         attempt=launch.attempt,
         timeout_s=launch.stuck_s,
+        config_file=launch.config_file,
     )
 
 

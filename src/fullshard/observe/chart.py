@@ -46,13 +46,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Labels, number format and width of a chart."""
+    """Labels, number formats and width of a chart."""
 
     x_label: str
     y_label: str
     y_format: Callable[[float], str] = lambda value: f"{value:g}"
     from_zero: bool = False
     width: float = NARROW
+    x_format: Callable[[float], str] = lambda value: f"{value:g}"
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _frame(
     for value in ticks(x.low, x.high, int(axes.width / 85)):
         parts.append(
             f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 15:g}" '
-            f'text-anchor="middle">{value:g}</text>'
+            f'text-anchor="middle">{escape(axes.x_format(value))}</text>'
         )
     bottom = HEIGHT - BOTTOM
     parts.append(f'<path class="axis" d="M{LEFT:g} {bottom:g}H{right:g}"/>')

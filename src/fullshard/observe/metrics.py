@@ -74,3 +74,21 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
             yield json.loads(line)
+
+
+def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
+    """Leave rows of the first `done` steps alone in a metrics file; returns the last of each kind.
+
+    Steps after the checkpoint that a run goes on from are taken again, and written again.
+    """
+    rows = [row for row in read_rows(path) if row["step"] <= done]
+    if path.is_file():
+        aside = path.with_name(f".{path.name}")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        aside.replace(path)
+    steps = [row for row in rows if "loss" in row]
+    evaluations = [row for row in rows if "eval_loss" in row]
+    return (
+        StepRow(**steps[-1]) if steps else None,
+        EvalRow(**evaluations[-1]) if evaluations else None,
+    )

@@ -14,6 +14,7 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.metrics import read_rows
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.units import UnitPlan
@@ -32,6 +33,13 @@ def write_report(run: Path) -> Path:
     Raises:
         ConfigError: The folder holds no run.
     """
+    target = run / "report.html"
+    target.write_text(render("report.html.j2", gather(run)), encoding="utf-8")
+    return target
+
+
+def render(template: str, facts: dict[str, Any]) -> str:
+    """A page from one of our templates."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -41,10 +49,7 @@ def write_report(run: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template("report.html.j2").render(gather(run))
-    target = run / "report.html"
-    target.write_text(page, encoding="utf-8")
-    return target
+    return environment.get_template(template).render(facts)
 
 
 def gather(run: Path) -> dict[str, Any]:
@@ -122,7 +127,7 @@ def _charts(steps: list[Row], evaluations: list[Row], record: Row) -> list[dict[
     drawings = {
         "Loss": loss_chart(steps, evaluations, record["measured"].get("baseline_loss")),
         "Where a step's time goes": _time_chart(steps),
-        "Memory of the largest rank": _memory_chart(steps),
+        "Memory of the largest rank": _memory_chart(steps, record.get("planned") or {}),
         "Tokens a second, all ranks": _curve(steps, "tokens_per_s", 3, "tokens/s", from_zero=True),
         "Gradient norm before clipping": _curve(steps, "grad_norm", 4, "norm"),
         "Learning rate": _curve(steps, "learning_rate", 1, "rate", from_zero=True),
@@ -185,7 +190,7 @@ def _time_chart(steps: list[Row]) -> str:
     return area_chart(series, axes)
 
 
-def _memory_chart(steps: list[Row]) -> str:
+def _memory_chart(steps: list[Row], planned: Row) -> str:
     xs = _column(steps, "step")
     peaks = _column(steps, "memory_peak_bytes")
     unit, name = (2**30, "GiB") if max(peaks, default=0) >= 2**31 else (2**20, "MiB")
@@ -193,6 +198,10 @@ def _memory_chart(steps: list[Row]) -> str:
         Series("in use", xs, [value / unit for value in _column(steps, "memory_bytes")], 1),
         Series("peak", xs, [value / unit for value in peaks], 2, "dashed"),
     ]
+    expected = planned.get("expected_peak_bytes")
+    if expected and xs:
+        ends = [xs[0], xs[-1]]
+        series.append(Series("planned, tensors alone", ends, [expected / unit] * 2, 3, "dashed"))
     return line_chart(series, Axes("step", name, lambda value: f"{value:g} {name}", from_zero=True))
 
 
@@ -208,19 +217,40 @@ def _curve(steps: list[Row], field: str, color: int, label: str, *, from_zero: b
 def _plan(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    arrays = ArraysPlan.from_json(text)
+    plan = arrays or Plan.from_json(text)
     mesh = plan.mesh
+    if isinstance(plan, ArraysPlan):
+        units = [_array(array, mesh.shard) for array in plan.arrays]
+    else:
+        units = [_unit(list(run)) for _, run in groupby(plan.units, key=_likeness)]
     headline = (
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
         f"{mesh.world_size} rank(s) (replicate {mesh.replicate} x shard {mesh.shard}), "
-        f"{len(plan.units)} units"
+        f"{plan.num_units} units"
     )
     return {
         "headline": headline,
-        "units": [_unit(list(run)) for _, run in groupby(plan.units, key=_likeness)],
+        "units": units,
         "memory": [
             {"name": row["name"], "size": human_bytes(int(row["bytes"]))} for row in plan.rows()
         ],
+    }
+
+
+def _array(array: ArrayPlan, num_parts: int) -> dict[str, str]:
+    dtypes, dim = array.dtypes, array.cut.dim
+    return {
+        "title": array.name,
+        "kind": "array" + ("" if array.trainable else " (frozen)"),
+        "role": "block" if array.block else "root",
+        "count": str(array.num_layers or 1),
+        "elements": f"{array.numel:,}",
+        "padding": f"{array.cut.padding:,}",
+        "kept": f"{array.part_numel(num_parts):,}",
+        "slots": "whole on every device" if dim is None else f"cut along dimension {dim}",
+        "dtypes": f"{dtypes.master} / {dtypes.compute} / {dtypes.reduce}",
     }
 
 

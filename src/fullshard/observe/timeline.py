@@ -53,7 +53,8 @@ class Slice:
     """A box of a lane.
 
     Attributes:
-        what: forward, backward, gather, reduce, settle, or wait.
+        what: forward, backward, gather, reduce, settle, wait, or publish (a shared home's wait of
+            the ranks for each other, and cast of weights).
         during: "forward" or "backward": the pass that needs it.
         waited_ns: How much of a message this rank waited for.
     """
@@ -130,6 +131,8 @@ def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
             yield Slice("compute", unit, "wait", what, entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.ACCUMULATE:
             yield Slice("compute", entry.unit, "wait", what, entry.start_ns, entry.stop_ns)
+        elif entry.kind == EventKind.PUBLISH:  # all ranks come to a forward; the weights are there
+            yield Slice("compute", -1, "publish", "forward", entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.SETTLE:
             what = ""  # what follows is no part of forward or backward
         free_ns = entry.stop_ns
@@ -182,7 +185,8 @@ def chrome_trace(
             title = titles[piece.unit] if piece.unit >= 0 else "the model"
             details = {"bytes": piece.num_bytes, "waited_us": piece.waited_ns / 1e3}
             event = {"ph": "X", "pid": rank, "tid": LANES.index(piece.lane), "cat": piece.what}
-            event |= {"name": f"wait {title}" if piece.what == "wait" else title}
+            waits = piece.what in ("wait", "publish")
+            event |= {"name": f"{piece.what} {title}" if waits else title}
             event |= {"ts": (piece.start_ns - origin_ns) / 1e3}
             event |= {"dur": (piece.stop_ns - piece.start_ns) / 1e3}
             events.append(event if piece.lane == "compute" else event | {"args": details})

@@ -48,31 +48,31 @@ _FORM = re.compile(
 )
 _EXPECTED = "a count and a GPU, such as 8xH100-80GB, 4xA100-40GB, H200 or 8"
 
-# What must stay free for activations and the allocator, as long as a plan does not count them.
-HEADROOM = 0.2
+# What must stay free for the holes between tensors, and for what the plan's estimates miss.
+HEADROOM = 0.1
 
 
 class Fit(StrEnum):
-    """Whether a plan's state fits into a device."""
+    """Whether a plan fits into a device."""
 
     FITS = "fits"  # with the headroom left over
-    TIGHT = "tight"  # the state fits, the headroom does not
-    NO = "no"  # not even the state fits
+    TIGHT = "tight"  # it fits, the headroom does not
+    NO = "no"
 
     def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
         """The verdict with its numbers."""
         share = needed_bytes / memory_bytes
         match self:
             case Fit.FITS:
-                return f"fits, the state takes {share:.1%}."
+                return f"fits, it takes {share:.1%}."
             case Fit.TIGHT:
-                return f"tight, the state alone takes {share:.1%}."
+                return f"tight, it takes {share:.1%}."
             case Fit.NO:
-                return f"will not fit, the state alone would take {share:.1%}."
+                return f"will not fit, it would take {share:.1%}."
 
 
 def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
-    """Judge the state of the largest rank against the memory of a device."""
+    """Judge what the largest rank holds against the memory of a device."""
     if needed_bytes > memory_bytes:
         return Fit.NO
     return Fit.FITS if needed_bytes <= (1 - HEADROOM) * memory_bytes else Fit.TIGHT

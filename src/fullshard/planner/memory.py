@@ -62,6 +62,21 @@ def state_rows(
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
 
+def staging_bytes(units: Sequence[UnitPlan]) -> int:
+    """Host bytes at most that a rank copies to save with AdamW's states in the background.
+
+    Ranks that hold the same part save a unit each in turn.
+    """
+    by_turn: dict[int, int] = {}
+    for unit in units:
+        for group in unit.groups:
+            states = 1 + ADAM_STATES * group.trainable
+            turn = unit.index % unit.mesh.replicate
+            size = states * group.layout.part_numel * ITEMSIZE[group.dtypes.master]
+            by_turn[turn] = by_turn.get(turn, 0) + size
+    return max(by_turn.values(), default=0)
+
+
 def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
     """Bytes of gradients that wait for the last micro-batch of an accumulated step."""
     total = 0

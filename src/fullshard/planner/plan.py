@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.schema import ShardConfig
@@ -19,7 +19,12 @@ from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.events import Event
 from fullshard.planner.homes import DEFAULT_HOMES, Homes, Place
-from fullshard.planner.memory import MemoryRow, communication_bytes, state_rows
+from fullshard.planner.memory import (
+    MemoryRow,
+    communication_bytes,
+    staging_bytes,
+    state_rows,
+)
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.render import render_tree
@@ -35,7 +40,13 @@ from fullshard.planner.slices import Slice
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
 from fullshard.planner.spec import ModelSpec, check_globs, matches
 from fullshard.planner.strategy import StrategyRow, row_of
-from fullshard.planner.units import ContractRule, UnitPlan, assign_params, group_params
+from fullshard.planner.units import (
+    ContractRule,
+    UnitPlan,
+    UnitSettings,
+    assign_params,
+    group_params,
+)
 from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units
 
 
@@ -87,6 +98,15 @@ class Plan:
     def num_parameters(self) -> int:
         """Parameters in all, padding not counted."""
         return sum(unit.numel - unit.padding for unit in self.units)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes at most that a rank copies to save in the background."""
+        return staging_bytes(self.units)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -174,6 +194,7 @@ def make_plan(
     config: ShardConfig,
     topology: Topology,
     chosen_modules: Sequence[str] | None = None,
+    settings: Mapping[str, UnitSettings] | None = None,
 ) -> Plan:
     """Compute the plan.
 
@@ -182,6 +203,7 @@ def make_plan(
         config: What the user asks for.
         topology: How many ranks, and how many on a host.
         chosen_modules: What the callable `config.wrap` chose (the adapter asks it).
+        settings: What units have of their own, by module name ("" is the root).
 
     Raises:
         ConfigError: The mesh, the units or the strategy are impossible.
@@ -194,7 +216,7 @@ def make_plan(
     named = [glob for glob, _ in config.strategies]
     check_globs("strategies", named, modules, "modules")
     choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
-    units = _bare_units(spec, config, choices, mesh)
+    units = _bare_units(spec, config, choices, mesh, settings or {})
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config)
     rules = SlotRules.of(num_slots(depths), homes)
@@ -219,7 +241,11 @@ def make_plan(
 
 
 def _bare_units(
-    spec: ModelSpec, config: ShardConfig, choices: Sequence[UnitChoice], mesh: Mesh
+    spec: ModelSpec,
+    config: ShardConfig,
+    choices: Sequence[UnitChoice],
+    mesh: Mesh,
+    settings: Mapping[str, UnitSettings],
 ) -> tuple[UnitPlan, ...]:
     """Units with their layouts, without slots."""
     rows = _rows_of(config, [choice.module for choice in choices])
@@ -230,6 +256,8 @@ def _bare_units(
     units: list[UnitPlan] = []
     for index, (choice, parent, params) in enumerate(assign_params(spec, choices)):
         module, row = modules[choice.module], rows[choice.module]
+        own = settings.get(choice.module, UnitSettings())
+        row = row_of(own.strategy) if own.strategy else row
         own_mesh = mesh if row.shard_params else Mesh(mesh.world_size, 1)
         units.append(
             UnitPlan(
@@ -239,7 +267,7 @@ def _bare_units(
                 role=choice.role,
                 parent=parent,
                 mesh=own_mesh,
-                groups=group_params(params, contract, own_mesh.shard),
+                groups=group_params(params, contract.for_unit(own), own_mesh.shard),
                 reshard_after_forward=row.reshard_after_forward,
                 reads_weight_in_backward=module.reads_weight_in_backward,
             )

@@ -22,7 +22,7 @@ order does not expect is gathered on demand, and the order is learned from the f
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from fullshard.planner.events import Event, EventKind, Sync, event_of
@@ -102,6 +102,8 @@ class Scheduler:
         }
         self._ancestors = [ancestors_of(units, unit) for unit in units]
         self._reduces = set(order.reduce)
+        self._last_forward = {unit: at for at, unit in enumerate(order.forward)}
+        self._last_backward = {unit: at for at, unit in enumerate(order.backward)}
         sharing = [u.index for u in units if any(group.shared for group in u.groups)]
         self._shares = {around for u in sharing for around in (u, *self._ancestors[u])}
         self.reset()
@@ -111,14 +113,12 @@ class Scheduler:
     def reset(self) -> None:
         """Nothing is held, open or under way."""
         self._table = SlotTable(self.units)
+        # Whether a unit's weights are in place (gathered, or read from the master).
+        self.holds: Callable[[int], bool] = self._table.holds
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
         self._stepped = False
         self._sync = Sync.ALL
-
-    def holds(self, unit: int) -> bool:
-        """Whether the unit's weights are in place (gathered, or read from the master)."""
-        return self._table.holds(unit)
 
     # ---- forward
 
@@ -155,7 +155,7 @@ class Scheduler:
         if unit == ROOT and not training:
             return events + self._table.release_all()
         kept = training and unit in self._keep
-        again = unit in self.order.forward[self._position :]
+        again = self._last_forward.get(unit, -1) >= self._position
         if kept or again or self._table.open[unit]:
             return events
         return events + self._table.release(unit)
@@ -271,20 +271,21 @@ class Scheduler:
 
     def _retire(self, unit: int, events: list[Event]) -> None:
         """Release units whose backward is over now that another unit's begins."""
-        coming = self.order.backward[self._position :]
         for other in sorted(self._table.begun):
             over = other in self._table.complete or other not in self._reduces
             around = other == unit or other in self._ancestors[unit]
-            if over and not around and other not in coming:
+            is_coming = self._last_backward.get(other, -1) >= self._position
+            if over and not around and not is_coming:
                 self._table.begun.discard(other)
                 events += self._table.release(other)
 
     def _drain(self, *, force: bool) -> list[Event]:
         events: list[Event] = []
-        order, coming = self.order.reduce, self.order.backward[self._position :]
+        order = self.order.reduce
         while self._reduced < len(order):
             unit = order[self._reduced]
-            ready = unit in self._table.complete and unit not in coming
+            is_coming = self._last_backward.get(unit, -1) >= self._position
+            ready = unit in self._table.complete and not is_coming
             if not ready and not force:
                 break
             self._reduced += 1

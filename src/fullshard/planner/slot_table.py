@@ -103,11 +103,11 @@ class SlotTable:
         if slot is None or self._holder.get(slot) != unit:
             return []
         del self._holder[slot]
-        return [Event(EventKind.RELEASE, unit)]
+        return [event_of(EventKind.RELEASE, unit)]
 
     def release_all(self) -> list[Event]:
         """Empty every slot."""
-        events = [Event(EventKind.RELEASE, unit) for unit in sorted(self._holder.values())]
+        events = [event_of(EventKind.RELEASE, unit) for unit in sorted(self._holder.values())]
         self.clear()
         return events
 

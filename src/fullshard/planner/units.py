@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fullshard.config.values import DType
+from fullshard.config.values import DType, Strategy
 from fullshard.planner.layout import FlatLayout
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.spec import (
@@ -190,21 +190,51 @@ def group_params(
 
 
 @dataclass(frozen=True, slots=True)
+class UnitSettings:
+    """What one unit has otherwise than the configuration says; None where it has the same.
+
+    Attributes:
+        strategy: When it gives its slot back, and whether it is cut at all.
+        compute: Its compute dtype.
+        reduce: The dtype of its gradients on the wire.
+        keeps_dtypes: Its parameters rest in the dtypes that they came in.
+    """
+
+    strategy: Strategy | None = None
+    compute: DType | None = None
+    reduce: DType | None = None
+    keeps_dtypes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ContractRule:
     """The configured dtypes; None where the parameter's own dtype decides.
 
     Attributes:
         fp32_modules: Globs of modules that compute in float32 where others compute in less.
+        keeps_dtypes: Masters have the dtypes that the parameters came in.
     """
 
     master: DType | None = None
     compute: DType | None = None
     reduce: DType | None = None
     fp32_modules: tuple[str, ...] = ()
+    keeps_dtypes: bool = False
+
+    def for_unit(self, unit: UnitSettings) -> ContractRule:
+        """The rule of a unit that has settings of its own."""
+        return replace(
+            self,
+            compute=unit.compute or self.compute,
+            reduce=unit.reduce or self.reduce,
+            keeps_dtypes=unit.keeps_dtypes or self.keeps_dtypes,
+        )
 
     def of(self, param: ParamSpec) -> DtypeContract:
         """The contract of a parameter: float64 stays float64, all else has a float32 master."""
         default = DType.FLOAT64 if param.dtype is DType.FLOAT64 else DType.FLOAT32
+        if self.keeps_dtypes:
+            default = param.dtype
         master = self.master or default
         accumulate = DType.FLOAT64 if master is DType.FLOAT64 else DType.FLOAT32
         compute = self.compute or master

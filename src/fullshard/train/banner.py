@@ -7,27 +7,48 @@ from dataclasses import dataclass
 from torch import nn
 
 from fullshard.config.schema import RunConfig
+from fullshard.config.values import Command
 from fullshard.engine.engine import engine_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.train.dataset import DatasetFacts
+from fullshard.train.facts import DatasetFacts
 from fullshard.train.prepare import StepPlan, weights_folder
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What the banner speaks of.
+class DataFacts:
+    """What every banner speaks of.
 
     Attributes:
+        command: Whose run it is.
         config: Of the run.
         data: Facts about the data set.
         steps: Counts of steps.
-        model: Sharded.
     """
 
+    command: Command
     config: RunConfig
     data: DatasetFacts
     steps: StepPlan
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Labelled lines: data, batch, steps."""
+        return [("data", _data(self.data)), ("batch", _batch(self)), ("steps", _steps(self))]
+
+    def weights(self) -> str:
+        """Where the first weights come from."""
+        folder = weights_folder(self.config)
+        return f"weights of {folder}" if folder else f"random weights (seed {_seed(self)})"
+
+
+@dataclass(frozen=True)
+class RunFacts(DataFacts):
+    """The same, and the model that torch's engine runs.
+
+    Attributes:
+        model: Sharded.
+    """
+
     model: nn.Module
 
     @property
@@ -37,15 +58,16 @@ class RunFacts:
 
 def banner(facts: RunFacts) -> list[tuple[str, str]]:
     """Labelled lines: model, data, mesh, plan, dtypes, batch, steps."""
+    data, batch, steps = facts.lines()
     return [
         ("model", _model(facts)),
-        ("data", _data(facts.data)),
+        data,
         ("mesh", _mesh(facts)),
         ("plan", _plan(facts.plan)),
         ("state", _state(facts.plan)),
         ("dtypes", "; ".join(dtype_contracts(facts.plan))),
-        ("batch", _batch(facts)),
-        ("steps", _steps(facts)),
+        batch,
+        steps,
     ]
 
 
@@ -59,14 +81,13 @@ def dtype_contracts(plan: Plan) -> list[str]:
 
 
 def _model(facts: RunFacts) -> str:
-    folder = weights_folder(facts.config)
-    weights = f"weights of {folder}" if folder else f"random weights (seed {_seed(facts)})"
     num_frozen = sum(not parameter.requires_grad for parameter in facts.model.parameters())
     frozen = f" ({num_frozen} tensors frozen)" if num_frozen else ""
-    return f"{facts.plan.model_kind}, {facts.plan.num_parameters:,} parameters{frozen}, {weights}"
+    plan = facts.plan
+    return f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}, {facts.weights()}"
 
 
-def _seed(facts: RunFacts) -> int:
+def _seed(facts: DataFacts) -> int:
     return facts.config.training.seed
 
 
@@ -75,7 +96,7 @@ def _data(data: DatasetFacts) -> str:
         f"{data.origin}: {data.num_train_tokens:,} tokens to train on "
         f"({data.num_train_sequences:,} sequences of {data.sequence_length}), "
         f"{data.num_held_out_tokens:,} held out, {data.num_dropped_tokens:,} dropped at the ends, "
-        f"vocabulary of {data.vocab_size:,}"
+        f"vocabulary of {data.vocab_size:,}{''.join(f'; {note}' for note in data.notes)}"
     )
 
 
@@ -106,7 +127,7 @@ def _state(plan: Plan) -> str:
     return f"{human_bytes(plan.peak_bytes['device'])} a rank: {rows}"
 
 
-def _batch(facts: RunFacts) -> str:
+def _batch(facts: DataFacts) -> str:
     shape = facts.steps.order.shape
     return (
         f"{shape.per_device} a rank x {shape.accumulation} micro-batch(es) x {shape.world_size} "
@@ -115,7 +136,7 @@ def _batch(facts: RunFacts) -> str:
     )
 
 
-def _steps(facts: RunFacts) -> str:
+def _steps(facts: DataFacts) -> str:
     steps, training = facts.steps, facts.config.training
     dropped = ""
     if steps.order.num_dropped:

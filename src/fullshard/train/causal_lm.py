@@ -71,6 +71,15 @@ class PackedText:
         samples = self._order.of_step(step)[:, self._rank]
         return [self._batch(self._train, chosen) for chosen in samples]
 
+    @property
+    def train_lengths(self) -> Indices:
+        """Tokens of each row."""
+        return np.full(len(self._train), self._train.shape[1], dtype=np.int64)
+
+    def train_rows(self, chosen: Indices) -> Batch:
+        """Some rows as a batch."""
+        return self._batch(self._train, chosen)
+
     def held_out(self) -> Iterable[Batch]:
         if self._held_out is None or self._evaluation is None:
             return
@@ -86,4 +95,5 @@ class PackedText:
         ids = torch.from_numpy(sequences[np.maximum(chosen, 0)].astype(np.int64))
         labels = ids.clone()
         labels[torch.from_numpy(chosen < 0)] = IGNORED
-        return {"input_ids": ids.to(self._device), "labels": labels.to(self._device)}
+        arrays = {"input_ids": ids, "labels": labels, "rows": torch.from_numpy(chosen.copy())}
+        return {name: value.to(self._device) for name, value in arrays.items()}

@@ -23,8 +23,10 @@ from rich.text import Text
 
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.planner.render import human_bytes
+from fullshard.train.generate import printable
 
 LABEL_WIDTH = 10
+SAMPLE_WIDTH = 160
 
 
 class RunConsole:
@@ -53,8 +55,8 @@ class RunConsole:
                 self._console.print(Text(f"  {name:<{LABEL_WIDTH}}{value}"))
         self._console.print()
 
-    def start(self) -> None:
-        """Shows the progress bar where there is a terminal."""
+    def start(self, done: int = 0) -> None:
+        """Shows the progress bar where there is a terminal, `done` steps on."""
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -68,7 +70,7 @@ class RunConsole:
             transient=True,
         )
         self._progress.start()
-        self._task = self._progress.add_task("training", total=self._num_steps)
+        self._task = self._progress.add_task("training", total=self._num_steps, completed=done)
 
     def stop(self) -> None:
         """Takes the progress bar away."""
@@ -92,6 +94,13 @@ class RunConsole:
         self._console.print(
             self._head(row.step).append(f"held-out loss {row.eval_loss:.4f}", style="yellow")
         )
+
+    def print_sample(self, step: int, prompt: str, answer: str) -> None:
+        """Prints the end of a prompt and what the model answers, on one line each."""
+        for label, text in (("asked", prompt), ("answers", answer)):
+            line = " ".join(printable(text).split())
+            shown = line if len(line) <= SAMPLE_WIDTH else f"... {line[-SAMPLE_WIDTH:]}"
+            self._console.print(self._head(step).append(f"{label:<8}{shown}", style="green"))
 
     def print_facts(self, facts: Sequence[tuple[str, str, str]]) -> None:
         """Prints labelled lines with a style each."""

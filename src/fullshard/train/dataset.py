@@ -8,16 +8,15 @@ data/tokenizer/      a Hugging Face tokenizer
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fullshard.errors import DataError
-from fullshard.train.baseline import Baseline, interpolated_bigram
+from fullshard.train.baseline import interpolated_bigram
+from fullshard.train.facts import DatasetFacts, load_facts, save_facts
 from fullshard.train.packing import Tokens, hold_out, join, pack
 from fullshard.train.text import Corpus
 from fullshard.train.tokenizer import encode, train_tokenizer
@@ -26,39 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_CHARACTERS = 60
-
-
-@dataclass(frozen=True)
-class DatasetFacts:
-    """What is known about a data set besides its tokens.
-
-    Attributes:
-        origin: What it was read from.
-        sequence_length: Tokens in a sequence.
-        num_train_tokens: In training sequences.
-        num_held_out_tokens: In held-out sequences.
-        num_dropped_tokens: At the ends of both streams, too few for a sequence.
-        vocab_size: Entries of the tokenizer.
-        baseline: The interpolated bigram over the held-out sequences.
-        prompt: How a held-out document begins; a sample goes on from it.
-    """
-
-    origin: str
-    sequence_length: int
-    num_train_tokens: int
-    num_held_out_tokens: int
-    num_dropped_tokens: int
-    vocab_size: int
-    baseline: Baseline | None
-    prompt: str
-
-    @property
-    def num_train_sequences(self) -> int:
-        return self.num_train_tokens // self.sequence_length
-
-    @property
-    def num_held_out_sequences(self) -> int:
-        return self.num_held_out_tokens // self.sequence_length
+KIND = "text"
 
 
 @dataclass(frozen=True)
@@ -77,13 +44,10 @@ class Dataset:
 
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""
-        folder.mkdir(parents=True, exist_ok=True)
+        save_facts(folder, KIND, self.facts, self.tokenizer)
         np.save(folder / "train.npy", self.train)
         if self.held_out is not None:
             np.save(folder / "held_out.npy", self.held_out)
-        self.tokenizer.save_pretrained(folder / "tokenizer")
-        text = json.dumps(asdict(self.facts), indent=2, ensure_ascii=False)
-        (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Dataset:
@@ -92,22 +56,13 @@ class Dataset:
         Raises:
             DataError: Nothing is there, as on a machine that does not share the run's folder.
         """
-        from transformers import AutoTokenizer
-
-        if not (folder / "dataset.json").is_file():
-            raise DataError(
-                f"training.output_dir: expected the run's tokens in '{folder}', got nothing. "
-                "All machines of a run need the same folder: put it on a shared file system."
-            )
-
-        facts = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
-        baseline = facts.pop("baseline")
+        _, facts, tokenizer = load_facts(folder)
         held_out = folder / "held_out.npy"
         return cls(
-            DatasetFacts(**facts, baseline=Baseline(**baseline) if baseline else None),
+            facts,
             np.load(folder / "train.npy", mmap_mode="r"),
             np.load(held_out, mmap_mode="r") if held_out.is_file() else None,
-            AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
+            tokenizer,
         )
 
 
@@ -152,6 +107,8 @@ def make_dataset(
     facts = DatasetFacts(
         origin=corpus.origin,
         sequence_length=length,
+        num_train_sequences=len(train),
+        num_held_out_sequences=0 if held_out is None else len(held_out),
         num_train_tokens=train.size,
         num_held_out_tokens=num_held_out,
         num_dropped_tokens=len(streams[0]) + len(streams[1]) - train.size - num_held_out,

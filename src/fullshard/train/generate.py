@@ -51,7 +51,7 @@ class Sample:
     @property
     def text(self) -> str:
         """Both, fit for a terminal: an untrained model writes control characters too."""
-        return "".join(map(_printable, self.prompt + self.continuation))
+        return printable(self.prompt + self.continuation)
 
 
 def model_folder_of(folder: Path) -> Path:
@@ -121,6 +121,11 @@ def _room(model: PreTrainedModel, num_prompt_tokens: int) -> int:
     if positions is None:
         return MOST_NEW_TOKENS
     return max(1, min(MOST_NEW_TOKENS, positions - num_prompt_tokens))
+
+
+def printable(text: str) -> str:
+    """A text in which nothing moves a terminal's cursor."""
+    return "".join(map(_printable, text))
 
 
 def _printable(char: str) -> str:

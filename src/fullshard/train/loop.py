@@ -25,6 +25,7 @@ from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.train.loss import IGNORED, backward_scale, num_label_tokens
+from fullshard.train.order import Indices
 from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 
@@ -63,6 +64,19 @@ class Recipe(Protocol):
         ...
 
 
+class TrainRows(Protocol):
+    """Training data row by row, whatever the steps are."""
+
+    @property
+    def train_lengths(self) -> Indices:
+        """Tokens of each row."""
+        ...
+
+    def train_rows(self, chosen: Indices) -> Batch:
+        """Some rows as a batch; -1 is an empty place."""
+        ...
+
+
 class Team(Protocol):
     """The ranks of a run, for the few numbers that the loop shares."""
 
@@ -82,6 +96,22 @@ class Watcher(Protocol):
     def stepped(self, row: StepRow) -> None: ...
 
     def evaluated(self, row: EvalRow) -> None: ...
+
+
+class Keeper(Protocol):
+    """Saves what is trained, where that is due."""
+
+    def asked_to_stop(self) -> bool:
+        """Whether somebody has told this rank to save and end."""
+        ...
+
+    def keep(self, step: int, *, stopping: bool) -> None:
+        """After an update and what belongs to it; all ranks call it together.
+
+        Raises:
+            PreemptedError: Some rank was asked to stop; all is saved.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -107,13 +137,15 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Trainee:
-    """A sharded model, what updates it, and what the loop measures on it."""
+    """A sharded model, what updates it and saves it, and what the loop measures on it."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     communication_seconds: Callable[[], float]
     memory_bytes: Callable[[], tuple[int, int]]
-    scaler: LossScaler | None = None  # of fp16
+    scaler: LossScaler
+    keeper: Keeper | None = None  # None: nothing is saved
+    speak: Callable[[int], None] | None = None  # after an evaluation; all ranks call it together
 
 
 class Loop:
@@ -132,23 +164,26 @@ class Loop:
         self._settings = settings
         self._team = team
         self._watcher = watcher
-        self._scaler = trainee.scaler or LossScaler(
-            trainee.optimizer, torch.device("cpu"), enabled=False
-        )
+        self._scaler = trainee.scaler
         self._last: Batch | None = None  # stands in where other ranks have more
+        self._stopping = False
 
-    def run(self) -> None:
-        """All steps, with the evaluations between them and one after the last.
+    def run(self, done: int = 0) -> None:
+        """The steps after the first `done`, the evaluations between them and one after the last.
 
         Raises:
             DivergedError: A loss or a gradient norm is not finite; names the step.
+            PreemptedError: The run was asked to stop, and is saved.
         """
         num_steps, eval_every = self._settings.num_steps, self._settings.eval_every
         self._trainee.model.train()
-        for step in range(1, num_steps + 1):
+        for step in range(done + 1, num_steps + 1):
             self._watcher.stepped(self._step(step))
-            if step == num_steps or (eval_every and step % eval_every == 0):
+            last = step == num_steps
+            if last or (eval_every and step % eval_every == 0 and not self._stopping):
                 self.evaluate(step)
+            if self._trainee.keeper is not None:
+                self._trainee.keeper.keep(step, stopping=self._stopping and not last)
 
     def evaluate(self, step: int) -> None:
         """Held-out loss; without held-out data nothing happens."""
@@ -164,11 +199,14 @@ class Loop:
         model.train()
         if num_batches == 0:
             return
-        parts = self._team.exchange([total, count])
+        parts = self._team.exchange([total, count, self._asked()])
+        self._stopping |= any(part[2] for part in parts)
         loss = sum(part[0] for part in parts) / sum(part[1] for part in parts)
         if not math.isfinite(loss):
-            raise DivergedError(_diverged("held-out loss", loss, step))
+            raise DivergedError(diverged("held-out loss", loss, step))
         self._watcher.evaluated(EvalRow(step, loss))
+        if self._trainee.speak is not None:
+            self._trainee.speak(step)
 
     def _step(self, step: int) -> StepRow:
         """One update and what it was like."""
@@ -188,7 +226,7 @@ class Loop:
             loss = self._mean_loss(self._team.exchange([total.item()]), num_tokens)
             finite = math.isfinite(loss)
             what, value = ("gradient norm", grad_norm) if finite else ("loss", loss)
-            raise DivergedError(_diverged(what, value, step))
+            raise DivergedError(diverged(what, value, step))
         learning_rate = settings.schedule.learning_rate(step - 1)
         for group in trainee.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -197,13 +235,19 @@ class Loop:
         comm_s = trainee.communication_seconds() - comm_before
         elapsed_s = time.perf_counter() - began
         self._watcher.entered("end of step", step)
+        memory = trainee.memory_bytes()
         parts = self._team.exchange(
-            [total.item(), elapsed_s, data_s, comm_s, *trainee.memory_bytes(), num_inputs]
+            [total.item(), elapsed_s, data_s, comm_s, *memory, num_inputs, self._asked()]
         )
+        self._stopping = any(part[-1] for part in parts)
         loss = self._mean_loss(parts, num_tokens)
         if not math.isfinite(loss):
-            raise DivergedError(_diverged("loss", loss, step))
+            raise DivergedError(diverged("loss", loss, step))
         return self._row(step, loss, grad_norm, parts)
+
+    def _asked(self) -> bool:
+        keeper = self._trainee.keeper
+        return keeper is not None and keeper.asked_to_stop()
 
     def _even_out(self, batches: list[Batch], step: int) -> tuple[list[Batch], int]:
         """As many micro-batches on every rank, and N of [Note: global token mean].
@@ -260,7 +304,7 @@ class Loop:
     ) -> StepRow:
         """Joins what the ranks measured: (loss, elapsed, data, communication, memory, ...)."""
         columns = (list(column) for column in zip(*parts, strict=True))
-        _, elapsed, data, comm, memory, peak, inputs = columns
+        _, elapsed, data, comm, memory, peak, inputs, _ = columns
         step_time_s = max(elapsed)
         data_s, comm_s = sum(data) / len(data), sum(comm) / len(comm)
         return StepRow(
@@ -280,7 +324,7 @@ class Loop:
         )
 
 
-def _diverged(what: str, value: float, step: int) -> str:
+def diverged(what: str, value: float, step: int) -> str:
     return (
         f"{what} of step {step}: expected a finite number, got {value}. "
         "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fullshard.config.schema import TrainingConfig
 from fullshard.config.values import Optimizer
 
 # Hugging Face's Trainer leaves these names, and every LayerNorm, without weight decay.
@@ -24,6 +25,18 @@ class OptimizerSettings:
     adam_beta1: float
     adam_beta2: float
     adam_epsilon: float
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> OptimizerSettings:
+        """Those of a run."""
+        return cls(
+            kind=training.optim,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            adam_beta1=training.adam_beta1,
+            adam_beta2=training.adam_beta2,
+            adam_epsilon=training.adam_epsilon,
+        )
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:

@@ -6,8 +6,8 @@
                 | rank 0   | rank 1    | rank 0   | rank 1    |      each per_device samples
 
 The set of a step does not depend on how many ranks share it, so a run at another world size with
-the same global batch sees the same samples in the same steps. Nothing but the number of finished
-steps is needed to go on.
+the same global batch sees the same samples in the same steps; where the batch does not divide,
+some places are empty. Nothing but the number of finished steps is needed to go on.
 """
 
 from __future__ import annotations
@@ -25,15 +25,34 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a global batch is divided: per_device x accumulation x world."""
+    """How a global batch is divided: per_device x accumulation x world.
+
+    Attributes:
+        samples: Of one step, where they do not fill every place; None: they do.
+    """
 
     per_device: int
     accumulation: int
     world_size: int
+    samples: int | None = None
+
+    @classmethod
+    def of_batch(cls, global_batch: int, per_device: int, world_size: int) -> BatchShape:
+        """The fewest micro-batches of at most `per_device` that hold a global batch, evenly."""
+        accumulation = -(-global_batch // (per_device * world_size))
+        per_device = -(-global_batch // (accumulation * world_size))
+        places = per_device * accumulation * world_size
+        samples = global_batch if places > global_batch else None
+        return cls(per_device, accumulation, world_size, samples)
+
+    @property
+    def places(self) -> int:
+        return self.per_device * self.accumulation * self.world_size
 
     @property
     def global_batch(self) -> int:
-        return self.per_device * self.accumulation * self.world_size
+        """Samples of one step."""
+        return self.places if self.samples is None else self.samples
 
 
 @dataclass(frozen=True)
@@ -70,13 +89,17 @@ class SampleOrder:
         return self.num_samples % self.shape.global_batch
 
     def of_step(self, step: int) -> Indices:
-        """Samples of an update, shape (accumulation, world_size, per_device); step from 0."""
+        """Samples of an update, shape (accumulation, world_size, per_device); step from 0.
+
+        Empty places hold -1.
+        """
+        shape = self.shape
         epoch, place = divmod(step, self.steps_per_epoch)
-        begin = place * self.shape.global_batch
-        chosen = _permutation(self.num_samples, self.seed, epoch)[
-            begin : begin + self.shape.global_batch
-        ]
-        return chosen.reshape(self.shape.accumulation, self.shape.world_size, self.shape.per_device)
+        begin = place * shape.global_batch
+        permutation = _permutation(self.num_samples, self.seed, epoch)
+        chosen = np.full(shape.places, -1, dtype=np.int64)
+        chosen[: shape.global_batch] = permutation[begin : begin + shape.global_batch]
+        return chosen.reshape(shape.accumulation, shape.world_size, shape.per_device)
 
 
 @lru_cache(maxsize=2)

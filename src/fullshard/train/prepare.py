@@ -11,36 +11,37 @@ is said once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fullshard as fs
-from fullshard.config.schema import RunConfig, TrainingConfig
-from fullshard.config.values import IntervalStrategy
+from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, TrainingConfig
+from fullshard.config.values import Command, DistillLoss, IntervalStrategy
 from fullshard.errors import ConfigError
-from fullshard.train.dataset import Dataset, DatasetFacts, DatasetSettings, make_dataset
+from fullshard.train import facts as data_facts
+from fullshard.train.document_check import check_documents
+from fullshard.train.facts import DatasetFacts
 from fullshard.train.model import (
-    build_on_meta,
     check_length,
     check_model_folder,
     config_from_folder,
     config_from_settings,
     fit_to_tokenizer,
-    freeze,
     quiet_libraries,
     require_transformers,
 )
 from fullshard.train.order import BatchShape, SampleOrder
-from fullshard.train.schedule import warmup_steps
-from fullshard.train.text import read_corpus
+from fullshard.train.recipes import make_data, uses_chats
+from fullshard.train.schedule import Schedule, warmup_steps
+from fullshard.train.student import is_cut, student_config
 from fullshard.train.tokenizer import load_tokenizer
+from fullshard.train.top_k import check_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from fullshard.planner.plan import Plan
 
+SAVE_STEPS = 500  # Hugging Face's default
 DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
 
 
@@ -53,6 +54,7 @@ class StepPlan:
         num_warmup_steps: Of the learning rate.
         log_every: Steps between printed lines.
         eval_every: Steps between evaluations; 0: at the end alone.
+        save_every: Steps between checkpoints; None: there are none.
         order: Which samples each step sees.
     """
 
@@ -60,6 +62,7 @@ class StepPlan:
     num_warmup_steps: int
     log_every: int
     eval_every: int
+    save_every: int | None
     order: SampleOrder
 
     @property
@@ -73,12 +76,26 @@ class Prepared:
 
     config: RunConfig
     model_config: PretrainedConfig
-    dataset: Dataset
+    dataset: data_facts.Prepared
     steps: StepPlan
 
+    def with_batch(self, world_size: int, global_batch: int | None) -> Prepared:
+        """The same with other steps."""
+        facts = self.dataset.facts
+        steps = plan_steps(self.config.training, facts, world_size, global_batch)
+        return replace(self, steps=steps)
 
-def prepare(config: RunConfig, world_size: int) -> Prepared:
+
+def prepare(
+    config: RunConfig, command: Command, world_size: int, global_batch: int | None = None
+) -> Prepared:
     """Reads, checks and tokenizes; writes nothing.
+
+    Args:
+        config: Of the run.
+        command: Which recipe it is for.
+        world_size: All ranks.
+        global_batch: See `plan_steps`.
 
     Raises:
         ConfigError: The model or the numbers of the run cannot be used.
@@ -86,28 +103,28 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     """
     require_transformers()
     quiet_libraries()
-    given, tokenizer = _given_model_config(config), _given_tokenizer(config)
+    given, tokenizer = given_model_config(config), _given_tokenizer(config)
+    if command is not Command.TRAIN and config.teacher is not None:
+        check_teacher(config.teacher, tokenizer, config.distill or DistillConfig())
+        tokenizer = tokenizer or load_tokenizer(Path(config.teacher.name_or_path or ""))
     check_length(given, config.training.max_seq_length)
-    corpus = read_corpus(
-        Path(config.data.path) if config.data.path else None, config.data.text_column
-    )
-    settings = DatasetSettings(
-        sequence_length=config.training.max_seq_length,
-        held_out_fraction=config.data.validation_fraction,
-        vocab_size=_vocab_size(config, given),
-    )
-    dataset = make_dataset(corpus, settings, tokenizer)
+    dataset = make_data(config, command, tokenizer, _vocab_size(config, given))
+    model_config = model_config_of(config, dataset.tokenizer)
+    if command is Command.DISTILL and config.distill is not None and config.distill.cache:
+        check_facts(Path(config.distill.cache), dataset.facts)
+    if config.sft is not None and config.sft.packing and uses_chats(config, command):
+        check_documents(model_config)
     return Prepared(
         config,
-        model_config_of(config, dataset.tokenizer),
+        model_config,
         dataset,
-        plan_steps(config.training, dataset.facts, world_size),
+        plan_steps(config.training, dataset.facts, world_size, global_batch),
     )
 
 
 def model_config_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """The model's configuration, fitted to the run's tokenizer; the same in every process."""
-    model_config = _given_model_config(config)
+    model_config = given_model_config(config)
     if config.model.config is not None:
         given = tuple(config.model.config)
     elif _given_tokenizer(config) is None:
@@ -127,44 +144,87 @@ def weights_folder(config: RunConfig) -> Path | None:
     return folder if has_weights else None
 
 
-def plan_run(prepared: Prepared, world_size: int) -> Plan:
-    """The plan of the run, from the model on meta.
+def check_teacher(
+    teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, settings: DistillConfig
+) -> None:
+    """Raises ConfigError where a student cannot learn from this teacher."""
+    folder = Path(teacher.name_or_path or "")
+    if teacher.name_or_path is None:
+        raise ConfigError(
+            "teacher: expected a folder with weights, got a configuration, whose weights would be "
+            "random. Train it first (fullshard train), and name RUN/model."
+        )
+    check_model_folder(folder, "teacher")
+    theirs = load_tokenizer(folder)
+    if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
+        return
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    if ours != other:
+        word = next((w for w in sorted({*ours, *other}) if ours.get(w) != other.get(w)), "")
+        raise ConfigError(
+            f"teacher: expected the student's tokenizer, since token by token their predictions "
+            f"are compared; got another one ({len(other):,} entries, the student's has "
+            f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
+            "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
+        )
 
-    Raises:
-        ConfigError: The mesh, the units or a `freeze` glob are impossible for this model.
-    """
-    model = build_on_meta(prepared.model_config)
-    freeze(model, prepared.config.freeze)
-    return fs.plan(model, prepared.config.sharding, world_size=world_size)
 
-
-def plan_steps(training: TrainingConfig, facts: DatasetFacts, world_size: int) -> StepPlan:
+def plan_steps(
+    training: TrainingConfig,
+    facts: DatasetFacts,
+    world_size: int,
+    global_batch: int | None = None,
+) -> StepPlan:
     """Resolves epochs and shares of steps to counts.
+
+    Args:
+        training: Of the run.
+        facts: Of its data.
+        world_size: All ranks.
+        global_batch: Samples of one step in the run that is gone on with; it is kept.
 
     Raises:
         DataError: Fewer sequences than one step needs.
     """
-    shape = BatchShape(
-        training.per_device_train_batch_size, training.gradient_accumulation_steps, world_size
-    )
+    per_device = training.per_device_train_batch_size
+    shape = BatchShape(per_device, training.gradient_accumulation_steps, world_size)
+    if global_batch is not None:
+        shape = BatchShape.of_batch(global_batch, per_device, world_size)
     order = SampleOrder(facts.num_train_sequences, shape, training.seed)
     num_steps = training.max_steps
     if num_steps <= 0:
         num_steps = max(1, math.ceil(training.num_train_epochs * order.steps_per_epoch))
-    match training.evaluates:
-        case IntervalStrategy.NO:
-            eval_every = 0
-        case IntervalStrategy.EPOCH:
-            eval_every = order.steps_per_epoch
-        case IntervalStrategy.STEPS:
-            eval_every = _steps(training.eval_steps or training.logging_steps, num_steps)
+    eval_every = _interval(
+        training.evaluates, training.eval_steps or training.logging_steps, order, num_steps
+    )
+    save_every = _interval(training.saves, training.save_steps or SAVE_STEPS, order, num_steps)
     return StepPlan(
         num_steps,
         warmup_steps(training.warmup_steps, training.warmup_ratio, num_steps),
         _steps(training.logging_steps, num_steps),
-        eval_every,
+        eval_every or 0,
+        save_every,
         order,
     )
+
+
+def schedule_of(training: TrainingConfig, steps: StepPlan) -> Schedule:
+    """The learning rate over a run's steps."""
+    return Schedule(
+        training.lr_scheduler_type, training.learning_rate, steps.num_warmup_steps, steps.num_steps
+    )
+
+
+def _interval(
+    strategy: IntervalStrategy, every: float, order: SampleOrder, num_steps: int
+) -> int | None:
+    match strategy:
+        case IntervalStrategy.NO:
+            return None
+        case IntervalStrategy.EPOCH:
+            return order.steps_per_epoch
+        case IntervalStrategy.STEPS:
+            return _steps(every, num_steps)
 
 
 def _steps(value: float, num_steps: int) -> int:
@@ -176,10 +236,18 @@ def _model_folder(config: RunConfig) -> Path | None:
     return Path(config.model.name_or_path) if config.model.name_or_path else None
 
 
-def _given_model_config(config: RunConfig) -> PretrainedConfig:
+def given_model_config(config: RunConfig) -> PretrainedConfig:
+    """The model's configuration before it meets a tokenizer.
+
+    Raises:
+        ConfigError: It cannot be read, or a student cannot be cut out of it.
+    """
     folder = _model_folder(config)
     if folder is not None:
-        return config_from_folder(folder)
+        whole = config_from_folder(folder)
+        if config.distill is not None and is_cut(config.distill):
+            return student_config(whole, config.distill)
+        return whole
     assert config.model.config is not None, "the schema demands one of the two"
     return config_from_settings(config.model.config)
 

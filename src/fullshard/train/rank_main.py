@@ -11,7 +11,7 @@ from fullshard.launch.rank_entry import run_rank
 def main() -> None:
     """Trains on this rank from what lies in the run's folder."""
     from fullshard.config.load import load_config
-    from fullshard.train.pretrain import run
+    from fullshard.train.job import run
 
     run_dir = Path(sys.argv[1])
     run(load_config(run_dir / "config.yaml", []).config, run_dir)

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Train as `world_size` ranks would, and once more from a fresh optimizer at the end.
+    """Train as `world_size` ranks would, one step more than they do before they save and load.
 
     Args:
         folder: Where the job lies.
@@ -56,7 +56,6 @@ def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> Non
     for step in range(job["num_steps"]):
         training.step(step)
     training.write_state()
-    training.start_optimizer()
     training.step(job["num_steps"])
     target = folder / settings["name"]
     target.mkdir(exist_ok=True)

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.outlook import Outlook
 from fullshard.planner.plan import Plan
+from fullshard.planner.render import human_bytes
 from fullshard.train.baseline import Baseline
 from fullshard.train.console import RunConsole
-from fullshard.train.generate import Sample
+from fullshard.train.facts import DatasetFacts
+from fullshard.train.generate import Sample, SamplingSettings, generate
 from fullshard.train.prepare import StepPlan
 from fullshard.train.run_folder import RunFolder, RunStatus, now
+from fullshard.train.watcher import RunWatcher
 
 
 @dataclass(frozen=True)
@@ -51,27 +58,63 @@ class Result:
         }
 
 
-def planned(plan: Plan, steps: StepPlan) -> dict[str, Any]:
+def planned(
+    plan: Plan | ArraysPlan, steps: StepPlan, outlook: Outlook | None = None
+) -> dict[str, Any]:
     """For run.json: what the plan said before the run."""
     return {
         "world_size": plan.mesh.world_size,
         "num_parameters": plan.num_parameters,
-        "num_units": len(plan.units),
+        "num_units": plan.num_units,
         "peak_bytes": plan.peak_bytes,
-        "rows": plan.rows(),
+        "expected_peak_bytes": outlook.peak_bytes["device"] if outlook else None,
+        "expected_step_time_s": outlook.step_time_s if outlook else None,
+        "rows": plan.rows() + _staging(plan, steps),
         "num_steps": steps.num_steps,
         "samples_per_step": steps.order.shape.global_batch,
     }
 
 
+def _staging(plan: Plan | ArraysPlan, steps: StepPlan) -> list[dict[str, Any]]:
+    """The copy on the host from which a checkpoint is written while training goes on."""
+    if steps.save_every is None:
+        return []
+    return [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
+
+
 def environment() -> dict[str, str]:
     """For run.json: what the run ran on."""
-    packages = ("fullshard", "torch", "transformers", "tokenizers", "numpy")
+    packages = ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax")
     found = {package: _version(package) for package in packages}
     return {"python": platform.python_version(), "platform": platform.platform(), **found}
 
 
-def finish(folder: RunFolder, result: Result, sample: Sample) -> None:
+def conclude(
+    folder: RunFolder,
+    console: RunConsole,
+    watcher: RunWatcher,
+    facts: DatasetFacts,
+    seed: int,
+    wall_s: float,
+) -> None:
+    """On rank 0, once model/ is written: draws a sample from it, writes and shows what came of it.
+
+    Args:
+        folder: Of the run, with its model.
+        console: Where it is shown.
+        watcher: Has the last rows.
+        facts: Of the data: baseline and prompt.
+        seed: Of the sample.
+        wall_s: Since the ranks began.
+    """
+    assert watcher.step is not None, "a run has at least one step"
+    result = Result(watcher.step, watcher.evaluation, facts.baseline, wall_s, watcher.num_tokens)
+    sample = generate(folder.model, facts.prompt, SamplingSettings(seed=seed))
+    _finish(folder, result, sample)
+    _print_result(console, folder, result, sample)
+
+
+def _finish(folder: RunFolder, result: Result, sample: Sample) -> None:
     """Writes sample, record and report."""
     folder.sample.write_text(sample.text + "\n", encoding="utf-8")
     folder.update_record(
@@ -80,7 +123,7 @@ def finish(folder: RunFolder, result: Result, sample: Sample) -> None:
     write_report(folder.path)
 
 
-def print_result(console: RunConsole, folder: RunFolder, result: Result, sample: Sample) -> None:
+def _print_result(console: RunConsole, folder: RunFolder, result: Result, sample: Sample) -> None:
     """Shows the held-out loss beside the baseline, a sample, and where everything lies."""
     console.print_text("")
     if result.evaluation is not None and result.baseline is not None:
@@ -103,10 +146,21 @@ def print_result(console: RunConsole, folder: RunFolder, result: Result, sample:
     console.print_facts(
         [
             ("time", f"{result.wall_s:.0f} s, {speed:,.0f} tokens/s", ""),
+            ("memory", _memory(folder, result), ""),
             ("report", str(folder.report), ""),
             ("model", f"{folder.model}  (fullshard generate {folder.path})", ""),
         ]
     )
+
+
+def _memory(folder: RunFolder, result: Result) -> str:
+    """Planned beside measured."""
+    expected = folder.read_record()["planned"]["expected_peak_bytes"]
+    what = "" if torch.cuda.is_available() else " (the whole process, with its libraries)"
+    measured = human_bytes(result.step.memory_peak_bytes)
+    if expected is None:  # the compiler lays out what is no state
+        return f"measured {measured} a rank{what}"
+    return f"planned {human_bytes(expected)} a rank, measured {measured}{what}"
 
 
 def _version(package: str) -> str:

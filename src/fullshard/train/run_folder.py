@@ -5,7 +5,8 @@ runs/train/
   run.json           status, planned, measured       metrics.jsonl  one object a step
   data/              tokens that the ranks map       report.html    drawn from the others
   model/             a Hugging Face folder           sample.txt     what the model writes
-  logs/rank_k.log
+  adapter/           the adapters alone (lora)
+  logs/rank_k.log    checkpoints/step-00000100/
 """
 
 from __future__ import annotations
@@ -72,8 +73,16 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
     def sample(self) -> Path:
         return self.path / "sample.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
@@ -118,12 +127,15 @@ class RunFolder:
         )
 
 
-def begin(output_dir: Path, command: str) -> tuple[RunFolder, Path | None]:
+def begin(
+    output_dir: Path, command: str, *, goes_on: bool = False
+) -> tuple[RunFolder, Path | None]:
     """Makes the folder of a new run; an older run there is moved to the first free `.1`, `.2`.
 
     Args:
         output_dir: Where the run shall lie.
         command: Of fullshard, for the record.
+        goes_on: The older run is the new one: it stays.
 
     Returns:
         The folder, and where the older run now lies (None where there was none).
@@ -131,10 +143,11 @@ def begin(output_dir: Path, command: str) -> tuple[RunFolder, Path | None]:
     Raises:
         ConfigError: The place holds something else than a run, or a run that is still going on.
     """
-    moved = _move_older_run(output_dir)
+    moved = None if goes_on else _move_older_run(output_dir)
     folder = RunFolder(output_dir)
+    before = folder.read_record() if goes_on else {}  # what a rank has not replaced yet, holds
     output_dir.mkdir(parents=True, exist_ok=True)
-    folder.logs.mkdir()
+    folder.logs.mkdir(exist_ok=goes_on)
     _write_json(
         folder.record,
         {
@@ -146,8 +159,8 @@ def begin(output_dir: Path, command: str) -> tuple[RunFolder, Path | None]:
             "began": now(),
             "ended": None,
             "process": _this_process(),
-            "planned": {},
-            "measured": {},
+            "planned": before.get("planned", {}),
+            "measured": before.get("measured", {}),
         },
     )
     return folder, moved

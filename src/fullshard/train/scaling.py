@@ -30,6 +30,15 @@ class LossScaler:
         self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.enabled = enabled
 
+    def state_dict(self) -> dict[str, float]:
+        """The factor and how long it has held; empty where nothing is scaled."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on with a saved factor."""
+        if self.enabled and state:
+            self._scaler.load_state_dict(state)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that backward is called on."""
         return self._scaler.scale(loss)

@@ -7,22 +7,40 @@ Nothing is written before all checks have passed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
-from fullshard.config.load import MAIN_JOB, Resolved
+from fullshard.config.files import JOBS
+from fullshard.config.load import Resolved
+from fullshard.config.values import Command, Strategy
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.launch.topology import configured_topology
 from fullshard.observe.report import write_report
+from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.train.prepare import Prepared, plan_run, prepare
-from fullshard.train.run_folder import RunFolder, begin, check_output_dir
+from fullshard.train.build import model_on_meta, plan_run
+from fullshard.train.outlook import with_chosen_strategy
+from fullshard.train.prepare import Prepared, prepare
+from fullshard.train.resume import Resume, check_same, find_resume, goes_on, own_resume
+from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir
+
+logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.train.rank_main"
+# What a restart would only meet again, or what somebody asked for.
+FINAL = (
+    ExitCode.CONFIG,
+    ExitCode.WILL_NOT_FIT,
+    ExitCode.DATA,
+    ExitCode.DIVERGED,
+    ExitCode.PREEMPTED,
+    ExitCode.INTERRUPTED,
+)
 
 
 @dataclass(frozen=True)
@@ -34,15 +52,17 @@ class CheckedRun:
         prepared: Data, model configuration, counts of steps.
         plan: What the engine will run.
         output_dir: Where it will be written.
+        resume: What it goes on from.
     """
 
     resolved: Resolved
     prepared: Prepared
-    plan: Plan
+    plan: Plan | ArraysPlan
     output_dir: Path
+    resume: Resume
 
 
-def output_dir_of(resolved: Resolved, command: str) -> Path:
+def output_dir_of(resolved: Resolved, command: Command) -> Path:
     """The run's folder."""
     return Path(resolved.config.training.output_dir or f"runs/{command}")
 
@@ -64,42 +84,83 @@ def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
     return launch.world_size
 
 
-def check(resolved: Resolved, world_size: int, command: str) -> CheckedRun:
+def check(
+    resolved: Resolved, world_size: int, command: Command, asked: str | None = None
+) -> CheckedRun:
     """Everything that can be found wrong before a rank starts.
+
+    Args:
+        resolved: The configuration.
+        world_size: All ranks.
+        command: Which recipe it is for.
+        asked: `--resume`: auto, never or a path; None: `training.resume_from_checkpoint`, or auto.
 
     Raises:
         ConfigError: With the line of the file where there is one.
         DataError: The same for the data.
+        CheckpointError: What shall be gone on from is not there.
     """
     output_dir = output_dir_of(resolved, command)
+    training = resolved.config.training
     try:
         check_output_dir(output_dir)
-        prepared = prepare(resolved.config, world_size)
-        return CheckedRun(resolved, prepared, plan_run(prepared, world_size), output_dir)
+        resume = find_resume(asked or training.resume_from_checkpoint or "auto", output_dir)
+        prepared = prepare(resolved.config, command, world_size, resume.global_batch)
+        if resume.in_place and not goes_on(resume, output_dir, prepared.steps.num_steps):
+            resume = Resume()
+            prepared = prepared.with_batch(world_size, None)
+        if prepared.config.sharding.strategy is Strategy.AUTO:
+            model = model_on_meta(prepared.config, prepared.model_config)
+            chosen = with_chosen_strategy(prepared.config, model, world_size)
+            prepared, resolved = replace(prepared, config=chosen), replace(resolved, config=chosen)
+        if resume.in_place and resume.path is not None:
+            check_same(resolved, output_dir)
+        return CheckedRun(resolved, prepared, plan_run(prepared, world_size), output_dir, resume)
     except ConfigError as error:
         raise resolved.located(error) from error
     except DataError as error:
         raise DataError(str(resolved.located(ConfigError(str(error))))) from error
 
 
-def make_folder(checked: CheckedRun, command: str) -> tuple[RunFolder, Path | None]:
+def make_folder(checked: CheckedRun, command: Command) -> tuple[RunFolder, Path | None]:
     """Makes the run's folder with all that ranks read; returns it and where an older run went."""
-    folder, moved = begin(checked.output_dir, command)
+    folder, moved = begin(checked.output_dir, command, goes_on=checked.resume.in_place)
+    resume = checked.resume.moved(checked.output_dir, moved)
+    folder.update_record(resume=resume.as_json())
     folder.config.write_text(checked.resolved.to_yaml(), encoding="utf-8")
     checked.prepared.dataset.save(folder.data)
     return folder, moved
 
 
 def start_ranks(
-    folder: RunFolder, world_size: int, stuck_s: float
+    folder: RunFolder, world_size: int, stuck_s: float, max_restarts: int = 0
 ) -> tuple[LocalLaunch, LaunchResult]:
-    """Runs the ranks of a prepared run on this machine until they end."""
+    """Runs the ranks of a prepared run on this machine until they end.
+
+    After a failure that another try may not meet they are started again, up to `max_restarts`
+    times, and go on from the newest checkpoint.
+    """
     arguments = (str(folder.path),)
-    launch = LocalLaunch(RANK_MODULE, arguments, world_size, folder.logs, stuck_s=stuck_s)
-    result = launch_local_ranks(launch)
-    if result.exit_code != ExitCode.OK:
+    first = LocalLaunch(RANK_MODULE, arguments, world_size, folder.logs, stuck_s=stuck_s)
+    launch, result = first, launch_local_ranks(first)
+    while result.exit_code != ExitCode.OK:
         _record_failure(folder, result)
+        if result.exit_code in FINAL or launch.attempt == max_restarts:
+            break
+        cause = result.failure.message.splitlines()[0] if result.failure else "stopped"
+        launch = replace(launch, attempt=launch.attempt + 1)
+        logger.warning("restart %d of %d after: %s", launch.attempt, max_restarts, cause)
+        _restart(folder)
+        result = launch_local_ranks(launch)
     return launch, result
+
+
+def _restart(folder: RunFolder) -> None:
+    """Let the ranks find what to go on from."""
+    resume = own_resume(folder)
+    folder.update_record(
+        status=RunStatus.PREPARING, exit_code=None, error=None, ended=None, resume=resume.as_json()
+    )
 
 
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
@@ -113,6 +174,6 @@ def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
 
 
 def _is_chosen(resolved: Resolved) -> bool:
-    """Whether a person wrote the number of processes; the main job's own is a suggestion."""
+    """Whether a person wrote the number of processes; a job of ours has a suggestion."""
     origin = resolved.origins.get("launch.num_processes")
-    return origin is not None and origin.file != MAIN_JOB
+    return origin is not None and origin.file not in JOBS

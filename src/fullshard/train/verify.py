@@ -153,7 +153,10 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
 def _check_supported(config: RunConfig) -> None:
     """Of the whole configuration only the model and its sharding matter here."""
     if config.backend is not Backend.TORCH:
-        raise ConfigError(f"backend: expected torch, got '{config.backend}'. It has no ranks.")
+        raise ConfigError(
+            f"backend: expected torch, got '{config.backend}', which verify does not know yet. "
+            "Its losses can be laid beside torch's: train both for some steps."
+        )
     if config.sharding.transport is Transport.FAKE:
         raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
     check_supported(config.sharding)

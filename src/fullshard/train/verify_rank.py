@@ -25,12 +25,13 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.runtime import tensors_in
 from fullshard.engine.stats import communication_seconds
-from fullshard.errors import DivergedError
+from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.train.loop import Batch, Loop, LoopSettings, Trainee
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.model import quiet_libraries
+from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.team import RankTeam
 from fullshard.train.verify_faults import Injection, injection_of
@@ -115,13 +116,13 @@ class _Batches:
     def __init__(
         self, batches: list[list[Batch]], first: int, record: Record, injection: Injection
     ) -> None:
-        self._batches, self._first = batches, first
+        self._batches, self.first = batches, first
         self._record, self._injection = record, injection
 
     def micro_batches(self, step: int) -> list[Batch]:
-        self._injection.begin_step(self._first + step)
+        self._injection.begin_step(self.first + step)
         self._record.facts["losses"].append([])
-        return self._batches[self._first + step]
+        return self._batches[self.first + step]
 
     def held_out(self) -> Iterable[Batch]:
         return ()
@@ -141,36 +142,53 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     source = injection.source(rank, job.world_size)
     batches = _batches_of(folder, job, source, device)
     team = RankTeam(engine_of(model).transport, rank, job.world_size, device)
+    place = folder / choice.name / "checkpoint"
     try:
-        _train(model, job, _Batches(batches, 0, record, injection), record, team, job.num_steps)
+        optimizer = _optimizer(model, job)
+        batches = _Batches(batches, 0, record, injection)
+        _train(model, optimizer, job, batches, record, team)
         state = fs.full_state_dict(model)
         if rank == 0:
             (folder / choice.name).mkdir(exist_ok=True)
             apart = {name: value.clone() for name, value in state.items()}  # tied names share one
             save_file(apart, folder / choice.name / "state.safetensors")
-        team.exchange([0.0])  # the file is there
-        saved = load_file(folder / choice.name / "state.safetensors")
+        fs.save(place, model, optimizer)
         fresh = _build(folder, job, choice, None, device, Injection())
-        fresh.load_state_dict(saved)
+        optimizer = _optimizer(fresh, job)
+        fs.load(place, fresh, optimizer)
         again = _Batches(_batches_of(folder, job, rank, device), job.num_steps, record, Injection())
         team = RankTeam(engine_of(fresh).transport, rank, job.world_size, device)
-        _train(fresh, job, again, record, team, 1)
-    except DivergedError as error:  # on all ranks alike; what is not a number is compared as such
+        _train(fresh, optimizer, job, again, record, team)
+    except (
+        DivergedError,
+        CheckpointError,
+    ) as error:  # on all ranks alike; what is missing is wrong
         record.facts["diverged"] = str(error)
     record.write(folder / choice.name, rank)
 
 
-def _train(
-    model: nn.Module, job: Job, recipe: _Batches, record: Record, team: RankTeam, num_steps: int
-) -> None:
+def _optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
     numbers = job.optimizer
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [param for param in model.parameters() if param.requires_grad],
         lr=numbers["learning_rate"],
         betas=(numbers["beta1"], numbers["beta2"]),
         eps=numbers["epsilon"],
         weight_decay=numbers["weight_decay"],
     )
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    job: Job,
+    recipe: _Batches,
+    record: Record,
+    team: RankTeam,
+) -> None:
+    """The steps that are left of the job, or one more."""
+    num_steps = max(1, job.num_steps - recipe.first)
+    numbers = job.optimizer
     record.watch(model, optimizer)
     config = engine_of(model).config
     settings = LoopSettings(
@@ -181,7 +199,9 @@ def _train(
         grad_sync=config.grad_sync,
         grad_reduction=config.grad_reduction,
     )
-    trainee = Trainee(model, optimizer, partial(communication_seconds, model), lambda: (0, 0))
+    scaler = LossScaler(optimizer, torch.device("cpu"), enabled=False)
+    seconds = partial(communication_seconds, model)
+    trainee = Trainee(model, optimizer, seconds, lambda: (0, 0), scaler)
     Loop(trainee, recipe, settings, team, record).run()
 
 

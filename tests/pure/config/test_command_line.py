@@ -95,6 +95,13 @@ def test_what_says_the_same_in_another_way_gives_way(load):
     assert load("bf16=true", text=text).sharding.param_dtype is DType.BFLOAT16
 
 
+def test_a_models_configuration_replaces_a_folder_however_it_was_written(load):
+    for text in ("model: FOLDER\n", "model: {name_or_path: FOLDER}\n"):
+        model = load("model.config={model_type: llama}", text=text).model
+        assert (model.name_or_path, model.config) == (None, {"model_type": "llama"})
+        assert load("model.name_or_path=x", text=text).model.name_or_path == "x"
+
+
 def test_overrides_that_contradict_each_other_are_refused(load):
     with pytest.raises(ConfigError, match=r"^command line: bf16: expected what sharding.param_d"):
         load("bf16=true", "param_dtype=fp32")
@@ -120,7 +127,7 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
         ("training.sed=5", "training.sed: unknown key. Did you mean 'seed'?"),
         ("seed=x", "seed: expected an integer >= 0, got 'x'"),
         ("strategy=ful", "strategy: expected one of full_shard, shard_grad_op, "),
-        ("group_by_length=true", "group_by_length: 'true' is not yet supported"),
+        ("auto_find_batch_size=true", "auto_find_batch_size: 'true' is not yet supported"),
         ("=5", "expected key=value, got '=5'"),
         ("data.path=", "data.path: expected text that is not empty, got ''"),
     ],

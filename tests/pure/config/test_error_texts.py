@@ -77,11 +77,12 @@ FILES = {
         "train.yaml:3: training.dataloader_num_worker: unknown key. "
         "Did you mean 'dataloader_num_workers'?"
     ),
-    "model: x\ntraining:\n  dataloader_num_workers: 4\n": (
-        "train.yaml:3: training.dataloader_num_workers: 4 is not yet supported. Leave it out"
+    "model: x\ntraining:\n  label_names: [a]\n": (
+        "train.yaml:3: training.label_names: a list is not yet supported. Leave it out"
     ),
-    "model: x\ntraining:\n  fp16: true\n": (
-        "train.yaml:3: training.fp16: true is not yet supported. Write bf16: true"
+    "model: x\ntraining:\n  bf16: true\n  fp16: true\n": (
+        "train.yaml:4: training.fp16: expected what sharding.param_dtype says, 'bfloat16'; "
+        "got true. Give one of the two"
     ),
     "model: x\ntraining:\n  optim: adafactor\n": (
         "train.yaml:3: training.optim: expected one of adamw_torch, adamw_torch_fused, sgd; "
@@ -141,9 +142,9 @@ FILES = {
     "no: 1\nmodel: x\n1: 2\n": (
         "2 problems:\n"
         "  train.yaml: False: unknown key. Known keys: backend, model, data, sharding, training, "
-        "launch, freeze, teacher, student, sft, distill\n"
+        "launch, freeze, teacher, lora, sft, distill\n"
         "  train.yaml:3: 1: unknown key. Known keys: backend, model, data, sharding, training, "
-        "launch, freeze, teacher, student, sft, distill"
+        "launch, freeze, teacher, lora, sft, distill"
     ),
 }
 

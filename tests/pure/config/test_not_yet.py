@@ -7,7 +7,8 @@ import pytest
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, ShardConfig
-from fullshard.config.supported import check_supported
+from fullshard.config.supported import check_command, check_supported
+from fullshard.config.values import Command
 from fullshard.errors import ConfigError
 
 
@@ -20,7 +21,6 @@ def refusal(config, **how):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"strategy": "auto"}, "strategy: 'auto'"),
         ({"offload": "nvme"}, "offload: 'nvme'"),
         ({"activation_checkpointing": "offload"}, "activation_checkpointing: 'offload'"),
     ],
@@ -54,18 +54,7 @@ def test_sharding_that_is_built_passes(fields):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"backend": "jax"}, "backend: 'jax'"),
-        ({"teacher": "t"}, "teacher: a mapping"),
-        ({"student": "s"}, "student: a mapping"),
-        ({"sft": {"packing": True}}, "sft: a mapping"),
-        ({"distill": {"alpha": 1}}, "distill: a mapping"),
-        ({"training": {"save_strategy": "steps"}}, "training.save_strategy: 'steps'"),
-        ({"training": {"save_steps": 5}}, "training.save_steps: 5"),
-        ({"training": {"save_total_limit": 2}}, "training.save_total_limit: 2"),
-        (
-            {"training": {"resume_from_checkpoint": "a"}},
-            "training.resume_from_checkpoint: 'a'",
-        ),
+        ({"backend": "jax", "sharding": {"transport": "direct"}}, "sharding.transport: 'direct'"),
         ({"launch": {"num_machines": 2}}, "launch.num_machines: 2 without a launcher"),
     ],
 )
@@ -95,6 +84,12 @@ def test_a_run_refuses_the_transport_that_moves_nothing():
     check_supported(config, planning=True)
 
 
+def test_a_strategy_is_chosen_for_a_run_but_not_without_a_batch():
+    alone = ShardConfig(strategy="auto")
+    assert refusal(alone).startswith("strategy: 'auto' is not yet supported. Name the strategy")
+    check_supported(RunConfig(model="x", sharding=alone))
+
+
 def test_a_plan_may_hold_what_a_run_does_not_yet():
     check_supported(ShardConfig(offload="nvme"), planning=True)
     assert refusal(ShardConfig(strategy="auto"), planning=True).startswith("strategy: ")
@@ -103,13 +98,37 @@ def test_a_plan_may_hold_what_a_run_does_not_yet():
 def test_the_refusal_of_a_file_has_its_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.yaml"
-    path.write_text("model: x\nstrategy: auto\nsharding: {offload: nvme}\n")
-    resolved = load_config(path.relative_to(tmp_path), ["save_steps=5"])
+    path.write_text("model: x\nsharding:\n  offload: nvme\n  activation_checkpointing: offload\n")
+    resolved = load_config(path.relative_to(tmp_path))
     with pytest.raises(ConfigError) as caught:
         resolved.check_supported()
     assert str(caught.value) == (
-        "3 problems:\n"
-        "  train.yaml:2: strategy: 'auto' is not yet supported. Name the strategy\n"
+        "2 problems:\n"
         "  train.yaml:3: sharding.offload: 'nvme' is not yet supported. Use cpu\n"
-        "  command line: save_steps: 5 is not yet supported. Write save_strategy: no"
+        "  train.yaml:4: sharding.activation_checkpointing: 'offload' is not yet supported. "
+        "Use block"
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "fields", "said"),
+    [
+        ("train", {"teacher": "t"}, "teacher: expected this in `fullshard distill` alone"),
+        ("sft", {"distill": {"alpha": 1}}, "distill: expected this in `fullshard distill` alone"),
+        ("train", {"sft": {"packing": False}}, "sft.packing: expected this in `fullshard sft`"),
+        ("train", {"training": {"assistant_only_loss": "yes"}}, "sft.assistant_only_loss: expec"),
+        ("distill", {}, "teacher: expected the model that is learned from, got none."),
+    ],
+)
+def test_what_another_recipe_would_read_is_refused(command, fields, said):
+    with pytest.raises(ConfigError) as caught:
+        check_command(RunConfig(model="x", **fields), Command(command))
+    assert str(caught.value).startswith(said)
+
+
+def test_a_recipe_takes_its_own_sections_and_what_happens_anyway():
+    check_command(RunConfig(model="x", training={"packing": True}), Command.TRAIN)
+    check_command(RunConfig(model="x", training={"assistant_only_loss": False}), Command.TRAIN)
+    check_command(RunConfig(model="x", sft={"packing": True}, lora={"r": 4}), Command.SFT)
+    check_command(RunConfig(student="x", teacher="t", distill={"kd_ratio": 1}), Command.DISTILL)
+    check_command(RunConfig(student="x", distill={"cache": "c"}), Command.DISTILL)

@@ -75,12 +75,15 @@ def test_every_value_has_an_origin(resolve):
 
 
 def test_keys_merged_by_yaml_have_the_line_where_they_stand(resolve):
-    text = "sft: &base\n  seed: 3\n  max_steps: 4\nmodel: x\ntraining:\n  <<: *base\n  seed: 5\n"
+    text = (
+        "teacher:\n  config:\n    model_type: t\n    x: &base\n      seed: 3\n      max_steps: 4\n"
+        "model: x\ntraining:\n  <<: *base\n  seed: 5\n"
+    )
     resolved = resolve(text)
     assert resolved.config.training.seed == 5
     assert resolved.config.training.max_steps == 4
-    assert str(resolved.origins["training.seed"]) == "train.yaml:7"
-    assert str(resolved.origins["training.max_steps"]) == "train.yaml:3"
+    assert str(resolved.origins["training.seed"]) == "train.yaml:10"
+    assert str(resolved.origins["training.max_steps"]) == "train.yaml:6"
 
 
 def test_the_written_configuration_loads_to_the_same(resolve, tmp_path):

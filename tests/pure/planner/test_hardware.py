@@ -64,8 +64,8 @@ def test_no_gpu_holds_more_than_its_name_says():
 
 @pytest.mark.parametrize(
     ("needed", "fit"),
-    [(0, Fit.FITS), (80, Fit.FITS), (81, Fit.TIGHT), (100, Fit.TIGHT), (101, Fit.NO)],
+    [(0, Fit.FITS), (90, Fit.FITS), (91, Fit.TIGHT), (100, Fit.TIGHT), (101, Fit.NO)],
 )
-def test_state_must_leave_a_fifth_for_what_is_not_counted(needed, fit):
+def test_a_plan_must_leave_a_tenth_for_holes_and_what_it_misses(needed, fit):
     assert judge_fit(needed, 100) is fit
     assert f"{needed / 100:.1%}" in fit.sentence(needed, 100)

@@ -18,8 +18,9 @@ DISTRIBUTIONS = {
     "pydantic_core": "pydantic",
     "yaml": "pyyaml",
 }
-# Rivals and later engines: imported where they are installed, never required.
-OPTIONAL = {"accelerate", "datasets", "deepspeed", "jax", "megatron_fsdp"}
+# Rivals: imported where they are installed, never required.
+OPTIONAL = {"deepspeed", "megatron_fsdp"}
+EXTRAS = ("hf", "data", "jax", "lora", "trainer")
 
 
 def _name(requirement: str) -> str:
@@ -44,7 +45,7 @@ def _imported() -> set[str]:
 
 
 def test_every_imported_library_is_a_declared_dependency():
-    declared = _declared("hf", "data")
+    declared = _declared(*EXTRAS)
     missing = {
         name
         for name in _imported() - OPTIONAL
@@ -55,7 +56,7 @@ def test_every_imported_library_is_a_declared_dependency():
 
 def test_every_declared_dependency_is_imported():
     used = {DISTRIBUTIONS.get(name, name).replace("_", "-") for name in _imported()}
-    assert _declared("hf", "data") - used == set()
+    assert _declared(*EXTRAS) - used == set()
 
 
 def test_every_requirement_of_the_project_has_an_exact_pin():

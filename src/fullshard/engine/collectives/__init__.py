@@ -1,6 +1,7 @@
 """How bytes travel between ranks. One interface, several transports."""
 
 from fullshard.engine.collectives.base import Axes, Fetch, Reduction, Transport
+from fullshard.engine.collectives.groups import copy_from_first
 from fullshard.engine.collectives.home import Home, Weights
 from fullshard.engine.collectives.select import make_transport, resolve_transport
 
@@ -11,6 +12,7 @@ __all__ = [
     "Reduction",
     "Transport",
     "Weights",
+    "copy_from_first",
     "make_transport",
     "resolve_transport",
 ]

@@ -105,5 +105,5 @@ class Transport(Protocol):
         ...
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        """Sum (or take the maximum of) a small vector over all ranks of the mesh, in place."""
+        """Sum (or take the maximum of) a small contiguous vector over all ranks, in place."""
         ...

@@ -9,7 +9,10 @@ and reductions another, as on NCCL with two groups; messages of one wire queue:
                 --> time
 
 For tests, benches and traces. The other transport still moves the bytes: results keep their bits.
-It is the host that sleeps; on a GPU, whose work the host only queues, that shows nothing.
+On a CPU the host sleeps. A GPU's work is only queued by the host, so there each wire is a stream
+of its own, on which a message is a kernel that spins for its time (it occupies one of the GPU's
+multiprocessors meanwhile, as a collective's kernel does more than that); a wait is one of the
+stream that computes. Written for CUDA; run on a CPU alone so far.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fullshard.engine._torch_compat import cycles_per_s, spin
 from fullshard.engine.collectives.base import Fetch, Reduction, Transport
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
@@ -79,6 +83,49 @@ class Wire:
         return self.sent[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedMessage:
+    """Something on a wire of a GPU: only the GPU knows when."""
+
+    num_bytes: int
+    done: Any
+
+    def wait(self) -> None:
+        """Let what is queued next on the current stream wait for it."""
+        torch.cuda.current_stream().wait_event(self.done)
+
+
+@dataclass
+class StreamWire(Wire):
+    """A wire of a CUDA device: messages queue on a stream of their own.
+
+    Attributes:
+        device: Whose stream.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._stream = torch.cuda.Stream(self.device)
+        self._cycles_per_s = cycles_per_s(self.device)
+
+    def send(self, num_bytes: int) -> Any:
+        """Queue a message behind what is under way, and behind what the current stream does."""
+        took_s = self.latency_s + num_bytes / self.bytes_per_s
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            spin(round(took_s * self._cycles_per_s))
+            return QueuedMessage(num_bytes, self._stream.record_event())
+
+
+def wire_of(device: torch.device, latency_s: float, bytes_per_s: float) -> Wire:
+    """A wire that delays the work of a device."""
+    if device.type == "cuda":
+        return StreamWire(latency_s, bytes_per_s, device=device)
+    return Wire(latency_s, bytes_per_s)
+
+
 class DelayTransport:
     """Another transport, whose messages also take the time of a wire.
 
@@ -89,15 +136,10 @@ class DelayTransport:
         reductions: The wire of reductions over either axis, and of small vectors.
     """
 
-    home: Any  # whatever else a transport has is the inner one's
-
     def __init__(self, inner: Transport, mesh: Mesh, gathers: Wire, reductions: Wire) -> None:
         self.inner, self.gathers, self.reductions = inner, gathers, reductions
         self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
-        self._mesh = mesh
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        self.home, self._mesh = inner.home, mesh
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         under_way = self.inner.fetch(fulls)
@@ -135,7 +177,7 @@ class _Late:
 
     __slots__ = ("_message", "_under_way")
 
-    def __init__(self, under_way: Any, message: Message) -> None:
+    def __init__(self, under_way: Any, message: Any) -> None:
         self._under_way, self._message = under_way, message
 
     def wait(self) -> None:
@@ -161,7 +203,7 @@ def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransp
     Raises:
         ConfigError: There is no such wire.
     """
-    gathers, reductions = (Wire(latency_s, bytes_per_s) for _ in range(2))
+    gathers, reductions = (wire_of(engine.device, latency_s, bytes_per_s) for _ in range(2))
     late = {
         id(inner): DelayTransport(inner, mesh, gathers, reductions)
         for mesh, inner in engine.transports.items()

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from fullshard.engine._torch_compat import is_alive
@@ -80,6 +81,22 @@ def tell_everyone(value: Any, group: Any) -> list[Any]:
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, value, group=group)
     return said
+
+
+def copy_from_first(
+    tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]], index: int
+) -> None:
+    """Overwrite tensors with those of the first rank of this rank's group. A collective of all.
+
+    Args:
+        tensors: The same shapes and dtypes on each of them.
+        layout: The ranks of each group.
+        index: Which of them is this rank's.
+    """
+    group = own_group("all", layout, index)
+    if group is not None:
+        for tensor in tensors:
+            dist.broadcast(tensor, layout[index][0], group=group)
 
 
 def _made() -> _Made:

@@ -1,23 +1,19 @@
 """Counters in shared memory that one process writes and others sleep on.
 
-A waiter looks for some microseconds, then sleeps in the kernel (futex, Linux) until the writer
-changes the counter. Where the system call is not known, it sleeps and looks again.
+A waiter looks for some microseconds, then sleeps in the kernel (futex) until the writer changes the
+counter. Linux on x86-64 alone, where writes become visible in the order in which they were made.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import platform
-import time
 from collections.abc import Callable
 
-_SYSCALLS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221}
-_FUTEX = _SYSCALLS.get(platform.machine())
+_FUTEX = 202  # the system call's number on x86-64
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
 SPINS = 60  # looks before sleeping, about 10 us: a peer that is nearly there costs no sleep
 SLEEP_S = 0.05  # at most, then the peer is looked after
-POLL_S = 2e-4  # where there is no futex
 
 
 class _Timespec(ctypes.Structure):
@@ -47,10 +43,9 @@ class Counter:
         return self._cell.value
 
     def advance(self, value: int) -> None:
-        """Write the number and wake who sleeps on it. The system call is a memory barrier too."""
+        """Write the number and wake who sleeps on it."""
         self._cell.value = value
-        if _FUTEX is not None:
-            _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def wait(self, target: int, look: Callable[[], None]) -> None:
         """Return when the number is at least `target`.
@@ -60,29 +55,15 @@ class Counter:
             look: Called after every sleep without it; raises where waiting is in vain.
         """
         cell = self._cell
-        if cell.value >= target:
-            return
         for _ in range(SPINS):
             if cell.value >= target:
                 return
         while (seen := cell.value) < target:
             if not self._sleep(seen):
-                self._look(target, look)
-
-    def _look(self, target: int, look: Callable[[], None]) -> None:
-        if self._cell.value >= target:
-            return
-        try:
-            look()
-        except Exception:
-            if self._cell.value < target:  # a writer that counted, and then ended, is no failure
-                raise
+                look()
 
     def _sleep(self, seen: int) -> bool:
         """Sleep while the number is `seen`; False after `SLEEP_S` without a change."""
-        if _FUTEX is None:
-            time.sleep(POLL_S)
-            return False
         left = _syscall(
             _FUTEX, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLEEP), None, 0
         )

@@ -130,7 +130,7 @@ class SharedHome:
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
-        most = max((len(unit.groups) for unit in units), default=1)
+        most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
         self._gradients = GradientSlots(self._board, self._num_parts, most, rings, self._exchange)
         return self._gradients.slots
 

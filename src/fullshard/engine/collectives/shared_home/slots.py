@@ -38,7 +38,7 @@ class GradientSlots:
         rings: Sequence[Ring],
         exchange: Exchange,
     ) -> None:
-        self._board, self._most = board, most_groups
+        self._board = board
         ours = [ring for ring in rings if ring.name.endswith(".grad")]
         header = align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
         starts, end = {}, header

@@ -61,14 +61,14 @@ class SharedTransport:
             for i in range(parts)
         ]
         self._summed = 0
-        self.shared = SharedHome(self._board, parts, self._exchange)
-        self.home: Home = self.shared
+        self._gradients = SharedHome(self._board, parts, self._exchange)
+        self.home: Home = self._gradients
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         return self._direct.fetch(fulls)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        return _PulledReduction(self.shared, fulls)
+        return _PulledReduction(self._gradients, fulls)
 
     def sum_replicas(self, values: torch.Tensor) -> None:
         self._direct.sum_replicas(values)
@@ -77,15 +77,9 @@ class SharedTransport:
         if self._axes.mesh.replicate > 1:
             self._direct.all_reduce(values, maximum=maximum)
             return
-        flat = values.contiguous().view(-1)
-        for chunk in flat.split(LANE_BYTES // flat.element_size()):
-            self._combine(chunk, maximum=maximum)
-        if flat.data_ptr() != values.data_ptr():
-            values.copy_(flat.view_as(values))
-
-    def _combine(self, chunk: torch.Tensor, *, maximum: bool) -> None:
-        vectors = [lane.view(chunk.dtype) for lane in self._meet(chunk.view(torch.uint8))]
-        combine_in_order(vectors, chunk, maximum=maximum)
+        for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
+            vectors = [lane.view(chunk.dtype) for lane in self._meet(chunk.view(torch.uint8))]
+            combine_in_order(vectors, chunk, maximum=maximum)
 
     def _exchange(self, value: Any) -> list[Any]:
         """What every part says, while segments are made."""

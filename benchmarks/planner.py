@@ -1,0 +1,319 @@
+"""How well the forecast predicts published runs that its constants were not fitted to.
+
+    python benchmarks/planner.py               from results/planner_left_out.csv, in seconds
+    python benchmarks/planner.py --ablation    each constant made neutral, the others fitted again
+    python benchmarks/planner.py --out FILE    into a file too
+
+`make bench-planner` is the first. The predictions that it reads come from
+`python benchmarks/forecast_fit.py --left-out`: each row's constants were fitted without its group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+from forecast_fit import (
+    LEFT_OUT,
+    MEMORY,
+    SPEED,
+    Sample,
+    errors,
+    fit,
+    read_rows,
+    samples,
+)
+
+from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
+from fullshard.planner.forecast.memory import GIB
+from fullshard.planner.forecast.table import familiarity, predict, spread
+
+DRAWS = 2000  # of the bootstrap over groups
+APART = 1.1  # times faster: a decision that matters
+# What a constant is when its term is not there.
+NEUTRAL = {
+    "matmul_share": 1.0,
+    "hopper_matmul": 1.0,
+    "tpu_matmul_share": 1.0,
+    "narrow_width": 0.0,
+    "elementwise_passes": 0.3,
+    "compiled_passes": 1.0,
+    "xla_passes": 1.0,
+    "logits_bytes": 6.0,
+    "attention_share": 1.0,
+    "hopper_attention": 1.0,
+    "tuned_attention": 1.0,
+    "link_share": 1.0,
+    "fabric_share": 1.0,
+    "overlap": 8.0,
+    "hop_s": 3e-7,
+    "launch_s": 3e-5,
+    "fp8_speedup": 1.0,
+    "activation_scale": 1.0,
+    "compiled_kept": 1.0,
+    "selective_kept": 0.5,
+    "logits_held": 4.0,
+    "gathered_blocks": 1.0,
+    "cached_share": 0.0,
+    "base_gib": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Rows of one kind with the logarithms of predicted over measured."""
+
+    found: list[Sample]
+    missed: np.ndarray
+
+    def where(self, keep: Callable[[Sample], bool]) -> Scored:
+        places = [place for place, one in enumerate(self.found) if keep(one)]
+        return Scored([self.found[place] for place in places], self.missed[places])
+
+    @property
+    def relative(self) -> np.ndarray:
+        """Errors as users say them: |predicted / measured - 1|."""
+        return np.abs(np.exp(self.missed) - 1)
+
+    def interval(self) -> tuple[float, float]:
+        """90 % of the medians of groups drawn anew."""
+        groups: dict[str, list[float]] = defaultdict(list)
+        for one, error in zip(self.found, self.relative, strict=True):
+            groups[one.group].append(error)
+        values = [np.array(errors) for errors in groups.values()]
+        rng = np.random.default_rng(0)
+        draws = [
+            np.median(
+                np.concatenate([values[i] for i in rng.integers(len(values), size=len(values))])
+            )
+            for _ in range(DRAWS)
+        ]
+        low, high = np.quantile(draws, (0.05, 0.95))
+        return float(low), float(high)
+
+    def covered(self, what: str) -> float:
+        """Share of rows whose interval holds what was measured."""
+        widths = np.array([spread(one.run, what) for one in self.found])
+        return float(np.mean(np.abs(self.missed) <= widths))
+
+
+def committed(what: str) -> Scored:
+    """The left-out predictions."""
+    known = {one.row["row_id"]: one for one in samples(what, read_rows())}
+    with LEFT_OUT.open(encoding="utf-8", newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["what"] == what]
+    found = [known[line["row_id"]] for line in lines]
+    missed = [log(float(line["predicted"]) / float(line["measured"])) for line in lines]
+    return Scored(found, np.array(missed))
+
+
+# ---- baselines -----------------------------------------------------------------------------------
+
+
+def operations(one: Sample) -> float:
+    """Of a token, recompute included: 6 N + 12 L d s, and a third more."""
+    model, run = one.run.model, one.run
+    plain = 6 * model.active_params + 12 * model.layers * model.width * run.batch.seq_len
+    return plain * (1 + run.kernels.recompute / 3)
+
+
+def constant_utilisation(found: Sequence[Sample]) -> np.ndarray:
+    """One share of the peak for each device, the median of the other groups."""
+    shares = [one.measured * operations(one) / one.run.device.peak for one in found]
+    out = []
+    for place, one in enumerate(found):
+        others = [
+            share
+            for other, share in zip(found, shares, strict=True)
+            if other.group != one.group and other.run.device.name == one.run.device.name
+        ] or [share for other, share in zip(found, shares, strict=True) if other.group != one.group]
+        out.append(log(float(np.median(others)) / shares[place]))
+    return np.array(out)
+
+
+def nearest(found: Sequence[Sample], scale: Callable[[Sample], float]) -> np.ndarray:
+    """What the most similar row of another group measured, scaled."""
+
+    def place_of(one: Sample) -> np.ndarray:
+        run = one.run
+        numbers = (
+            run.model.num_params,
+            run.batch.seq_len,
+            run.tokens_per_micro_batch,
+            run.mesh.world_size,
+        )
+        flags = (run.kernels.recompute, run.sharding.value, run.device.peak / 1e14)
+        return np.array([*map(log, numbers), *flags])
+
+    places = np.array([place_of(one) for one in found])
+    out = []
+    for one, place in zip(found, places, strict=True):
+        away = [i for i, other in enumerate(found) if other.group != one.group]
+        best = found[min(away, key=lambda i: float(np.abs(places[i] - place).sum()))]
+        out.append(log(best.measured * scale(one) / scale(best) / one.measured))
+    return np.array(out)
+
+
+def states_alone(found: Sequence[Sample]) -> np.ndarray:
+    """16 bytes a parameter, over the ranks: what common estimators count."""
+    return np.array(
+        [
+            log(16 * one.run.model.num_params / one.run.mesh.shard / GIB / one.measured)
+            for one in found
+        ]
+    )
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+
+
+def right_decisions(scored: Scored) -> tuple[int, float]:
+    """Pairs of one group that are apart, and how often the faster one was told."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one, error in zip(scored.found, scored.missed, strict=True):
+        groups[one.group].append((one.measured, one.measured * exp(error)))
+    pairs = [
+        ((first[0] > second[0]) == (first[1] > second[1]))
+        for rows in groups.values()
+        for first, second in combinations(rows, 2)
+        if max(first[0], second[0]) / min(first[0], second[0]) >= APART
+    ]
+    return len(pairs), sum(pairs) / len(pairs)
+
+
+def right_fits() -> tuple[int, int, int, int]:
+    """(runs that ran, predicted to fit; runs out of memory, predicted not to fit)."""
+    ran = [predict(row)["pred_fits"] for row in read_rows() if row["status"] == "ok"]
+    failed = [predict(row)["pred_fits"] for row in read_rows() if row["status"].startswith("oom")]
+    return ran.count("true"), len(ran), failed.count("false"), len(failed)
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+def score_lines() -> list[str]:
+    """The table of scores."""
+    lines = [
+        "| what | rows | groups | median error | 90 % of draws | mean | in the interval |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for what in ("speed", "memory"):
+        scored = committed(what)
+        reliable = scored.where(lambda one: one.row["reliability"] != "C")
+        parts = {"all": scored, "reliable (A, B)": reliable}
+        for kind in Familiarity:
+            alike = [familiarity(one.run, what) is kind for one in scored.found]
+            found = [one for one, keep in zip(scored.found, alike, strict=True) if keep]
+            parts[kind] = Scored(found, scored.missed[np.array(alike)])
+        for name, part in parts.items():
+            low, high = part.interval()
+            lines.append(
+                f"| {what}, {name} | {len(part.found)} | {len({o.group for o in part.found})} "
+                f"| {np.median(part.relative):.1%} | {low:.1%} to {high:.1%} "
+                f"| {np.mean(part.relative):.1%} | {part.covered(what):.0%} |"
+            )
+    return lines
+
+
+def baseline_lines() -> list[str]:
+    """Simple rules on the same rows, with the same groups left out."""
+    speed, memory = committed("speed").found, committed("memory").found
+    rules = {
+        "speed, one utilisation a device": constant_utilisation(speed),
+        "speed, nearest row scaled by operations": nearest(
+            speed, lambda one: one.run.device.peak / operations(one)
+        ),
+        "memory, 16 bytes a parameter": states_alone(memory),
+        "memory, nearest row": nearest(memory, lambda _: 1.0),
+    }
+    lines = ["| rule | median error | mean |", "|---|---|---|"]
+    for name, missed in rules.items():
+        relative = np.abs(np.exp(missed) - 1)
+        lines.append(f"| {name} | {np.median(relative):.1%} | {np.mean(relative):.1%} |")
+    return lines
+
+
+def worst_lines(count: int = 8) -> list[str]:
+    """Groups that are missed by most."""
+    lines = ["| what | group | rows | predicted over measured |", "|---|---|---|---|"]
+    for what in ("speed", "memory"):
+        groups: dict[str, list[float]] = defaultdict(list)
+        scored = committed(what)
+        for one, error in zip(scored.found, scored.missed, strict=True):
+            groups[one.group].append(error)
+        order = sorted(groups, key=lambda group: -float(np.median(np.abs(groups[group]))))
+        for group in order[:count]:
+            ratio = exp(float(np.median(groups[group])))
+            name = group.replace("|", " / ")
+            lines.append(f"| {what} | {name} | {len(groups[group])} | {ratio:.2f} |")
+    return lines
+
+
+def ablation_lines() -> list[str]:
+    """In-sample error with a constant at what it is without its term, the others fitted again."""
+    lines = [
+        "| constant | without its term | median error | of the rows it moves |",
+        "|---|---|---|---|",
+    ]
+    for what, names in (("speed", SPEED), ("memory", MEMORY)):
+        found = samples(what, read_rows())
+        whole = errors(what, found, FITTED)
+        lines.append(f"| (all of {what}) | | {np.median(np.abs(np.exp(whole) - 1)):.1%} | |")
+        for name in names:
+            start = Constants(**{n: getattr(FITTED, n) for n in Constants.bounds()})
+            k = fit(what, found, start, {name: NEUTRAL[name]})
+            missed = errors(what, found, k)
+            moved = np.abs(missed - whole) > 0.02
+            part = np.median(np.abs(np.exp(missed[moved]) - 1)) if moved.any() else 0.0
+            before = np.median(np.abs(np.exp(whole[moved]) - 1)) if moved.any() else 0.0
+            lines.append(
+                f"| {name} | {NEUTRAL[name]:g} | {np.median(np.abs(np.exp(missed) - 1)):.1%} "
+                f"| {before:.1%} to {part:.1%}, {moved.sum()} rows |"
+            )
+    return lines
+
+
+def page(*, ablation: bool) -> str:
+    """All of it, as Markdown."""
+    pairs, right = right_decisions(committed("speed"))
+    ran, of_ran, failed, of_failed = right_fits()
+    parts = [
+        "# The forecast against published runs",
+        "Written by `python benchmarks/planner.py --ablation --out`. Every row was predicted by "
+        "constants that were fitted without its group (a publisher's runs of one model).",
+        "\n".join(score_lines()),
+        f"Which of two runs of a group, at least {APART - 1:.0%} apart, is faster: "
+        f"{right:.1%} of {pairs:,} pairs right.",
+        f"Of {of_ran} runs that ran, {ran} are said to fit; of {of_failed} that failed (out of "
+        f"memory, or for a reason that is not published), {failed} are said not to.",
+        "## Simple rules on the same rows\n\n" + "\n".join(baseline_lines()),
+        "Boosted trees are not among them: scikit-learn is no dependency of this repository.",
+        "## Where it fails\n\n" + "\n".join(worst_lines()),
+    ]
+    if ablation:
+        parts.append("## Without a term (all rows, in sample)\n\n" + "\n".join(ablation_lines()))
+    return "\n\n".join(parts) + "\n"
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Score the forecast.")
+    parser.add_argument("--ablation", action="store_true", help="fit without each term; minutes")
+    parser.add_argument("--out", type=Path, help="a Markdown file to write, too")
+    asked = parser.parse_args(words)
+    text = page(ablation=asked.ablation)
+    if asked.out is not None:
+        asked.out.write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

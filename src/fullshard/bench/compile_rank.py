@@ -1,0 +1,67 @@
+"""One rank of `fullshard bench compile`: `python -m fullshard.bench.compile_rank FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch._dynamo.utils import counters
+
+from fullshard.bench.compile import Job
+from fullshard.bench.engines import BUILDERS, Setup
+from fullshard.bench.models import GPT
+from fullshard.bench.rank import write_result
+from fullshard.bench.step_rank import Feeder, timed
+
+
+class CompiledSetup(Setup):
+    """Every block is compiled before an engine sees it."""
+
+    backend = "inductor"
+
+    def model(self) -> GPT:
+        """Builds the model, whose blocks compile in place."""
+        model = super().model()
+        for block in model.blocks:
+            block.compile(backend=self.backend)
+        return model
+
+
+def num_compiled() -> int:
+    """Returns how many graphs this process has compiled."""
+    return counters["stats"]["unique_graphs"]
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Times every engine eager and compiled, in turn."""
+    warnings.simplefilter("ignore")  # the compiler's, of its own imports
+    CompiledSetup.backend = job.backend
+    feeders: dict[str, Feeder] = {}
+    losses, graphs = {}, {}
+    for name in job.engines:
+        for kind in (Setup, CompiledSetup):
+            key = f"{name} compiled" if kind is CompiledSetup else name
+            before = num_compiled()
+            feeders[key] = Feeder(job.case, BUILDERS[name](kind(job.case, 0, 1e-3)))
+            losses[key] = [feeders[key].mean_loss() for _ in range(job.num_checked)]
+            graphs[key] = num_compiled() - before
+    before = num_compiled()
+    times: dict[str, list[float]] = {key: [] for key in feeders}
+    for i in range(job.num_rounds):
+        turn = i % len(feeders)
+        for key in [*feeders][turn:] + [*feeders][:turn]:
+            times[key].append(timed(feeders[key].step)[0])
+    recompiled = num_compiled() - before
+    return {"times": times, "losses": losses, "graphs": graphs, "recompiled": recompiled}
+
+
+def main(folder: Path) -> None:
+    """Measures what the folder's job asks for and writes this rank's result."""
+    job = Job.read(folder)
+    write_result(folder, lambda: measure(job))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""`fullshard bench copies`: bytes that a step's copying operations read and write.
+
+Seen by a dispatch mode, which every operation of torch passes, autograd's too: not by counters of
+the engine. What the plain model copies in the same step is subtracted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fullshard.bench.cases import Case
+from fullshard.bench.job import JOB_FILE
+from fullshard.bench.machine import Neighbours
+from fullshard.bench.page import Page
+from fullshard.bench.ranks import run_ranks
+
+RANK_MODULE = "fullshard.bench.copies_rank"
+PLAIN = "plain"
+ENGINES = ("fullshard", "fullshard-direct", "fullshard-c10d", "fsdp2")
+RECEIVED = "received"
+MIB = 1 << 20
+COLUMNS = ("case", "engine", "copied, MiB", "arithmetic, MiB", "bytes a parameter", "received, MiB")
+METHOD = (
+    "One training step on every rank after two others; figures are rank 0's. Copied is what "
+    "operations whose names speak of copy, clone, cat or stack read and write, seen by a "
+    "TorchDispatchMode, less those of the plain unsharded model in the same step. What happens "
+    "inside collectives of a process group is seen only where it runs on the caller's thread.",
+    "Arithmetic is what the layout makes necessary: each gather reads this rank's master and "
+    "writes its part of the slot, each gradient that no matrix product wrote into its slot is read "
+    "and written once, and a shared home with another compute dtype casts its part once a step.",
+    "Received is what peers sent in messages of their own (direct exchange).",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks count.
+
+    Attributes:
+        engines: names of `engines.BUILDERS`.
+    """
+
+    case: Case
+    engines: tuple[str, ...]
+
+    def write(self, folder: Path) -> None:
+        """Writes the job where its ranks look for it."""
+        (folder / JOB_FILE).write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(folder: Path) -> Job:
+        """Reads what `write` wrote."""
+        fields = json.loads((folder / JOB_FILE).read_text())
+        return Job(Case(**fields["case"]), tuple(fields["engines"]))
+
+
+def run(
+    cases: Sequence[Case], *, command: str, timeout_s: float, say: Callable[[str], None]
+) -> Page:
+    """Counts a step of every engine on every case."""
+    rows: list[dict[str, object]] = []
+    with Neighbours() as neighbours:
+        for case in cases:
+            say(case.describe())
+            what = f"bench copies: the ranks of {case.name}"
+            job = Job(case, ENGINES)
+            ranks = run_ranks(RANK_MODULE, job, case.num_ranks, what=what, timeout_s=timeout_s)
+            rows += rows_of(case, ranks[0])
+    return Page(
+        "copies",
+        "Bytes that copies read and write",
+        command,
+        rows,
+        COLUMNS,
+        [_cells(row) for row in rows],
+        METHOD,
+        neighbours.share,
+    )
+
+
+def rows_of(case: Case, found: dict) -> list[dict[str, object]]:
+    """Returns a row for each engine, of what one rank found."""
+    own = sum(found[PLAIN]["counted"].values())
+    return [
+        {
+            "name": name,
+            "case": case.name,
+            "num_ranks": case.num_ranks,
+            "num_parameters": case.numel,
+            "copied_bytes": sum(of["counted"].values()) - of["counted"].get(RECEIVED, 0) - own,
+            "received_bytes": of["counted"].get(RECEIVED, 0),
+            "arithmetic_bytes": of["arithmetic"] and sum(of["arithmetic"].values()),
+            "by_operation": of["counted"],
+        }
+        for name, of in found.items()
+        if name != PLAIN
+    ]
+
+
+def _cells(row: dict) -> tuple[str, ...]:
+    needed = row["arithmetic_bytes"]
+    return (
+        row["case"],
+        row["name"],
+        f"{row['copied_bytes'] / MIB:.2f}",
+        "" if needed is None else f"{needed / MIB:.2f}",
+        f"{row['copied_bytes'] / row['num_parameters']:.2f}",
+        f"{row['received_bytes'] / MIB:.2f}" if row["received_bytes"] else "",
+    )

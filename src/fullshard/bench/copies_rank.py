@@ -1,0 +1,117 @@
+"""One rank of `fullshard bench copies`: `python -m fullshard.bench.copies_rank FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard.bench.copies import PLAIN, RECEIVED, Job
+from fullshard.bench.engines import BUILDERS, TRANSPORTS, Setup, shard_ours, train_step
+from fullshard.bench.models import make_batches
+from fullshard.bench.rank import write_result
+from fullshard.engine import actions
+from fullshard.engine.engine import Engine, engine_of
+from fullshard.planner.events import EventKind
+
+WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it
+COPIES = ("copy", "cat", "clone", "stack")  # in the names of what copies and does nothing else
+COPY_IN = "all_gather_copy_in"
+
+
+class CopyCounter(TorchDispatchMode):
+    """Bytes that copying operations read and write, by operation; autograd's among them.
+
+    Attributes:
+        num_bytes: by the operation's name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if any(word in name for word in COPIES):
+            # FSDP2's takes and returns the whole buffer, and fills this rank's part of it.
+            leaves = tree_leaves(args[0] if name == COPY_IN else (args, kwargs, result))
+            touched = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+            num_bytes = sum(tensor.nbytes for tensor in touched.values())
+            self.num_bytes[name] += 2 * num_bytes if name == COPY_IN else num_bytes
+        return result
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts inside the block; what peers send this rank is "received"."""
+    counter, receive = CopyCounter(), dist.irecv
+
+    def received(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        counter.num_bytes[RECEIVED] += tensor.nbytes
+        return receive(tensor, *args, **kwargs)
+
+    # The engine does its own work outside of dispatch modes: not of this one.
+    blind = mock.patch.object(actions, "has_modes", return_value=False)
+    with blind, mock.patch.object(dist, "irecv", received), counter:
+        yield counter.num_bytes
+
+
+def arithmetic(engine: Engine) -> dict[str, int]:
+    """Returns what the layout says that a step's copies read and write, by what they are for."""
+    groups = [group for unit in engine.units for group in unit.groups]
+    step = engine.runtime.step - 1
+    gathered = [e.unit for e in engine.recorder.events(step) if e.kind is EventKind.GATHER]  # type: ignore[attr-defined]
+    placed = [group for index in gathered for group in engine.units[index].gathered]
+    cast = [g for g in groups if g.plan.shared and g.full.dtype is not g.master.dtype]
+    shared_part = sum(g.master.nbytes + g.master.numel() * g.full.itemsize for g in cast)
+    moved = [
+        member.numel * (member.compute.itemsize + group.grad_slot.itemsize)
+        for unit in engine.units
+        for group in unit.trained
+        for member in group.members
+        if not member.written and group.grad_slot is not None
+    ]
+    weights = sum(group.master.nbytes + group.part.nbytes for group in placed) + shared_part
+    return {"weights": weights, "gradients": sum(moved)}
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Runs every engine and counts one step of each."""
+    setup = Setup(job.case, seed=0, learning_rate=1e-3)
+    (batch,) = make_batches(job.case, dist.get_rank(), 1)
+    found: dict[str, Any] = {}
+    for name in (PLAIN, *job.engines):
+        engine = None
+        if name == PLAIN:
+            step = train_step(setup.model().to(setup.compute), setup)
+        elif name in TRANSPORTS:
+            model = shard_ours(setup, TRANSPORTS[name])
+            step, engine = train_step(model, setup), engine_of(model)
+        else:
+            step = BUILDERS[name](setup)
+        for _ in range(WARM_UP_STEPS):
+            step(*batch)
+        with counted() as num_bytes:
+            step(*batch)
+        found[name] = {"counted": num_bytes, "arithmetic": engine and arithmetic(engine)}
+    return found
+
+
+def main(folder: Path) -> None:
+    """Counts what the folder's job asks for and writes this rank's result."""
+    job = Job.read(folder)
+    write_result(folder, lambda: measure(job))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

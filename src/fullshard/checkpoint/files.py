@@ -1,0 +1,281 @@
+"""Files that are there for good once a call returns: tensors in safetensors, texts, folders."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fullshard.checkpoint.format import (
+    ITEMSIZE,
+    FileFacts,
+    StoredSlice,
+    StoredTensor,
+    name_in_file,
+)
+from fullshard.errors import CheckpointError
+
+CHUNK = 16 << 20  # bytes written, and hashed, at a time: small enough to still be in the cache
+SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: start, do not wait
+HEADER_ALIGNMENT = 64  # so that tensors begin where vector loads like them
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    call: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)  # the os module has none
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
+
+
+_sync_file_range = _find_sync_file_range()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice of a tensor, to be written.
+
+    Attributes:
+        key: See [Note: keys].
+        dtype: As safetensors names it.
+        shape: Global shape; of an opaque tensor its own.
+        start: First element, in row-major order; of an opaque tensor where its parameter's begins.
+        stop: One past the last.
+        data: Its bytes in one block; called when they are written.
+        opaque: Whether it is this rank's own affair.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    data: Callable[[], memoryview]
+    opaque: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        numel = math.prod(self.shape) if self.opaque else self.stop - self.start
+        return numel * ITEMSIZE[self.dtype]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything to write: a rank may hold nothing of a tensor."""
+        return self.opaque or self.start < self.stop or 0 in self.shape
+
+    def shape_in_file(self) -> tuple[int, ...]:
+        """The tensor's own shape where it is whole."""
+        if self.opaque or self.stop - self.start == math.prod(self.shape):
+            return self.shape
+        return (self.stop - self.start,)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that a rank wrote, and the slices in it."""
+
+    facts: FileFacts
+    tensors: dict[str, StoredTensor]
+
+
+def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
+    """Write a safetensors file of slices, and have the disk keep it.
+
+    The whole size is asked of the file system first, so that a full disk is known before the first
+    byte is written.
+
+    Raises:
+        OSError: The disk is full, or is not to be written.
+    """
+    header, size = _header(pieces)
+    whole = xxhash.xxh3_128(header)
+    tensors: dict[str, StoredTensor] = {}
+    with _new_file(path, size) as file:
+        _write_all(file, memoryview(header))
+        end = len(header)
+        for piece in pieces:
+            checksum = xxhash.xxh3_128()
+            data = chunk = piece.data()
+            assert data.nbytes == piece.num_bytes, (piece.key, data.nbytes, piece.num_bytes)
+            for at in range(0, data.nbytes, CHUNK):
+                chunk = data[at : at + CHUNK]
+                checksum.update(chunk)
+                whole.update(chunk)
+                _write_all(file, chunk)
+                _begin_writeback(file, end, chunk.nbytes)
+                end += chunk.nbytes
+            stored = StoredSlice(
+                path.name,
+                piece.start,
+                piece.stop,
+                checksum.hexdigest(),
+                rank if piece.opaque else -1,
+            )
+            tensors[piece.key] = StoredTensor(piece.dtype, piece.shape, (stored,))
+            del data, chunk  # before the next one is read
+    return Written(FileFacts(size, whole.hexdigest()), tensors)
+
+
+def write_text(path: Path, text: str) -> FileFacts:
+    """Write a small file under another name, have the disk keep it, then rename it."""
+    data = text.encode()
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with _new_file(aside, len(data)) as file:
+        _write_all(file, memoryview(data))
+    aside.replace(path)
+    return FileFacts(len(data), xxhash.xxh3_128(data).hexdigest())
+
+
+def sync_folder(path: Path) -> None:
+    """Have the disk keep a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: None) -> str:
+    """xxh3_128 of a file's bytes; `on_bytes` hears how many were read."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(CHUNK))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            on_bytes(count)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """An open safetensors file: where each tensor's bytes are.
+
+    Attributes:
+        path: Of the file.
+        descriptor: Open for reading.
+        entries: (dtype, shape, first byte, one past the last) by name, from the file's beginning.
+    """
+
+    path: Path
+    descriptor: int
+    entries: dict[str, tuple[str, tuple[int, ...], int, int]]
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Generator[TensorFile]:
+        """Read the header.
+
+        Raises:
+            CheckpointError: It is no safetensors file, or cut short.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: expected a file of a checkpoint; {error.strerror}."
+            ) from error
+        try:
+            yield cls(path, descriptor, _read_header(path, descriptor))
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, first_byte: int, out: memoryview) -> None:
+        """Fill `out` with a tensor's bytes from `first_byte` of the tensor on.
+
+        Raises:
+            CheckpointError: The file ends before.
+        """
+        _, _, begin, end = self.entries[name]
+        offset = begin + first_byte
+        if offset + out.nbytes > end:
+            raise CheckpointError(
+                f"{self.path}: expected {first_byte + out.nbytes:,} bytes of {name}; its header "
+                f"says {end - begin:,}. Take another checkpoint."
+            )
+        while out.nbytes:
+            count = os.preadv(self.descriptor, [out], offset)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path}: expected {end:,} bytes; the file is cut short. "
+                    "Take another checkpoint."
+                )
+            out, offset = out[count:], offset + count
+
+
+def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
+    """The first bytes of a safetensors file, and the size of the whole."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.num_bytes
+        table[name_in_file(piece.key)] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape_in_file()),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % HEADER_ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, len(header) + end
+
+
+def _read_header(path: Path, descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    try:
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        table: Any = json.loads(os.pread(descriptor, length, 8))
+        first = 8 + length
+        return {
+            name: (
+                entry["dtype"],
+                tuple(entry["shape"]),
+                first + entry["data_offsets"][0],
+                first + entry["data_offsets"][1],
+            )
+            for name, entry in table.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: expected a whole safetensors file; {error}. Take another checkpoint."
+        ) from error
+
+
+@contextmanager
+def _new_file(path: Path, size: int) -> Generator[int]:
+    """A file of its own that the disk keeps once the block ends well; gone if it does not."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+        yield descriptor
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _begin_writeback(descriptor: int, offset: int, count: int) -> None:
+    """Have the disk begin with these bytes while the next ones are hashed and copied.
+
+    Without it the kernel begins at fsync, when all bytes lie in the page cache. Only a hint: what
+    it answers does not matter, and a system that has no such call does without.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, offset, count, SYNC_FILE_RANGE_WRITE)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,296 @@
+"""What a checkpoint's folder holds.
+
+    step-00000100/
+      COMPLETE.json             step, every file's size and checksum; written last
+      index.json                every tensor: dtype, global shape, its slices and where they lie
+      state.json                step and whatever else is no tensor of the model or the optimizer
+      plan.json, config.json    what the run was, where the writer knows it
+      model-00000.safetensors   slices of parameters, and buffers; a file a writing rank
+      optimizer-00000.safetensors
+      state-00000.safetensors
+
+[Note: keys]
+A tensor's key says what it is: `model/<name>`, `optimizer/<name>/<state>`, `state/<path>`, with the
+original names of the unsharded model. Inside a file a slice stands under the key without its first
+word. A slice is the elements [start, stop) of the tensor in row-major order, stored as a vector; a
+slice that is the whole tensor has the tensor's own shape. Slices of a tensor do not overlap and
+leave nothing out. An *opaque* tensor is one rank's own affair: its slices belong to a rank each,
+and only the same number of ranks reads them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from fullshard.errors import CheckpointError
+
+FORMAT, VERSION = "fullshard-checkpoint", 1
+COMPLETE, INDEX, STATE, PLAN, CONFIG = (
+    "COMPLETE.json",
+    "index.json",
+    "state.json",
+    "plan.json",
+    "config.json",
+)
+
+OWN = "$rank"  # marks values of which each rank saved its own
+
+ITEMSIZE = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+class Kind(StrEnum):
+    """The first word of a key, and of the files that hold such tensors."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    STATE = "state"
+
+
+def key_of(kind: Kind, *words: str) -> str:
+    """The key of a tensor. See [Note: keys]."""
+    return "/".join((kind, *words))
+
+
+def kind_of(key: str) -> Kind:
+    return Kind(key.partition("/")[0])
+
+
+def name_in_file(key: str) -> str:
+    """Under which name a file holds the slice of a tensor."""
+    return key.partition("/")[2]
+
+
+def file_name(kind: Kind, rank: int) -> str:
+    return f"{kind}-{rank:05d}.safetensors"
+
+
+def step_name(step: int) -> str:
+    """The folder of a step's checkpoint: `step-00000100`."""
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlice:
+    """Elements [start, stop) of a tensor in one file.
+
+    Attributes:
+        file: Name of the file.
+        start: First element, in row-major order.
+        stop: One past the last.
+        checksum: xxh3_128 of the slice's bytes, hexadecimal.
+        rank: Whose slice it is, where the tensor is opaque; else -1.
+    """
+
+    file: str
+    start: int
+    stop: int
+    checksum: str
+    rank: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: As safetensors names it.
+        shape: Global shape; of an opaque tensor that of each slice.
+        slices: In the order of their elements; of an opaque tensor, of their ranks.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[StoredSlice, ...]
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def opaque(self) -> bool:
+        return any(piece.rank >= 0 for piece in self.slices)
+
+    def gap(self) -> tuple[int, int] | None:
+        """Elements that no slice holds or two do; None where all is well."""
+        if self.opaque:
+            return None
+        end = 0
+        for piece in self.slices:
+            if piece.start != end:
+                return min(end, piece.start), max(end, piece.start)
+            end = piece.stop
+        return None if end == self.numel else (end, self.numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """All tensors of a checkpoint.
+
+    Attributes:
+        world_size: Ranks of the run that wrote it.
+        tensors: By key.
+        tied: Further names of parameters: second name -> first name.
+    """
+
+    world_size: int
+    tensors: Mapping[str, StoredTensor]
+    tied: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def names(self, kind: Kind) -> list[str]:
+        """The keys of one kind without their first word."""
+        return [name_in_file(key) for key in self.tensors if kind_of(key) is kind]
+
+    def find(self, kind: Kind, name: str) -> str | None:
+        """The key of a tensor, also by a tied parameter's further names."""
+        keys = (key_of(kind, name), key_of(kind, self.tied.get(name, name)))
+        return next((key for key in keys if key in self.tensors), None)
+
+    def to_json(self) -> str:
+        files = sorted({piece.file for t in self.tensors.values() for piece in t.slices})
+        number = {file: at for at, file in enumerate(files)}
+        tensors = {
+            key: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "slices": [
+                    [number[p.file], p.start, p.stop, p.checksum, *([p.rank] * tensor.opaque)]
+                    for p in tensor.slices
+                ],
+            }
+            for key, tensor in self.tensors.items()
+        }
+        return json.dumps(
+            {
+                "world_size": self.world_size,
+                "files": files,
+                "tied": dict(self.tied),
+                "tensors": tensors,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str, origin: str) -> Index:
+        """Parse index.json.
+
+        Raises:
+            CheckpointError: It is not such a file; names `origin`.
+        """
+        try:
+            table: Any = json.loads(text)
+            files: list[str] = table["files"]
+            entries: dict[str, dict[str, Any]] = table["tensors"]
+            tensors = {
+                key: StoredTensor(
+                    value["dtype"],
+                    tuple(value["shape"]),
+                    tuple(_slice(files, entry) for entry in value["slices"]),
+                )
+                for key, value in entries.items()
+            }
+            return cls(table["world_size"], tensors, table["tied"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointError(
+                f"{origin}: expected the index of a checkpoint; got something else "
+                f"({type(error).__name__}: {error}). Take another checkpoint."
+            ) from error
+
+
+def _slice(files: list[str], entry: list[Any]) -> StoredSlice:
+    at, start, stop, checksum = entry[:4]
+    return StoredSlice(files[int(at)], start, stop, checksum, entry[4] if len(entry) > 4 else -1)
+
+
+def join_slices(
+    parts: Iterable[tuple[str, StoredTensor]], tied: Mapping[str, str], world_size: int
+) -> Index:
+    """One index from what every rank wrote.
+
+    Raises:
+        CheckpointError: Ranks disagree about a tensor, or some of its elements were not written.
+    """
+    found: dict[str, list[StoredTensor]] = {}
+    for key, tensor in parts:
+        found.setdefault(key, []).append(tensor)
+    tensors: dict[str, StoredTensor] = {}
+    for key in sorted(found):
+        first = found[key][0]
+        for other in found[key]:
+            if (other.dtype, other.shape) != (first.dtype, first.shape) and not first.opaque:
+                raise CheckpointError(
+                    f"{key}: expected one dtype and shape on all ranks; got {first.dtype} "
+                    f"{first.shape} and {other.dtype} {other.shape}. Save the same model on all."
+                )
+        pieces = [piece for tensor in found[key] for piece in tensor.slices]
+        pieces.sort(key=lambda p: (p.rank, p.start, p.stop))
+        joined = StoredTensor(first.dtype, first.shape, tuple(pieces))
+        gap = joined.gap()
+        if gap is not None:
+            raise CheckpointError(
+                f"{key}: expected every one of its {joined.numel:,} elements once; "
+                f"elements {gap[0]:,} to {gap[1]:,} were written never or twice. "
+                "All ranks must save together."
+            )
+        tensors[key] = joined
+    return Index(world_size, tensors, tied)
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Size and checksum (xxh3_128, hexadecimal) of a file."""
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What COMPLETE.json says.
+
+    Attributes:
+        step: Of the checkpoint; None where it has none.
+        files: By name.
+    """
+
+    step: int | None
+    files: Mapping[str, FileFacts]
+
+    def to_json(self) -> str:
+        files = {name: [facts.size, facts.checksum] for name, facts in sorted(self.files.items())}
+        head = {"format": FORMAT, "version": VERSION, "step": self.step}
+        return json.dumps({**head, "files": files}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, origin: str) -> Manifest:
+        """Parse COMPLETE.json.
+
+        Raises:
+            CheckpointError: It is not such a file, or of a later version; names `origin`.
+        """
+        try:
+            table: Any = json.loads(text)
+            if table["format"] != FORMAT:
+                raise ValueError(f"format {table['format']!r}")
+            version = int(table["version"])
+            files = {name: FileFacts(*facts) for name, facts in table["files"].items()}
+            manifest = cls(table["step"], files)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{origin}: expected the last file of a checkpoint; got something else "
+                f"({type(error).__name__}: {error}). Take another checkpoint."
+            ) from error
+        if version > VERSION:
+            raise CheckpointError(
+                f"{origin}: expected version {VERSION} or older; got {version}. "
+                "Read it with a newer fullshard."
+            )
+        return manifest

@@ -1,0 +1,313 @@
+"""`fullshard ckpt`: what checkpoints hold, whether they are whole, and their ways in and out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import DryRunFlag, JsonFlag
+
+if TYPE_CHECKING:
+    from fullshard.checkpoint.retain import Found
+
+app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check, convert, prune them.")
+
+Folder = Annotated[Path, typer.Argument(help="A folder of step-* folders, or a run's folder.")]
+Any_ = Annotated[Path, typer.Argument(help="A checkpoint; of a folder or a run its newest one.")]
+
+
+ConfigFolder = Annotated[
+    Path | None, typer.Option(help="Folder with config.json and tokenizer, if none lies with it.")
+]
+
+
+@app.command()
+def ls(folder: Folder, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001  read by the app
+    """List a folder's checkpoints, the newest first, and what is wrong with unfinished ones."""
+    from fullshard.checkpoint.retain import candidates
+
+    found = list(candidates(folder))
+    _print_table(
+        ("step", "bytes", "checkpoint", ""),
+        [
+            (
+                "" if entry.step is None else str(entry.step),
+                _bytes(entry.num_bytes) if entry.manifest else "",
+                str(entry.path),
+                "complete" if entry.manifest else f"NOT COMPLETE: {entry.why}",
+            )
+            for entry in found
+        ],
+    )
+    newest = next((entry.path for entry in found if entry.manifest), None)
+    return Outcome({"newest": newest, "checkpoints": [_facts(entry) for entry in found]})
+
+
+@app.command()
+def inspect(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001
+    """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
+    from fullshard.checkpoint.examine import facts_of
+    from fullshard.checkpoint.read import Checkpoint
+    from fullshard.checkpoint.retain import newest_complete
+
+    with Checkpoint.open(newest_complete(checkpoint)) as opened:
+        facts = facts_of(opened)
+    print(facts["path"])
+    _print_table(
+        ("tensor", "dtype", "shape", "slices", "bytes"),
+        [
+            (
+                f"{row['name']}{' (each rank its own)' if row['opaque'] else ''}",
+                row["dtype"],
+                " x ".join(map(str, row["shape"])) or "scalar",
+                str(row["num_slices"]),
+                _bytes(row["num_bytes"]),
+            )
+            for row in facts["tensors"]
+            if row["kind"] == "model"
+        ],
+    )
+    print()
+    for name, text in _about(facts):
+        print(f"{name:<12} {text}")
+    return Outcome(facts)
+
+
+@app.command()
+def verify(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001
+    """Read every byte and compare checksums; name the file and the tensor where they differ."""
+    from fullshard.checkpoint.examine import find_damage
+    from fullshard.checkpoint.retain import newest_complete
+    from fullshard.errors import CheckpointError
+
+    found = newest_complete(checkpoint)
+    with _progress("verify", found.num_bytes) as advance:
+        damages = find_damage(found, advance)
+    for damage in damages:
+        tensors = ", ".join(damage.tensors) or "no tensor: a text or padding"
+        print(f"DAMAGED  {found.path / damage.file}: {damage.why} ({tensors})")
+    result = {
+        **_facts(found),
+        "damaged": [{"file": d.file, "why": d.why, "tensors": d.tensors} for d in damages],
+    }
+    if damages:
+        return Outcome(result, CheckpointError.exit_code)
+    print(f"WHOLE  {found.path}: {_bytes(found.num_bytes)} are what was written")
+    return Outcome(result)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint, or a Hugging Face folder.")],
+    b: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: JsonFlag = False,  # noqa: ARG001
+) -> Outcome:
+    """Compare two of them tensor by tensor; ends with 8 where they differ."""
+    from fullshard.doors.compare import Verdict, compare
+    from fullshard.doors.detect import open_source
+    from fullshard.errors import VerifyError
+
+    with open_source(a) as one, open_source(b) as other:
+        with _progress("compare", len(one.tensors)) as advance:
+            rows = compare(one, other, lambda _row: advance(1))
+    differ = [row for row in rows if row.verdict is not Verdict.SAME]
+    if differ:
+        _print_table(
+            ("tensor", "", "max difference", ""),
+            [
+                (r.name, r.verdict, "" if r.max_abs is None else f"{r.max_abs:.3g}", r.about)
+                for r in differ
+            ],
+        )
+    print(f"{len(rows) - len(differ)} of {len(rows)} are the same in A ('{a}') and B ('{b}')")
+    for what, source in (("A", one), ("B", other)):
+        if source.optimizer is not None and None in (one.optimizer, other.optimizer):
+            print(f"only {what} has an optimizer ({source.optimizer.kind}): not compared")
+    result = {
+        "equal": not differ,
+        "num_equal": len(rows) - len(differ),
+        "rows": [
+            {
+                "name": row.name,
+                "verdict": row.verdict,
+                "max_abs": str(row.max_abs) if row.max_abs == float("inf") else row.max_abs,
+                "about": row.about,
+            }
+            for row in differ
+        ],
+    }
+    return Outcome(result, VerifyError.exit_code if differ else 0)
+
+
+@app.command()
+def export(  # noqa: PLR0913  (one parameter an option)
+    checkpoint: Any_,
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of floating point tensors: bf16, fp16, fp32. Default: theirs."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", "--max_shard_size", help="Largest file of weights.")
+    ] = "5GB",
+    format_: Annotated[
+        str, typer.Option("--format", help="hf: a Hugging Face folder; dcp: torch's own.")
+    ] = "hf",
+    config: ConfigFolder = None,
+    as_json: JsonFlag = False,  # noqa: ARG001
+    dry_run: DryRunFlag = False,
+) -> Outcome:
+    """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load."""
+    from fullshard.doors import convert
+
+    wanted = convert.Wanted.of(format_, dtype, max_shard_size)
+    with convert.opened(checkpoint, config) as source:
+        print(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
+        facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}
+        if dry_run:
+            return Outcome({**facts, "left_out": list(source.left_out)})
+        with _progress("export", source.num_bytes) as advance:
+            notes = convert.export(source, folder, wanted, advance)
+    for note in notes:
+        print(f"left out: {note}")
+    print(f"written: {folder}")
+    return Outcome({**facts, "left_out": notes})
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, "
+            "DeepSpeed (ZeRO), of sharded state dicts of ranks; a file of torch.save."
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="A new folder: the checkpoint.")],
+    config: ConfigFolder = None,
+    as_json: JsonFlag = False,  # noqa: ARG001
+    dry_run: DryRunFlag = False,
+) -> Outcome:
+    """Make a checkpoint of what another tool saved; nothing in it is executed."""
+    from fullshard.doors import convert
+    from fullshard.doors.ours import write_checkpoint
+
+    with convert.opened(source, config) as opened:
+        kind = None if opened.optimizer is None else opened.optimizer.kind
+        facts = {
+            "source": opened.what,
+            "folder": folder,
+            "step": opened.step,
+            "num_tensors": len(opened.tensors),
+            "optimizer": kind,
+            "left_out": list(opened.left_out),
+        }
+        optimizer = f", the states of {kind}" if kind else ""
+        size = _bytes(opened.num_bytes)
+        print(f"{opened.what}: {len(opened.tensors)} tensors, {size}{optimizer}")
+        for note in opened.left_out:
+            print(f"left out: {note}")
+        if not dry_run:
+            with _progress("import", opened.num_bytes) as advance:
+                write_checkpoint(opened, folder, advance)
+            print(f"written: {folder}")
+    return Outcome(facts)
+
+
+@app.command()
+def prune(
+    folder: Folder,
+    keep: Annotated[int, typer.Option(min=1, help="Complete checkpoints to keep.")] = 1,
+    as_json: JsonFlag = False,  # noqa: ARG001
+    dry_run: DryRunFlag = False,
+) -> Outcome:
+    """Remove all complete checkpoints but the newest, and what crashes left behind.
+
+    The newest complete one always stays, and so does what is being saved.
+    """
+    from fullshard.checkpoint import retain
+
+    next(retain.candidates(folder))  # says what is wrong with a folder that has none
+    found = retain.superfluous(folder, keep)
+    if not dry_run:
+        retain.prune(folder, keep)
+    for entry in found:
+        print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
+    kept = [entry for entry in retain.checkpoints_in(folder) if entry not in found]
+    print(f"{len(kept)} kept in {retain.steps_folder(folder)}")
+    return Outcome({"removed": [e.path for e in found], "kept": [e.path for e in kept]})
+
+
+def _about(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `inspect` says below its table."""
+    position = facts["position"]
+    beside = [name for name in facts["saved_beside"] if name != "position"]
+    rows = [
+        ("step", "none" if facts["step"] is None else f"{facts['step']:,}"),
+        ("ranks", f"{facts['world_size']} wrote it; any number can read it"),
+        ("elements", f"{facts['num_parameters_and_buffers']:,} in parameters and buffers"),
+        ("files", f"{len(facts['files'])}, {_bytes(facts['num_bytes'])}"),
+        ("tied", ", ".join(f"{k} = {v}" for k, v in facts["tied"].items()) or "nothing"),
+        ("optimizer", facts["optimizer"] or "none"),
+    ]
+    rows += [
+        (
+            "",
+            f"{row['name']}: {row['num_tensors']} of {row['dtype']}, {_bytes(row['num_bytes'])}"
+            f"{', each rank its own: only as many ranks can resume' if row['opaque'] else ''}",
+        )
+        for row in facts["optimizer_states"]
+    ]
+    if position is not None:
+        rows.append(("position", ", ".join(f"{k} {v}" for k, v in position.items())))
+    return [*rows, ("beside", ", ".join(beside) or "nothing")]
+
+
+def _facts(found: Found) -> dict[str, Any]:
+    return {
+        "path": found.path,
+        "step": found.step,
+        "complete": found.manifest is not None,
+        "why": found.why or None,
+        "num_bytes": found.num_bytes,
+    }
+
+
+def _bytes(count: int) -> str:
+    from fullshard.planner.render import human_bytes
+
+    return human_bytes(count)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    table = Table(box=box.HEAVY_HEAD if console.is_terminal else None)
+    for name in columns:
+        right = name in ("step", "bytes", "slices", "max difference")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Generator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal; call what is yielded with the advance."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,117 @@
+"""`fullshard config`: what a file in any dialect means, what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import OPEN_WORDS, ConfigFileFlag, ConfigFlag, JsonFlag, Words, load
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fullshard.config.load import Resolved
+
+app = typer.Typer(no_args_is_help=True, help="Explain, check and describe configuration files.")
+
+FLAGS = ("--config", "--config_file", "--json", "--help")
+
+
+@app.command(context_settings=OPEN_WORDS)
+def explain(
+    words: Words = None,
+    config: ConfigFlag = None,
+    config_file: ConfigFileFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Show every value with its origin, and what became of every key of another tool.
+
+    CONFIG may be a file of Accelerate's, DeepSpeed's, the Trainer's or axolotl's; no model is
+    needed.
+    """
+    from fullshard.config import explain as explaining
+
+    resolved = load(words, config, config_file, flags=FLAGS, explaining=True)
+    print(explaining.text_of(resolved))
+    return Outcome(explaining.explain(resolved))
+
+
+@app.command(context_settings=OPEN_WORDS)
+def lint(
+    words: Words = None,
+    config: ConfigFlag = None,
+    config_file: ConfigFileFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Say what is wrong, not yet there, or known to be bad, each with the reason.
+
+    Ends with 2 where there is anything of these.
+    """
+    from fullshard.config.dialects.rules import Status
+    from fullshard.config.lint import findings
+    from fullshard.launch.exit_codes import ExitCode
+
+    resolved = load(words, config, config_file, flags=FLAGS, explaining=True)
+    found = _not_yet(resolved)
+    found += [
+        {"key": advice.key, "place": resolved.place_of(advice.key), "why": advice.why}
+        for advice in findings(resolved.config)
+    ]
+    for one in found:
+        print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
+    lost = [note for note in resolved.notes if note.status is Status.LOST]
+    for note in lost:
+        print(note)
+    if not found and not lost:
+        print("nothing found")
+    result = {"findings": found, "lost": [str(note) for note in lost]}
+    return Outcome(result, ExitCode.CONFIG if found else ExitCode.OK)
+
+
+def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
+    """What a run would refuse."""
+    from fullshard.config.problems import ConfigProblems
+
+    try:
+        resolved.check_supported()
+    except ConfigProblems as error:
+        return [
+            {"key": p.key, "place": p.place, "why": f"{p.got}. {p.advice}"} for p in error.problems
+        ]
+    return []
+
+
+@app.command()
+def schema(
+    file: Annotated[
+        Path | None, typer.Argument(help="A file: the schema is that of its dialect.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it there.", dir_okay=False)] = None,
+    as_json: JsonFlag = False,
+) -> Outcome:
+    """Print a JSON Schema, with which an editor completes and checks a file."""
+    from fullshard.config import explain as explaining
+
+    made = explaining.schema() if file is None else _schema_of(file)
+    text = json.dumps(made, indent=2) + "\n"
+    if out is not None:
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out: expected a file, got '{out}': {error.strerror}.") from None
+        print(f"written to {out}")
+    elif not as_json:
+        print(text, end="")
+    return Outcome(made)
+
+
+def _schema_of(file: Path) -> dict[str, object]:
+    from fullshard.config import explain as explaining
+    from fullshard.config.dialects.translate import dialect_of
+    from fullshard.config.files import read_file
+
+    dialect = dialect_of(str(key) for key in read_file(file).config)
+    return explaining.schema() if dialect is None else explaining.dialect_schema(dialect.name)

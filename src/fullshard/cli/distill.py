@@ -1,0 +1,50 @@
+"""`fullshard distill`: a student learns from a teacher."""
+
+from __future__ import annotations
+
+import typer
+
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.recipe import FLAGS, How, RestartsFlag, ResumeFlag, made_first, run_recipe
+from fullshard.cli.words import (
+    OPEN_WORDS,
+    ConfigFileFlag,
+    ConfigFlag,
+    DryRunFlag,
+    JsonFlag,
+    Words,
+    load,
+)
+
+app = typer.Typer(help="Train a student to predict what a teacher predicts.")
+
+JOB, TEACHER_JOB = "distill_job.yaml", "teacher_job.yaml"
+
+
+@app.command(context_settings=OPEN_WORDS)
+def distill(  # noqa: PLR0913  (one parameter an option)
+    words: Words = None,
+    config: ConfigFlag = None,
+    config_file: ConfigFileFlag = None,
+    resume: ResumeFlag = None,
+    max_restarts: RestartsFlag = 0,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
+    dry_run: DryRunFlag = False,
+) -> Outcome:
+    """Distill a teacher into a student.
+
+    Without a configuration file: a small mixture of experts is trained as the teacher (where there
+    is none yet), a student with half of its layers and experts is cut out of it, and learns.
+    `fullshard distill cache CONFIG` writes the teacher's logits to disk, for runs without it.
+    """
+    from fullshard.config.values import Command
+
+    caches = bool(words) and words[0] == "cache"
+    words = words[1:] if words and caches else words
+    resolved = load(words, config, config_file, flags=FLAGS, default=JOB)
+    how = How(resume, max_restarts, dry_run)
+    teacher = resolved.config.teacher
+    ended = made_first(teacher.name_or_path if teacher else None, TEACHER_JOB, how)
+    if ended is not None:
+        return ended
+    return run_recipe(Command.CACHE if caches else Command.DISTILL, resolved, how)

@@ -1,0 +1,143 @@
+"""What `fullshard train`, `sft` and `distill` have in common: from a configuration to its run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.cli.words import load
+from fullshard.errors import FullshardError
+
+if TYPE_CHECKING:
+    from fullshard.config.environment import LaunchEnvironment
+    from fullshard.config.load import Resolved
+    from fullshard.config.values import Command
+    from fullshard.train.start import CheckedRun
+
+FLAGS = ("--config", "--config_file", "--dry-run", "--json", "--max-restarts", "--resume")
+
+ResumeFlag = Annotated[
+    str | None, typer.Option(help="auto, never or a checkpoint's path.", show_default="auto")
+]
+RestartsFlag = Annotated[
+    int,
+    typer.Option("--max-restarts", "--max_restarts", min=0, help="How often to go on by itself."),
+]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a run is started: the flags that are no keys of its configuration."""
+
+    resume: str | None = None
+    max_restarts: int = 0
+    dry_run: bool = False
+    is_local: bool = False  # on ranks of our own, whatever launcher has started this process
+
+
+def made_first(folder: str | None, job: str, how: How) -> Outcome | None:
+    """Train the model that a job of ours begins with, where it is asked for and missing.
+
+    Under a launcher rank 0 does it, on local ranks, while the others wait for it at the rendezvous.
+
+    Args:
+        folder: The model that is asked for.
+        job: Ours, which would make it.
+        how: Flags of the run that waits for it.
+
+    Returns:
+        None: it is there, or was made. Else how the command ends.
+    """
+    from fullshard.config.environment import read_launch_environment
+    from fullshard.config.values import Command
+
+    first = load([], default=job)
+    made = Path(first.config.training.output_dir or "", "model")
+    launch = read_launch_environment()
+    if folder is None or Path(folder) != made or made.is_dir() or (launch and launch.rank):
+        return None
+    print(f"There is no {made} yet: it is trained first.", flush=True)
+    alone = How(max_restarts=how.max_restarts, dry_run=how.dry_run, is_local=True)
+    done = run_recipe(Command.TRAIN, first, alone)
+    return done if done.exit_code != 0 or how.dry_run else None
+
+
+def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
+    """Run a recipe on local ranks, or as a rank where a launcher has started us."""
+    from fullshard.config.environment import read_launch_environment
+    from fullshard.train import start
+
+    launch = None if how.is_local else read_launch_environment()
+    resolved.check_supported(launch=launch)
+    resolved.check_command(command)
+    world_size = start.world_size_of(resolved, launch)
+    resolved = resolved.for_ranks(world_size)
+    if launch is not None and not how.dry_run:
+        return _be_a_rank(command, resolved, launch, how.resume)
+    checked = start.check(resolved, world_size, command, how.resume)
+    if how.dry_run:
+        return _show_plan(checked)
+    folder, moved = start.make_folder(checked, command)
+    if moved is not None:
+        print(f"the older run in {folder.path} is now in {moved}")
+    if checked.resume.in_place:
+        print(f"going on with the run in {folder.path} (--resume never begins a new one)")
+    stuck_s = resolved.config.launch.timeout
+    local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
+    return launch_outcome(local, result, run_dir=folder.path, **folder.read_record())
+
+
+def _be_a_rank(
+    command: Command, resolved: Resolved, launch: LaunchEnvironment, resume: str | None
+) -> Outcome:
+    """Under torchrun or srun: rank 0 prepares while the others wait for it at the rendezvous."""
+    from fullshard.launch.rank_entry import run_rank
+    from fullshard.observe.report import write_report
+    from fullshard.train import start
+    from fullshard.train.job import run
+    from fullshard.train.run_folder import RunFolder
+
+    folder = RunFolder(start.output_dir_of(resolved, command))
+
+    def main() -> None:
+        if launch.rank == 0:
+            asked = "auto" if launch.attempt else resume  # a launcher starts us again: go on
+            checked = start.check(resolved, launch.world_size, command, asked)
+            start.make_folder(checked, command)
+        try:
+            run(resolved.config, folder.path)
+        except FullshardError:
+            if launch.rank == 0 and folder.record.is_file():
+                write_report(folder.path)
+            raise
+
+    run_rank(main)
+    if launch.rank != 0:
+        return Outcome()
+    return Outcome({"run_dir": folder.path, **folder.read_record()})
+
+
+def _show_plan(checked: CheckedRun) -> Outcome:
+    """What would be run."""
+    from fullshard.train.outlook import outlook_of
+    from fullshard.train.result import planned
+
+    prepared = checked.prepared
+    facts = prepared.dataset.facts
+    print(f"would train into {checked.output_dir}")
+    print(
+        f"data: {facts.origin}: {facts.num_train_tokens:,} tokens to train on, "
+        f"{facts.num_held_out_tokens:,} held out"
+    )
+    for note in facts.notes:
+        print(f"data: {note}")
+    if facts.baseline is not None:
+        print(f"interpolated bigram: {facts.baseline.nats:.4f} nats a token")
+    print(checked.plan.tree())
+    outlook = outlook_of(prepared, checked.plan.mesh.world_size)
+    told = planned(checked.plan, prepared.steps, outlook)
+    return Outcome({"run_dir": checked.output_dir, "planned": told})

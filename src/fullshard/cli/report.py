@@ -1,0 +1,26 @@
+"""`fullshard report RUN_DIR`: draw a run's page again, measured over planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
+
+app = typer.Typer()
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Draw report.html of a run, finished or not, from the files in its folder."""
+    from fullshard.observe.report import write_report
+
+    page = write_report(run_dir)
+    print(page)
+    return Outcome({"report": str(page)})

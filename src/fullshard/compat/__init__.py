@@ -1,0 +1,1 @@
+"""The Python interfaces of other tools, thin over the engine."""

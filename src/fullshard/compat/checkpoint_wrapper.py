@@ -1,0 +1,102 @@
+"""torch's activation checkpointing by wrapper, acting in place.
+
+A helper that is often copied calls `checkpoint_wrapper(layer)` and drops what it gives back, so
+that nothing happens in torch. Here `layer` itself recomputes and is given back, under its names.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    offload_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTES = "_fullshard_recomputes"
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    **checkpoint_fn_kwargs: Any,
+) -> nn.Module:
+    """Let a module recompute its activations in backward; gives back the module itself.
+
+    Args:
+        module: Before or after it is wrapped by FSDP.
+        checkpoint_impl: REENTRANT is changed to NO_REENTRANT, which is said once: the reentrant
+            kind hides from a sharded model which gradients will come.
+        checkpoint_fn: In place of torch.utils.checkpoint.checkpoint.
+        **checkpoint_fn_kwargs: For it.
+    """
+    if RECOMPUTES in vars(module):
+        return module
+    if checkpoint_impl is CheckpointImpl.REENTRANT:
+        logger.warning(
+            "checkpoint_wrapper: REENTRANT was changed to NO_REENTRANT; reentrant checkpointing "
+            "hides from a sharded model which gradients will come."
+        )
+    options = dict(checkpoint_fn_kwargs)
+    if checkpoint_fn is None:
+        options["use_reentrant"] = False
+    run = functools.partial(checkpoint_fn or checkpoint, **options)
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return run(forward, *args, **kwargs)
+
+    object.__setattr__(module, "forward", recomputing)
+    object.__setattr__(module, RECOMPUTES, True)
+    return module
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
+    check_fn: Callable[[nn.Module], bool] = lambda _: True,
+    auto_wrap_policy: Callable[..., bool] | None = None,
+) -> None:
+    """Let the modules recompute that a check or a policy chooses; the model itself never.
+
+    Args:
+        model: Before or after it is wrapped by FSDP.
+        checkpoint_wrapper_fn: What is called on each.
+        check_fn: Which.
+        auto_wrap_policy: Which, by a policy of FSDP; takes precedence.
+    """
+    chosen = check_fn
+    if auto_wrap_policy is not None:
+        policy = auto_wrap_policy
+        chosen = functools.partial(_by_policy, policy)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if chosen(child):
+                made = checkpoint_wrapper_fn(child)
+                if made is not child:
+                    setattr(module, name, made)
+
+
+def _by_policy(policy: Callable[..., bool], module: nn.Module) -> bool:
+    numel = sum(param.numel() for param in module.parameters())
+    return bool(policy(module=module, recurse=False, nonwrapped_numel=numel))
+
+
+__all__ = [
+    "CheckpointImpl",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "offload_wrapper",
+]

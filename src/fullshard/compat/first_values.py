@@ -1,0 +1,91 @@
+"""First values of modules: where they are, what is on meta, what rank 0 has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.compat.errors import MisuseValueError
+from fullshard.compat.wrapping import own_rank, topology
+from fullshard.engine.collectives import copy_from_first
+
+
+def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.device:
+    """Where the unit computes; its modules are moved there.
+
+    Raises:
+        MisuseValueError: The parameters are on another device of the same kind.
+    """
+    device = _device_of(device_id)
+    have = next((p.device for p in root.parameters() if not p.is_meta), None)
+    if device is None:
+        return have or _default_device()
+    if have is not None and have.type == device.type and have != device:
+        raise MisuseValueError(
+            f"Inconsistent compute device and `device_id` on rank {own_rank()}: {have} vs {device}"
+        )
+    if have is not None and have != device:
+        for module in modules:
+            module._apply(
+                lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False
+            )
+    return device
+
+
+def _default_device() -> torch.device:
+    cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _device_of(device_id: Any) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, int) and not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device = torch.device(device_id) if not isinstance(device_id, torch.device) else device_id
+    if device.type != "cpu" and not torch.accelerator.is_available():
+        return torch.device("cpu")  # scripts that say cuda where there is none
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def materialize(
+    modules: list[nn.Module], device: torch.device, init: Callable[[nn.Module], None] | None
+) -> None:
+    """Give values to what is on meta, by `param_init_fn` or the modules' own.
+
+    Raises:
+        MisuseValueError: `init` cannot be called, or a module cannot initialise itself.
+    """
+    if init is not None and not callable(init):
+        raise MisuseValueError(f"Expected {init} to be callable but got {type(init)}")
+    for module in modules:
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if not any(tensor is not None and tensor.is_meta for tensor in tensors):
+            continue
+        if init is not None:
+            init(module)
+            continue
+        module.to_empty(device=device, recurse=False)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise MisuseValueError(
+                f"{type(module).__name__} on meta: expected reset_parameters() or param_init_fn; "
+                "there is neither. Pass param_init_fn."
+            )
+        with torch.no_grad():
+            reset()
+
+
+def copy_first_values(modules: list[nn.Module], ignored: set[int]) -> None:
+    """`sync_module_states`: every rank takes rank 0's values. A collective."""
+    tensors: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for tensor in [*module._parameters.values(), *module._buffers.values()]:
+            if tensor is not None and id(tensor) not in ignored:
+                tensors[id(tensor)] = tensor.detach()
+    copy_from_first(list(tensors.values()), [range(topology().world_size)], 0)

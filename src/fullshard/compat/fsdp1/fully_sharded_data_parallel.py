@@ -1,0 +1,838 @@
+"""`FullyShardedDataParallel` as torch has it, on this engine.
+
+    before   from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    after    from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+
+`FSDP(module, ...)` is a wrapper around the module, as in torch: `.module` is the module, names of
+parameters and state dicts are the module's own. `docs/migrate/fsdp1.md` says what differs and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from fullshard.compat import first_values, optim_states, state_dicts
+from fullshard.compat.errors import (
+    MisuseAssertionError,
+    MisuseError,
+    MisuseValueError,
+    NoSuchPartError,
+    NotOfferedError,
+)
+from fullshard.compat.fsdp1 import options
+from fullshard.compat.fsdp1.auto_wrap import TrainingState, auto_wrap
+from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
+from fullshard.compat.wrapping import (
+    Casts,
+    Wrapped,
+    clean_name,
+    engine_for,
+    mark,
+    marked,
+    outermost,
+    own_rank,
+    wrapped_of,
+)
+from fullshard.config.environment import current_variables
+from fullshard.engine import clip
+from fullshard.engine._torch_compat import graph_task_id
+from fullshard.engine.engine import Engine
+from fullshard.engine.hooked import reduce_with
+from fullshard.engine.model_spec import places_of
+from fullshard.engine.state import unsharded, whole_params
+from fullshard.planner.events import Sync
+from fullshard.planner.strategy import row_of
+
+logger = logging.getLogger(__name__)
+
+FLAT_PARAM = "_flat_param"  # torch's name for what there is none of here
+FSDP_PREFIX = "_fsdp_wrapped_module."
+_FLAT = ("_handle", "_all_handles", "_flat_param", "params")  # what scripts look for it by
+_HOMOGENEOUS = {  # torch wants one value in a model: what we keep, what it says
+    "use_orig_params": "_use_orig_params",
+    "limit_all_gathers": "limit_all_gathers",
+    "full_in_eval": "_use_full_prec_in_eval",
+}
+
+
+_KINDS = {
+    StateDictType.FULL_STATE_DICT: Kind.FULL,
+    StateDictType.SHARDED_STATE_DICT: Kind.SHARDED,
+    StateDictType.LOCAL_STATE_DICT: Kind.LOCAL,
+}
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+class FullyShardedDataParallel(HoldsShards, nn.Module):
+    """A module whose parameters, gradients and optimizer states are sharded over the ranks.
+
+    The arguments are torch's. What differs:
+
+    Args:
+        module: What is wrapped.
+        process_group: None, one of all ranks, (shard group, replicate group), or one of this rank
+            alone: such a unit stays whole and is not reduced (experts of a mixture).
+        sharding_strategy: Of this unit; units of one model may differ.
+        cpu_offload: Of the outermost unit.
+        auto_wrap_policy: Which modules inside are units; None: this module is one unit.
+        backward_prefetch: BACKWARD_PRE looks one unit ahead; BACKWARD_POST and None do not.
+        mixed_precision: Of this unit. Gradients are accumulated in float32 whatever it says.
+        ignored_modules: Stay whole on every rank; their gradients are not reduced.
+        param_init_fn: Gives values to modules on meta; None: their reset_parameters().
+        device_id: Where the module is moved first.
+        sync_module_states: Every rank takes rank 0's values.
+        forward_prefetch: The engine always looks one unit ahead in forward.
+        limit_all_gathers: No effect: memory is bounded by the plan's slots.
+        use_orig_params: No effect: the module's own parameters are always shown.
+        ignored_states: As ignored_modules, or parameters.
+        device_mesh: One axis, or (replicate, shard).
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,  # noqa: FBT001, FBT002
+        forward_prefetch: bool = False,  # noqa: FBT001, FBT002
+        limit_all_gathers: bool = True,  # noqa: FBT001, FBT002
+        use_orig_params: bool = False,  # noqa: FBT001, FBT002
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: Any = None,
+    ) -> None:
+        super().__init__()
+        given = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy or ShardingStrategy.FULL_SHARD,
+            "cpu_offload": cpu_offload or CPUOffload(),
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        self._set_up(module, given, auto_wrap_policy, (ignored_modules, ignored_states))
+
+    def _set_up(
+        self, module: nn.Module, given: dict[str, Any], policy: Any, to_ignore: tuple[Any, Any]
+    ) -> None:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            warnings.warn(
+                "FSDP will not all-gather parameters for containers that do not implement "
+                f"forward: {module}",
+                stacklevel=4,
+            )
+        strategy = options.STRATEGIES[given["sharding_strategy"]]
+        group, mesh = given["process_group"], given["device_mesh"]
+        sizes = options.mesh_options(strategy, group, mesh)
+        ignored = options.ignored_params(module, *to_ignore)
+        if policy is not None:
+            auto_wrap(module, policy, ignored, given, FullyShardedDataParallel)
+        self._fsdp_wrapped_module = module
+        if options.is_alone(group):
+            own = options.own_modules(self, ignored)
+            ignored |= {id(p) for m in own for p in m._parameters.values() if p is not None}
+        modules = options.own_modules(self, ignored)
+        device = first_values.place(self, modules, given["device_id"])
+        first_values.materialize(modules, device, given["param_init_fn"])
+        if given["sync_module_states"]:
+            first_values.copy_first_values(modules, ignored)
+        names = {
+            name
+            for name, param in nn.Module.named_parameters(self, remove_duplicate=False)
+            if id(param) in ignored
+        }
+        precision = given["mixed_precision"] or MixedPrecision()
+        everywhere = precision.cast_forward_inputs
+        wrapped = Wrapped(
+            strategy=strategy,
+            settings=options.settings_of(precision),
+            options={
+                **sizes,
+                **options.other_options(given["cpu_offload"], given["backward_prefetch"]),
+            },
+            ignored=tuple(sorted(names)),
+            alone=options.is_alone(group),
+            casts=Casts(
+                inputs=precision.param_dtype
+                if everywhere or precision.cast_root_forward_inputs
+                else None,
+                root_only=not everywhere,
+            ),
+            extra={
+                "device_mesh": mesh,
+                "use_orig_params": given["use_orig_params"],
+                "limit_all_gathers": given["limit_all_gathers"],
+                "full_in_eval": current_variables().get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
+                **_state_dict_settings(),
+            },
+            check=_check_before_run,
+        )
+        self._started = _Started(self, precision, modules)
+        wrapped.on_engine.append(self._started)
+        mark(self, wrapped)
+        if isinstance(group, tuple):
+            group, self._inter_node_pg = group
+        self.process_group: Any = group if group is not None else torch.distributed.group.WORLD
+        alone = self.process_group is None
+        self.rank = 0 if alone else self.process_group.rank()
+        self.world_size = 1 if alone else self.process_group.size()
+        self.register_load_state_dict_post_hook(_clean_keys)
+        self.compute_device = device
+        self.mixed_precision = precision
+        for name in ("sharding_strategy", "cpu_offload", "backward_prefetch", "forward_prefetch"):
+            setattr(self, name, given[name])
+        self.limit_all_gathers = given["limit_all_gathers"]
+        self._comm_hook: Any = None
+        self._comm_hook_state: Any = None
+
+    # ---- what it is
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; what is inside of a checkpoint wrapper."""
+        wrapped = self._fsdp_wrapped_module
+        return getattr(wrapped, "_checkpoint_wrapped_module", wrapped)
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the model is doing."""
+        return _training_state(self)
+
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return _wrapped(self).extra["state_dict_type"]
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper lacks is the module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+            if name in _FLAT:
+                raise NoSuchPartError(
+                    f"{name}: expected what this module has; there are no flat parameters here. "
+                    "parameters() are the module's own; p.to_local() is this rank's part, "
+                    "p.full_tensor() the whole, p.grad the reduced gradient."
+                ) from None
+            return getattr(super().__getattr__("_fsdp_wrapped_module"), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the module's own names."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield name.replace(FSDP_PREFIX, ""), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Under the module's own names."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name.replace(FSDP_PREFIX, ""), buffer
+
+    def train(self, mode: bool = True) -> FullyShardedDataParallel:  # noqa: FBT001, FBT002
+        """As the module's; FSDP_USE_FULL_PREC_IN_EVAL=1 evaluates in the parameters' own dtype."""
+        super().train(mode)
+        wrapped = _wrapped(self)
+        low = wrapped.extra.get("in_training")
+        if wrapped.extra["full_in_eval"] and (low is None) is not mode:
+            if low is None:
+                wrapped.extra["in_training"] = (wrapped.settings, wrapped.casts)
+                wrapped.settings, wrapped.casts = options.settings_of(None), Casts()
+            else:
+                wrapped.settings, wrapped.casts = wrapped.extra.pop("in_training")
+            self._started.cast_buffers(low=mode)
+            _wrapped(outermost(self)).stale = True
+        return self
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        states = state if isinstance(state, list) else [state]
+        if self.training_state not in states:
+            raise MisuseValueError(
+                f"expected to be in states {state} but current state is {self.training_state}"
+            )
+
+    def check_is_root(self) -> bool:
+        """Whether no other FSDP module is around it."""
+        return outermost(self) is self
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module,
+        root_only: bool = False,  # noqa: FBT001, FBT002
+    ) -> list[FullyShardedDataParallel]:
+        """The FSDP modules at or below a module."""
+        found: list[Any] = [
+            inner for inner in module.modules() if isinstance(inner, FullyShardedDataParallel)
+        ]
+        return [inner for inner in found if outermost(inner) is inner] if root_only else found
+
+    # ---- training
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Inside, every backward keeps its gradients on this rank, unreduced."""
+        if not self.check_is_root():
+            raise MisuseError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
+        with engine_for(self).gradients.no_sync(Sync.NONE):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; gives the norm."""
+        engine = engine_for(self)
+        if not self.check_is_root():
+            raise MisuseError("`clip_grad_norm_()` should only be called on the root FSDP instance")
+        if any(unit.swapped for unit in engine.units):
+            raise MisuseAssertionError("clip_grad_norm_: expected no forward or backward under way")
+        if all(param.grad is None for param in self.parameters()):
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {own_rank()} with no gradients -- "
+                "returning the total norm in the default dtype torch.float32",
+                stacklevel=2,
+            )
+            return torch.zeros((), dtype=torch.float32, device=engine.device)
+        return clip.clip_grad_norm_(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by `hook(state, full)` under NO_SHARD, else `hook(state, full, part)`.
+
+        It is given one flat buffer of a unit after another, in reduce_dtype, and divides as well.
+        """
+        if not self.check_is_root():
+            raise MisuseAssertionError("register_comm_hook can only be called on a root instance.")
+        modules = self.fsdp_modules(self)
+        for module in modules:
+            if row_of(_wrapped(module).strategy).hybrid:
+                raise MisuseAssertionError(
+                    "Communication hook is not supported for hybrid strategies: "
+                    f"{module.sharding_strategy}"
+                )
+            if module._comm_hook is not None:
+                raise MisuseAssertionError("A communication hook is already registered")
+        if not callable(hook):
+            raise MisuseValueError(f"The communication hook must be callable but got {hook}")
+        for module in modules:
+            module._comm_hook, module._comm_hook_state = hook, state
+        wrapped = _wrapped(self)
+        wrapped.on_engine.append(partial(reduce_with, partial(hook, state)))
+        engine = wrapped.engine_ref()
+        if engine is not None:
+            reduce_with(partial(hook, state), engine)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Apply `fn` to every module, with whole parameters."""
+        self._assert_state(TrainingState.IDLE)
+        with self.summon_full_params(self):
+            return _apply_below(self, fn)
+
+    # ---- whole parameters
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,  # noqa: FBT001, FBT002
+        writeback: bool = True,  # noqa: FBT001, FBT002
+        rank0_only: bool = False,  # noqa: FBT001, FBT002
+        offload_to_cpu: bool = False,  # noqa: FBT001, FBT002
+        with_grads: bool = False,  # noqa: FBT001, FBT002
+    ) -> Generator[None, None, None]:
+        """Inside, parameters are whole. A collective at both ends."""
+        if with_grads and offload_to_cpu:
+            raise NotOfferedError(
+                "summon_full_params: with_grads=True, offload_to_cpu=True is not "
+                "supported. Leave one of the two out."
+            )
+        if writeback and rank0_only:
+            raise NotOfferedError(
+                "writeback=True and rank0_only=True is not supported yet: the other ranks would "
+                "not see what the first one writes. Pass writeback=False, or rank0_only=False."
+            )
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters "
+                "being redundantly copied to CPU memory for GPUs sharing the same CPU memory, "
+                "which risks CPU OOM. We recommend using offload_to_cpu=True with rank0_only=True.",
+                stacklevel=3,
+            )
+        with contextlib.ExitStack() as stack:
+            for engine, inside in _engines(module):
+                _check_can_summon(inside[0], engine)
+                if offload_to_cpu and any(unit.plan.mesh.shard == 1 for unit in engine.units):
+                    raise NotOfferedError(
+                        "offload_to_cpu=True and NO_SHARD is not supported yet: parameters are "
+                        "whole where they are. Leave offload_to_cpu out."
+                    )
+                if offload_to_cpu and engine.device.type != "cpu":
+                    warnings.warn(
+                        "summon_full_params: offload_to_cpu=True has no effect; whole parameters "
+                        f"are on {engine.device}. For a copy on the CPU call "
+                        "fullshard.full_state_dict(model).",
+                        stacklevel=3,
+                    )
+                chosen = {engine.index_of.get(id(one)) for one in inside[: None if recurse else 1]}
+                units = [unit for unit in engine.units if unit.plan.index in chosen]
+                if rank0_only and own_rank() != 0:
+                    names = {m.piece.name for u in units for g in u.groups for m in g.members}
+                    for _ in whole_params(engine, names):
+                        pass  # takes part, and shows nothing
+                    continue
+                root = outermost(inside[0])
+                stack.enter_context(
+                    unsharded(root, writeback=writeback, units=units, with_grads=with_grads)
+                )
+            yield
+
+    # ---- state dicts
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state dict, of the type that is set (FULL_STATE_DICT unless said)."""
+        wanted = _wanted(_wrapped(self), _wrapped(self).extra["state_dict_config"])
+        state = state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        _rename(state, prefix + FSDP_PREFIX, prefix)
+        _restore_buffer_dtypes(self, state, prefix)
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if _wrapped(self).extra["state_dict_type"] is StateDictType.LOCAL_STATE_DICT:
+            engine = engine_for(self)
+            state_dicts.take_local(engine, state_dict, prefix, self)
+        _rename(state_dict, prefix, prefix + FSDP_PREFIX)
+        return super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what state dicts hold; gives the settings before."""
+        kinds = _CONFIGS[state_dict_type]
+        state_dict_config = state_dict_config or kinds[0]()
+        optim_state_dict_config = optim_state_dict_config or kinds[1]()
+        for what, wanted, got in zip(
+            ("state_dict_config", "optim_state_dict_config"),
+            kinds,
+            (state_dict_config, optim_state_dict_config),
+            strict=True,
+        ):
+            if type(got) is not wanted:
+                raise MisuseError(f"Expected {what} of type {wanted} but got {type(got)}")
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for _, wrapped in marked(module):
+            if wrapped.extra["device_mesh"] is not None:
+                for config in (state_dict_config, optim_state_dict_config):
+                    if hasattr(config, "_use_dtensor"):  # what they hold is said as torch says it
+                        config._use_dtensor = True  # type: ignore[attr-defined]
+            wrapped.extra.update(
+                state_dict_type=state_dict_type,
+                state_dict_config=state_dict_config,
+                optim_state_dict_config=optim_state_dict_config,
+            )
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of the FSDP modules at or below a module.
+
+        Raises:
+            MisuseAssertionError: They differ.
+        """
+        found: StateDictSettings | None = None
+        for _, wrapped in marked(module):
+            one = StateDictSettings(
+                state_dict_type=wrapped.extra["state_dict_type"],
+                state_dict_config=wrapped.extra["state_dict_config"],
+                optim_state_dict_config=wrapped.extra["optim_state_dict_config"],
+            )
+            if found is not None and one != found:
+                raise MisuseAssertionError(
+                    f"All FSDP modules must have the same state dict settings.Got {one} and "
+                    f"{found}."
+                )
+            found = one
+        return found or StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None, None, None]:
+        """Context: what state dicts hold inside."""
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            FullyShardedDataParallel.set_state_dict_type(
+                module,
+                before.state_dict_type,
+                before.state_dict_config,
+                before.optim_state_dict_config,
+            )
+
+    # ---- optimizer state dicts
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,  # noqa: ARG004
+    ) -> dict[str, Any]:
+        """The optimizer's states by parameter name, of the type that is set."""
+        wanted = _optim_wanted(model)
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, wanted)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,  # noqa: FBT001, FBT002
+        load_directly: bool = False,  # noqa: FBT001, FBT002
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes."""
+        state = optim_state_dict
+        if _optim_wanted(model).rank0_only:
+            state = _from_rank0(state, group)
+        made = optim_states.state_dict_to_load(model, optim, state, by_name=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,  # noqa: FBT001, FBT002
+        group: Any = None,  # noqa: ARG004
+    ) -> dict[str, Any]:
+        """Whole states by parameter name, on the CPU."""
+        _warn_optim_input(optim_input)
+        wanted = Wanted(Kind.FULL, to_cpu=True, rank0_only=rank0_only)
+        return optim_states.optim_state_dict(model, optim, None, wanted)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        group: Any = None,  # noqa: ARG004
+    ) -> dict[str, Any]:
+        """States by parameter name, as DTensors of rows."""
+        return optim_states.optim_state_dict(model, optim, None, Wanted(Kind.SHARDED))
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of what `full_optim_state_dict` gave (to every rank)."""
+        _warn_optim_input(optim_input)
+        optim = _optimizer_of(model, optim, optim_input)
+        return optim_states.state_dict_to_load(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+    ) -> dict[str, Any]:
+        """This rank's part of what `sharded_optim_state_dict` gave."""
+        return optim_states.state_dict_to_load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The same, where only rank 0 has it."""
+        _warn_optim_input(optim_input)
+        optim = _optimizer_of(model, optim, optim_input)
+        state = _from_rank0(full_optim_state_dict, group)
+        return optim_states.state_dict_to_load(model, optim, state)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The same state dict with the other kind of key."""
+        _warn_optim_input(optim_input)
+        if optim is None and optim_input is not None:
+            optim = _optimizer_of(model, None, optim_input)
+        to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
+        return optim_states.rekeyed(optim_state_dict, model, optim, to_names=to_names)
+
+
+# ---- parts
+
+
+def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    """`nn.Module.apply`, past the methods of FSDP modules inside."""
+    for child in module.children():
+        _apply_below(child, fn)
+    fn(module)
+    return module
+
+
+def _check_before_run(root: nn.Module) -> None:
+    for module, wrapped in marked(root):
+        places = places_of(module)
+        for name, shape in wrapped.shapes.items():
+            new = places.get(name)
+            if type(new) is nn.Parameter and new.shape != shape:
+                raise MisuseError(
+                    f"Cannot writeback when the parameter shape changes: {clean_name(name)} is "
+                    f"expected to have {tuple(shape)} as when it was wrapped; got "
+                    f"{tuple(new.shape)}. Change shapes before FSDP(...)."
+                )
+    for name, shown in _HOMOGENEOUS.items():
+        values = {wrapped.extra[name] for _, wrapped in marked(root) if name in wrapped.extra}
+        if len(values) > 1:
+            raise MisuseValueError(
+                f"Expects one homogeneous value for {shown} but got both {values}. Pass the same "
+                "to every FSDP(...)."
+            )
+
+
+def _clean_keys(_: nn.Module, incompatible: Any) -> None:
+    for keys in incompatible:
+        keys[:] = [key.replace(FSDP_PREFIX, "") for key in keys]
+
+
+def _rename(state: dict[str, Any], old: str, new: str) -> None:
+    """Put one prefix in place of another, in order."""
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key[len(old) :]] = state.pop(key)
+
+
+def _wrapped(module: nn.Module) -> Wrapped:
+    wrapped = wrapped_of(module)
+    assert wrapped is not None
+    return wrapped
+
+
+def _state_dict_settings() -> dict[str, Any]:
+    return {
+        "state_dict_type": StateDictType.FULL_STATE_DICT,
+        "state_dict_config": FullStateDictConfig(),
+        "optim_state_dict_config": FullOptimStateDictConfig(),
+    }
+
+
+def _wanted(wrapped: Wrapped, config: Any) -> Wanted:
+    kind = _KINDS[wrapped.extra["state_dict_type"]]
+    if kind is Kind.LOCAL and wrapped.extra["device_mesh"] is not None:
+        raise MisuseError(
+            "DeviceMesh is not compatible with LOCAL_STATE_DICT. Use SHARDED_STATE_DICT, or leave "
+            "device_mesh out."
+        )
+    return Wanted(
+        kind=kind,
+        to_cpu=getattr(config, "offload_to_cpu", False),
+        rank0_only=getattr(config, "rank0_only", False),
+        mesh=wrapped.extra["device_mesh"],
+    )
+
+
+def _optim_wanted(model: nn.Module) -> Wanted:
+    for _, wrapped in marked(model):
+        return _wanted(wrapped, wrapped.extra["optim_state_dict_config"])
+    return Wanted(Kind.FULL)
+
+
+def _from_rank0(state: Any, group: Any = None) -> Any:
+    """Rank 0's, on every rank. A collective."""
+    return (
+        state
+        if options.is_alone(group)
+        else optim_states.everyones(state if own_rank() == 0 else None)[0]
+    )
+
+
+def _optimizer_of(model: nn.Module, optim: Any, optim_input: Any) -> torch.optim.Optimizer:
+    """An optimizer that numbers parameters as the user's does."""
+    if optim is not None:
+        return optim
+    given = list(optim_input) if optim_input is not None else list(model.parameters())
+    copied: list[Any] = [
+        dict(one) if isinstance(one, dict) else one for one in given
+    ]  # SGD writes into them
+    return torch.optim.SGD(copied, lr=0.0)
+
+
+def _warn_optim_input(optim_input: Any) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You "
+            "may remove it from your code without changing its functionality.",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def _engines(module: nn.Module) -> list[tuple[Engine, list[nn.Module]]]:
+    """The engines that run a module, each with its FSDP modules inside, outer ones first."""
+    found: dict[int, tuple[Engine, list[nn.Module]]] = {}
+    for inner, _ in marked(module):
+        engine = engine_for(inner)
+        found.setdefault(id(engine), (engine, []))[1].append(inner)
+    return list(found.values())
+
+
+def _check_can_summon(module: nn.Module, engine: Engine) -> None:
+    if any(unit.swapped for unit in engine.units) or graph_task_id() != -1:
+        raise MisuseAssertionError("Cannot manually unshard parameters during forward/backward")
+    index = engine.index_of.get(id(module))
+    members = [] if index is None else [m for g in engine.units[index].groups for m in g.members]
+    if members and type(members[0].param) is nn.Parameter:
+        raise MisuseAssertionError(
+            "Cannot manually unshard parameters when already unsharding parameters"
+        )
+
+
+def _training_state(module: nn.Module) -> TrainingState:
+    engine = _wrapped(module).engine_ref()
+    if engine is None:
+        return TrainingState.IDLE
+    if engine.unsharded:
+        return TrainingState.SUMMON_FULL_PARAMS
+    busy = any(unit.swapped for unit in engine.units)
+    return TrainingState.FORWARD_BACKWARD if busy else TrainingState.IDLE
+
+
+class _Started:
+    """What is done and said when the engine of a unit is there."""
+
+    def __init__(
+        self, module: nn.Module, precision: MixedPrecision, modules: list[nn.Module]
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.precision = precision
+        self.modules = [weakref.ref(one) for one in modules]
+        self.is_done = False
+
+    def __call__(self, engine: Engine) -> None:
+        """Cast the unit's buffers, and warn where float16 has no loss scaler."""
+        if self.is_done:
+            return
+        self.is_done = True
+        module = self.module()
+        if module is None or "in_training" not in _wrapped(module).extra:
+            self.cast_buffers(low=True)
+        if self.precision.param_dtype is torch.float16 and not _has_scaler():
+            warnings.warn(
+                "FSDP: param_dtype is float16 and there is no gradient scaler: small gradients "
+                "become zero. Make a ShardedGradScaler() before the training loop, or use "
+                "bfloat16.",
+                stacklevel=2,
+            )
+        if len(engine.units) == 1 and own_rank() == 0:
+            logger.info(
+                "FSDP: the model is one unit, gathered as a whole. Pass auto_wrap_policy (such as "
+                "ModuleWrapPolicy({Block})) to gather it block by block."
+            )
+
+    def cast_buffers(self, *, low: bool) -> None:
+        """To buffer_dtype, or back to what they were."""
+        for module in (ref() for ref in self.modules):
+            if self.precision.buffer_dtype is None or module is None:
+                continue
+            if low:
+                _cast_buffers(module, self.precision.buffer_dtype)
+            else:
+                for leaf, dtype in vars(module).get(BUFFER_DTYPES, {}).items():
+                    module._buffers[leaf] = getattr(module, leaf).to(dtype)
+
+
+BUFFER_DTYPES = "_fullshard_buffer_dtypes"  # what a module's buffers were before they were cast
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            vars(module).setdefault(BUFFER_DTYPES, {}).setdefault(leaf, buffer.dtype)
+            module._buffers[leaf] = buffer.to(dtype)
+
+
+def _restore_buffer_dtypes(root: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """State dicts hold buffers as the model had them."""
+    for name, module in root.named_modules():
+        for leaf, dtype in vars(module).get(BUFFER_DTYPES, {}).items():
+            key = prefix + clean_name(f"{name}.{leaf}" if name else leaf)
+            if key in state:
+                state[key] = state[key].to(dtype)
+
+
+def _has_scaler() -> bool:
+    scalers = (torch.amp.GradScaler,)
+    return any(issubclass(type(one), scalers) and one.is_enabled() for one in gc.get_objects())

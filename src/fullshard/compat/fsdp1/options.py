@@ -1,0 +1,176 @@
+"""What FSDP's arguments mean here: strategy, mesh, dtypes, devices, first values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from fullshard.compat.errors import MisuseTypeError, MisuseValueError, NotOfferedError
+from fullshard.compat.wrapping import topology, wrapped_of
+from fullshard.config.values import DType, Strategy
+from fullshard.planner.strategy import row_of
+from fullshard.planner.units import UnitSettings
+
+STRATEGIES = {
+    ShardingStrategy.FULL_SHARD: Strategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP: Strategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD: Strategy.NO_SHARD,
+    ShardingStrategy.HYBRID_SHARD: Strategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: Strategy.HYBRID_SHARD_ZERO2,
+}
+
+
+def settings_of(precision: MixedPrecision | None) -> UnitSettings:
+    """A unit's dtypes: at rest its own; gradients travel in param_dtype unless said otherwise."""
+    given = precision or MixedPrecision()
+    reduce = given.reduce_dtype or given.param_dtype
+    return UnitSettings(compute=_dtype(given.param_dtype), reduce=_dtype(reduce), keeps_dtypes=True)
+
+
+def _dtype(dtype: torch.dtype | None) -> DType | None:
+    return None if dtype is None else DType(str(dtype).removeprefix("torch."))
+
+
+def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:
+    """Sizes of the axes from process groups or a device mesh.
+
+    Raises:
+        MisuseValueError: Both were given, or something else.
+        NotOfferedError: The groups do not cover all ranks.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise MisuseValueError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass "
+            "only one of them."
+        )
+    if not torch.distributed.is_initialized():
+        return {}  # one process, whatever stands for its group
+    hybrid = row_of(strategy).hybrid
+    if hybrid and process_group is None and device_mesh is None:
+        return {}  # shard inside a host, replicate over hosts
+    if hybrid and device_mesh is not None and device_mesh.ndim != 2:
+        raise MisuseValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
+    if device_mesh is not None:
+        sizes = [device_mesh.size(axis) for axis in range(device_mesh.ndim)]
+    elif hybrid:
+        if not isinstance(process_group, tuple) or len(process_group) != 2:
+            raise MisuseValueError(
+                "Expected process_group to be passed in as either None or "
+                f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}"
+            )
+        sizes = [process_group[1].size(), process_group[0].size()]
+    elif process_group is None or is_alone(process_group):
+        return {}
+    else:
+        group = process_group[0] if isinstance(process_group, tuple) else process_group
+        sizes = [1, group.size()]
+    return _checked(sizes)
+
+
+def is_alone(process_group: Any) -> bool:
+    """Whether a unit is to be this rank's own business, as experts are in a mixture."""
+    if process_group is None or isinstance(process_group, tuple):
+        return False
+    return process_group.size() == 1 and topology().world_size > 1
+
+
+def _checked(sizes: list[int]) -> dict[str, Any]:
+    replicate, shard = [1, *sizes][-2:]
+    world = topology().world_size
+    if replicate * shard != world:
+        raise NotOfferedError(
+            f"process_group: expected one that covers all {world} ranks (or one rank alone); got "
+            f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
+            "parallelism, is not yet supported: pass None."
+        )
+    return {"replicate": replicate, "shard": shard}
+
+
+def other_options(cpu_offload: CPUOffload | None, prefetch: BackwardPrefetch | None) -> dict:
+    """Fields of ShardConfig that follow from the rest."""
+    return {
+        "offload": "cpu" if cpu_offload is not None and cpu_offload.offload_params else None,
+        "backward_prefetch": 1 if prefetch is BackwardPrefetch.BACKWARD_PRE else 0,
+    }
+
+
+# ---- ignored
+
+
+def ignored_params(
+    root: nn.Module, modules: Iterable[Any] | None, states: Iterable[Any] | None
+) -> set[int]:
+    """Ids of the parameters that are left out of a module that is wrapped.
+
+    Raises:
+        MisuseValueError: Both arguments were given, or of wrong kinds.
+        MisuseTypeError: `modules` is no iterable.
+    """
+    if modules is not None and states is not None:
+        raise MisuseValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time. Please just "
+            "pass ignored_states."
+        )
+    given = _as_list(modules if states is None else states)
+    what, kinds = "ignored_modules expects nn.Module", (nn.Module,)
+    if states is not None:
+        what, kinds = "ignored_states expects all nn.Parameter or all nn.Module", _KINDS
+    if not any(all(isinstance(one, kind) for one in given) for kind in kinds):
+        found = sorted({type(one) for one in given}, key=repr)
+        raise MisuseValueError(f"{what} list elements but got types {found}")
+    if given and isinstance(given[0], nn.Parameter):
+        return {id(one) for one in given}
+    return _params_of_modules(root, given)
+
+
+_KINDS = (nn.Parameter, nn.Module)
+
+
+def _as_list(given: Any) -> list[Any]:
+    try:
+        return list(given or ())
+    except TypeError as error:
+        raise MisuseTypeError(
+            f"`ignored_modules` should be an iterable of `torch.nn.Module`s but got {type(given)}"
+        ) from error
+
+
+def _params_of_modules(root: nn.Module, modules: list[nn.Module]) -> set[int]:
+    found: set[int] = set()
+    for one in modules:
+        if wrapped_of(one) is not None:
+            raise MisuseValueError("`ignored_modules` should not include FSDP modules")
+        if one is root:
+            warnings.warn(
+                "Trying to ignore the top-level module passed into the FSDP constructor itself "
+                f"will result in all parameters being ignored and is not well-supported: {root}",
+                stacklevel=5,
+            )
+        for module in _unmarked(one):
+            found |= {id(param) for param in module._parameters.values() if param is not None}
+    return found
+
+
+def _unmarked(root: nn.Module) -> list[nn.Module]:
+    """The modules at or below one, down to those that are marked already."""
+    found, left = [], [root]
+    while left:
+        module = left.pop(0)
+        if wrapped_of(module) is None:
+            found.append(module)
+            left += module.children()
+    return found
+
+
+def own_modules(root: nn.Module, ignored: set[int]) -> list[nn.Module]:
+    """The modules whose parameters a unit manages: inner units and ignored ones left out."""
+    return [
+        module
+        for module in _unmarked(root)
+        if not any(id(param) in ignored for param in module._parameters.values())
+    ]

@@ -1,0 +1,51 @@
+"""torch.distributed.fsdp's second interface, and FSDP2 behind a configuration.
+
+from fullshard.compat.fsdp2 import fully_shard, MixedPrecisionPolicy
+from fullshard.compat.fsdp2 import FSDP2Config, wrap_model_fsdp2
+"""
+
+import torch.distributed.fsdp as _torch_fsdp
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+
+from fullshard.compat.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from fullshard.compat.fsdp2.checkpoint import load_fsdp2_checkpoint, save_fsdp2_checkpoint
+from fullshard.compat.fsdp2.config import (
+    FSDP2Config,
+    FSDP2Wrapper,
+    apply_activation_checkpointing,
+    wrap_model_fsdp2,
+)
+from fullshard.compat.fsdp2.fully_shard import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+
+# torch 2.13; `fully_shard` refuses it by name
+DataParallelMeshDims = getattr(_torch_fsdp, "DataParallelMeshDims", None)
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CheckpointImpl",
+    "DataParallelMeshDims",
+    "FSDP2Config",
+    "FSDP2Wrapper",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "fully_shard",
+    "load_fsdp2_checkpoint",
+    "register_fsdp_forward_method",
+    "save_fsdp2_checkpoint",
+    "share_comm_ctx",
+    "wrap_model_fsdp2",
+]

@@ -1,0 +1,204 @@
+"""FSDP2 behind a configuration: `wrap_model_fsdp2(model, FSDP2Config(...))`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fullshard.compat.checkpoint_wrapper import checkpoint_wrapper
+from fullshard.compat.errors import MisuseValueError
+from fullshard.compat.first_values import copy_first_values, materialize, place
+from fullshard.compat.fsdp2.fully_shard import mark_unit
+from fullshard.compat.wrapping import engine_for, wrapped_of
+from fullshard.config.values import DType, Strategy, WrapKind, parse
+from fullshard.engine.model_spec import NEVER_CALLED, spec_of
+from fullshard.engine.ring import torch_dtype
+from fullshard.engine.stats import memory_stats
+from fullshard.planner.wrap import choose_units, repeated_blocks
+
+_BLOCK = re.compile(r"(Block|Layer)$")
+_POLICIES = ("transformer", "size_based", None)
+_PREFETCH = {"backward_pre": 1, "pre": 1, "backward_post": 0, "post": 0, None: 0}
+GB = 1e9
+
+
+@dataclass
+class FSDP2Config:
+    """How `wrap_model_fsdp2` shards a model.
+
+    Attributes:
+        sharding_strategy: "full", "shard_grad_op", "hybrid_full" or "no_shard".
+        mixed_precision: Whether compute_dtype and reduce_dtype count.
+        compute_dtype: In which units are gathered and computed.
+        param_dtype: In which parameters are stored; None: as they come. (Elsewhere this word means
+            the compute dtype: here it is ShardConfig's master_dtype.)
+        reduce_dtype: Of gradients between ranks; None: float32.
+        cpu_offload: Parameters, gradients and optimizer states rest on the host.
+        activation_checkpointing: Blocks recompute in backward.
+        auto_wrap_policy: "transformer" (blocks), "size_based", or None: one unit.
+        auto_wrap_min_params: Parameters of the smallest unit under "size_based".
+        backward_prefetch: "backward_pre" or "pre" looks one unit ahead, the others do not.
+        forward_prefetch: No effect: forward always looks one unit ahead.
+        limit_all_gathers: No effect: memory is bounded by the plan's slots.
+        sync_module_states: Every rank takes rank 0's values first.
+    """
+
+    sharding_strategy: str = "full"
+    mixed_precision: bool = False
+    compute_dtype: Any = torch.bfloat16
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    cpu_offload: bool = False
+    activation_checkpointing: bool = False
+    auto_wrap_policy: str | None = "transformer"
+    auto_wrap_min_params: int = 100_000_000
+    backward_prefetch: str | None = "backward_pre"
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    sync_module_states: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse unknown words at once."""
+        self.strategy  # noqa: B018  raises
+        if self.auto_wrap_policy not in _POLICIES:
+            raise MisuseValueError(
+                f"auto_wrap_policy: expected 'transformer', 'size_based' or None; got "
+                f"{self.auto_wrap_policy!r}."
+            )
+        if self.backward_prefetch not in _PREFETCH:
+            raise MisuseValueError(
+                f"backward_prefetch: expected 'backward_pre', 'backward_post', 'pre', 'post' or "
+                f"None; got {self.backward_prefetch!r}."
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, in whatever spelling it was given."""
+        return parse(Strategy, self.sharding_strategy, "sharding_strategy")
+
+
+def wrap_model_fsdp2(model: nn.Module, config: FSDP2Config | None = None) -> nn.Module:
+    """Shard a model in place; also a part of a model, before the model around it.
+
+    Args:
+        model: Its parts may be wrapped already, with other strategies.
+        config: None: the defaults.
+
+    Returns:
+        The model.
+    """
+    config = config or FSDP2Config()
+    blocks = [block for block in _units(model, config) if wrapped_of(block) is None]
+    modules = list(_unwrapped(model))
+    device = place(model, modules, None)
+    materialize(modules, device, None)
+    if config.sync_module_states:
+        copy_first_values(modules, set())
+    if config.param_dtype is not None:
+        _store_in(modules, _torch(config.param_dtype))
+    if config.activation_checkpointing:
+        for block in blocks or [model]:
+            checkpoint_wrapper(block)
+    policy = MixedPrecisionPolicy()
+    if config.mixed_precision:
+        reduce = config.reduce_dtype if config.reduce_dtype is not None else torch.float32
+        policy = MixedPrecisionPolicy(_torch(config.compute_dtype), _torch(reduce))
+    for module in [*blocks, model]:
+        mark_unit(module, config.strategy, _options(config), policy, set())
+    return model
+
+
+def _options(config: FSDP2Config) -> dict[str, Any]:
+    return {
+        "offload": "cpu" if config.cpu_offload else None,
+        "backward_prefetch": _PREFETCH[config.backward_prefetch],
+    }
+
+
+def _torch(dtype: Any) -> torch.dtype:
+    return torch_dtype(parse(DType, dtype, "dtype"))
+
+
+def _store_in(modules: list[nn.Module], dtype: torch.dtype) -> None:
+    for module in modules:
+        for param in module._parameters.values():
+            if param is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+
+
+def _unwrapped(root: nn.Module) -> Iterator[nn.Module]:
+    if wrapped_of(root) is None:
+        yield root
+        for child in root.children():
+            yield from _unwrapped(child)
+
+
+def _units(model: nn.Module, config: FSDP2Config) -> list[nn.Module]:
+    """The modules that the configuration makes units, inner ones first."""
+    if config.auto_wrap_policy is None:
+        return []
+    if config.auto_wrap_policy == "size_based":
+        chosen = choose_units(spec_of(model), WrapKind.SIZE, config.auto_wrap_min_params)
+        names = [choice.module for choice in chosen if choice.module]
+        return [model.get_submodule(name) for name in reversed(names)]
+    return find_blocks(model)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """A model's blocks: classes named like one (TransformerBlock, EncoderLayer), else lists."""
+    named = list(_outermost_blocks(model))
+    return named or [model.get_submodule(name) for name in repeated_blocks(spec_of(model))]
+
+
+def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        named = _BLOCK.search(type(child).__name__) and any(True for _ in child.children())
+        if named and not isinstance(child, NEVER_CALLED):
+            yield child
+        else:
+            yield from _outermost_blocks(child)
+
+
+def apply_activation_checkpointing(model: nn.Module, **_: Any) -> nn.Module:
+    """Let the blocks recompute their activations; before or after `wrap_model_fsdp2`."""
+    for block in find_blocks(model) or [model]:
+        checkpoint_wrapper(block)
+    return model
+
+
+class FSDP2Wrapper:
+    """The same as an object.
+
+    Args:
+        config: How models are sharded.
+    """
+
+    def __init__(self, config: FSDP2Config | None = None) -> None:
+        self.config = config or FSDP2Config()
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place."""
+        return wrap_model_fsdp2(model, self.config)
+
+    def get_memory_stats(self, model: nn.Module) -> dict[str, float]:
+        """GB of 1e9 bytes: of the device's allocator; on the CPU, what the engine holds."""
+        engine = engine_for(model)
+        if engine.device.type == "cuda":
+            now = torch.cuda.memory_allocated(engine.device)
+            peak = torch.cuda.max_memory_allocated(engine.device)
+            reserved = torch.cuda.memory_reserved(engine.device)
+        else:
+            total = memory_stats(model)["total"]
+            now, peak = total["now"], total["peak"]
+            reserved = now
+        return {
+            "allocated_gb": now / GB,
+            "max_allocated_gb": max(peak, now) / GB,
+            "reserved_gb": reserved / GB,
+        }

@@ -1,0 +1,538 @@
+"""`fully_shard` and `FSDPModule` as torch has them, on this engine.
+
+    before   from torch.distributed.fsdp import fully_shard
+    after    from fullshard.compat.fsdp2 import fully_shard
+
+Called bottom up, in place; classes become `FSDP<Name>`. `docs/migrate/fsdp2.md` says what differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from fullshard.compat import optim_states, state_dicts
+from fullshard.compat.errors import (
+    MisuseAssertionError,
+    MisuseError,
+    MisuseValueError,
+    NotOfferedError,
+)
+from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
+from fullshard.compat.wrapping import (
+    Casts,
+    Wrapped,
+    engine_for,
+    has_meta,
+    mark,
+    marked,
+    original_class,
+    outermost,
+    swap_class,
+    topology,
+    wrapped_of,
+)
+from fullshard.config.values import DType, Strategy
+from fullshard.engine._torch_compat import call_outside_compile
+from fullshard.engine.engine import Engine
+from fullshard.engine.model_spec import NEVER_CALLED
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.state import unsharded
+from fullshard.planner.events import Sync
+from fullshard.planner.units import UnitSettings
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` gives."""
+
+    def wait(self) -> None:
+        """Return when the parameters are whole: they are."""
+
+
+class FSDPModule(HoldsShards, nn.Module):
+    """The methods that `fully_shard` gives a module."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A slice of a sharded Sequential is of the original class."""
+        original = original_class(cls)
+        if original is not None and (args or kwargs):
+            return original(*args, **kwargs)
+        return object.__new__(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `unshard` shows whole is gathered by the plan again."""
+        if _OPEN:
+            call_outside_compile(_close_open, self)
+        return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MisuseAssertionError(
+            "FSDP does not support deepcopy. Please use state dict for serialization."
+        )
+
+    # ---- parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
+        """Show whole parameters until `reshard` or the next forward. A collective.
+
+        Inside a forward or backward nothing happens: the plan gathers ahead by itself.
+        """
+        engine = engine_for(self)
+        stacks = _OPEN.get(engine, {})
+        index = engine.index_of.get(id(self))
+        is_busy = any(unit.swapped for unit in engine.units)
+        if index is not None and id(self) not in stacks and not is_busy:
+            stack = ExitStack()
+            _OPEN.setdefault(engine, {})[id(self)] = stack
+            units = [engine.units[index]]
+            stack.enter_context(unsharded(outermost(self), writeback=False, units=units))
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Show shards again."""
+        wrapped = _wrapped(self)
+        engine = wrapped.engine_ref()
+        stack = _OPEN.get(engine, {}).pop(id(self), None) if engine is not None else None
+        if stack is not None:
+            stack.close()
+        if engine is not None and not _OPEN.get(engine):
+            _OPEN.pop(engine, None)
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(
+        self,
+        requires_gradient_sync: bool,  # noqa: FBT001
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Whether backwards reduce gradients, or keep them for a later one that does.
+
+        Deferred where no unit is to reduce; while some are, all do, which adds up to the same.
+        """
+        self._set("sync", requires_gradient_sync, recurse=recurse)
+
+    def set_requires_all_reduce(
+        self,
+        requires_all_reduce: bool,  # noqa: FBT001
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Whether backwards sum over replicas, or keep what is summed over shards."""
+        self._set("all_reduce", requires_all_reduce, recurse=recurse)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
+        """No effect: each backward is complete in itself."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by this and not by the number of ranks."""
+        self._set("divide_factor", factor, recurse=True)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def _set(self, key: str, value: Any, *, recurse: bool) -> None:
+        for module, wrapped in marked(self):
+            if recurse or module is self:
+                wrapped.extra[key] = value
+        engine = _wrapped(self).engine_ref()
+        if engine is not None:
+            _apply_settings(outermost(self), engine)
+
+    # ---- the plan
+
+    def set_reshard_after_forward(
+        self,
+        reshard_after_forward: bool,  # noqa: FBT001
+        recurse: bool = True,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Whether units give their memory back after forward, from the next step on."""
+        if not isinstance(reshard_after_forward, bool):
+            raise MisuseValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for module, wrapped in marked(self):
+            if recurse or module is self:
+                wrapped.strategy = _strategy(reshard_after_forward, wrapped.options)
+        _wrapped(outermost(self)).stale = True
+
+    def set_reshard_after_backward(
+        self,
+        reshard_after_backward: bool,  # noqa: FBT001
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """No effect: slots belong to the plan, and hold nothing between steps."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Look as many units ahead in forward; which ones follows from the order that runs."""
+        self._look_ahead("forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same in backward."""
+        self._look_ahead("backward_prefetch", modules)
+
+    def _look_ahead(self, key: str, modules: list[FSDPModule]) -> None:
+        _check_all(modules)
+        root = _wrapped(outermost(self))
+        depth = max(len(modules), root.options.get(key) or 1)
+        if depth != root.options.get(key, 1):
+            root.options[key] = depth
+            root.stale = True
+
+    # ---- what has no counterpart
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
+        """No effect: what a backward needs is gathered, and nothing else."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """No effect: the next step's gathers wait for what the optimizer wrote."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
+        """No effect: reductions are sums already, divided afterwards."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
+        """No effect: buffers are the plan's."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """No effect: buffers are the plan's."""
+
+    def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
+        """No effect: what gets no gradient on a rank takes part as zero, always."""
+
+    def set_reduce_scatter_max_input_buffers(self, *_: Any, **__: Any) -> None:
+        """No effect: buffers are the plan's."""
+
+    def set_separate_reduce_scatter_group(self, *_: Any, **__: Any) -> None:
+        """No effect: gathers and reductions have groups of their own."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001
+        """No effect."""
+
+    def reset_iter_state(self) -> None:
+        """Close what an exception left open (the next forward does so by itself)."""
+        engine = _wrapped(self).engine_ref()
+        if engine is not None:
+            engine.runtime.reset()
+
+    def set_custom_all_gather(self, comm: Any) -> None:  # noqa: ARG002
+        """Refused."""
+        _refuse("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:  # noqa: ARG002
+        """Refused."""
+        _refuse("set_custom_reduce_scatter")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:  # noqa: ARG002
+        """Refused."""
+        _refuse("set_all_reduce_hook")
+
+    # ---- state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """DTensors, each rank's rows. A collective."""
+        if has_meta(self):
+            return super().state_dict(*args, **kwargs)
+        _close_open(self)
+        wanted = Wanted(Kind.SHARDED, mesh=_wrapped(self).extra["mesh"])
+        return state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
+
+    def load_state_dict(
+        self,
+        state_dict: Any,
+        strict: bool = True,  # noqa: FBT001, FBT002
+        assign: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:
+        """Load DTensors or whole tensors; a model on meta takes them with `assign=True`."""
+        _close_open(self)
+        state = dict(state_dict)
+        on_meta = has_meta(self)
+        if on_meta:
+            for key, value in state.items():
+                state[key] = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return super().load_state_dict(state, strict=strict, assign=assign and on_meta)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        _close_open(self)
+        return super()._apply(*args, **kwargs)
+
+
+_OPEN: weakref.WeakKeyDictionary[Engine, dict[int, ExitStack]] = weakref.WeakKeyDictionary()
+
+
+def _refuse(name: str) -> None:
+    raise NotOfferedError(
+        f"{name}: expected the engine's own collectives; those of the caller are not offered. "
+        "Choose among transports with fullshard.shard(transport=...)."
+    )
+
+
+def _wrapped(module: nn.Module) -> Wrapped:
+    wrapped = wrapped_of(module)
+    assert wrapped is not None
+    return wrapped
+
+
+def _check_all(modules: Iterable[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise MisuseValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+
+
+def fully_shard(  # noqa: PLR0913
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 torch's
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 torch's
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Make a module, or each of several, a unit of its own, in place.
+
+    Args:
+        module: A module that is called, or a list of such.
+        mesh: None for all ranks, one axis, or (replicate, shard).
+        reshard_after_forward: False keeps the unit whole until its backward. An int counts as
+            True: what is kept between is the plan's business.
+        shard_placement_fn: No effect: units are flat buffers, cut without regard to dimensions.
+        mp_policy: Of this unit.
+        offload_policy: Of the outermost unit.
+        ignored_params: Stay whole on every rank; their gradients are not reduced.
+        dp_mesh_dims: Names of the mesh's axes, where it has others too: refused.
+
+    Returns:
+        What was given.
+    """
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    if dp_mesh_dims is not None:
+        raise NotOfferedError(
+            "dp_mesh_dims: expected a mesh of data-parallel axes alone; others are not yet "
+            "supported. Pass that part of the mesh: mesh['fsdp']."
+        )
+    sizes = _sizes(mesh)
+    _check_reshard(reshard_after_forward, sizes)
+    ignored = {id(param) for param in ignored_params or ()}
+    for one in modules:
+        _check_module(one, ignored)
+        _check_placements(one, ignored, shard_placement_fn)
+    for one in modules:
+        mark_unit(one, _strategy(reshard_after_forward, sizes), sizes, mp_policy, ignored)
+        wrapped = _wrapped(one)
+        wrapped.extra["mesh"] = mesh
+        if isinstance(offload_policy, CPUOffloadPolicy):
+            wrapped.options["offload"] = "cpu"
+    return module
+
+
+fully_shard.state = wrapped_of  # type: ignore[attr-defined] as torch's, of a module it marked
+
+
+def mark_unit(
+    module: nn.Module,
+    strategy: Strategy,
+    options: dict[str, Any],
+    policy: MixedPrecisionPolicy,
+    ignored: set[int],
+) -> None:
+    """Make one module a unit."""
+    names = [
+        name
+        for name, param in nn.Module.named_parameters(module, remove_duplicate=False)
+        if id(param) in ignored
+    ]
+    kind = type(module)
+    compute, reduce = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    wrapped = Wrapped(
+        strategy=strategy,
+        settings=UnitSettings(compute=_dtype(compute), reduce=_dtype(reduce), keeps_dtypes=True),
+        options=dict(options),
+        ignored=tuple(names),
+        casts=Casts(
+            inputs=compute if policy.cast_forward_inputs else None, outputs=policy.output_dtype
+        ),
+        extra={"mesh": None},
+        check=_check_values,
+    )
+    root = weakref.ref(module)
+    wrapped.on_engine.append(functools.partial(_on_engine, root))
+    swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
+    mark(module, wrapped)
+
+
+def _dtype(dtype: torch.dtype | None) -> DType | None:
+    return None if dtype is None else DType(str(dtype).removeprefix("torch."))
+
+
+def _sizes(mesh: Any) -> dict[str, Any]:
+    if mesh is None:
+        return {}
+    if mesh.ndim not in (1, 2):
+        raise MisuseValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise MisuseAssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+    replicate, shard = [1, *(mesh.size(axis) for axis in range(mesh.ndim))][-2:]
+    if replicate * shard != topology().world_size:
+        raise NotOfferedError(
+            f"mesh: expected one that covers all {topology().world_size} ranks; got "
+            f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
+            "parallelism, is not yet supported."
+        )
+    return {"replicate": replicate, "shard": shard}
+
+
+def _strategy(reshard_after_forward: Any, sizes: dict[str, Any]) -> Strategy:
+    frees = reshard_after_forward is None or bool(reshard_after_forward)
+    if (sizes.get("replicate") or 1) > 1:
+        return Strategy.HYBRID_SHARD if frees else Strategy.HYBRID_SHARD_ZERO2
+    return Strategy.FULL_SHARD if frees else Strategy.SHARD_GRAD_OP
+
+
+def _check_reshard(value: Any, sizes: dict[str, Any]) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise MisuseValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {value}"
+        )
+    shard = sizes.get("shard") or topology().world_size
+    if value < 1 or shard % value:
+        raise MisuseValueError(
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{shard}, not {value}"
+        )
+
+
+def _check_module(module: Any, ignored: set[int]) -> None:
+    if not isinstance(module, nn.Module):
+        raise MisuseValueError(f"fully_shard expects nn.Module but got {type(module)}")
+    if isinstance(module, NEVER_CALLED) and type(module).forward is nn.Module.forward:
+        raise MisuseValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
+    if wrapped_of(module) is not None:
+        raise MisuseAssertionError(
+            "Each distinct composable distributed API can only be applied to a module once. The "
+            f"following APIs have already been applied to the following module: "
+            f"['fully_shard']\n{module}"
+        )
+    for name, param in module.named_parameters():
+        if id(param) in ignored or isinstance(param, ShardedParameter):
+            continue
+        if param.dim() == 0:
+            raise MisuseValueError(
+                "fully_shard doesn't support scalar parameters. "
+                f"Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if not param.is_contiguous():
+            raise NotOfferedError(
+                f"FSDP does not support non-contiguous parameters yet: {name}, {param.shape=}, "
+                f"{param.stride()=}. Make it contiguous before, or pass it in ignored_params."
+            )
+
+
+def _check_placements(
+    module: nn.Module, ignored: set[int], place: Callable[[nn.Parameter], Any] | None
+) -> None:
+    for param in module.parameters() if place is not None else ():
+        if id(param) in ignored or isinstance(param, ShardedParameter):
+            continue
+        wanted = place(param)  # type: ignore[misc]
+        if wanted is not None and not -param.ndim <= wanted.dim < param.ndim:
+            raise MisuseAssertionError(
+                f"Shard dim {wanted.dim} is invalid for {param.ndim}D tensor: {param.shape}"
+            )
+
+
+def _check_values(root: nn.Module) -> None:
+    left: list[list[str]] = []  # unit by unit, as they are wrapped
+    seen: set[int] = set()
+    places = list(root.named_parameters())
+    for unit, _ in reversed(list(marked(root))):
+        own = {id(param) for param in unit.parameters() if id(param) not in seen}
+        seen |= own
+        names = [name for name, param in places if param.is_meta and id(param) in own]
+        if names:
+            left.insert(0, names)
+    if left:
+        raise MisuseError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {left[0]} and those of {len(left) - 1} other "
+            "units.\nFor example, call module.to_empty(device) to materialize to device and call "
+            "module.reset_parameters() on each module to initialize values."
+        )
+
+
+def _on_engine(ref: Callable[[], nn.Module | None], engine: Engine) -> None:
+    module = ref()
+    if module is not None and outermost(module) is module:
+        _apply_settings(module, engine)
+        optim_states.show_rows(engine)
+
+
+def _apply_settings(root: nn.Module, engine: Engine) -> None:
+    """What setters said, on the engine of the outermost module."""
+    all_of = [wrapped.extra for _, wrapped in marked(root)]
+    if not any(extra.get("sync", True) for extra in all_of):
+        engine.gradients.sync = Sync.NONE
+    elif not any(extra.get("all_reduce", True) for extra in all_of):
+        has_replicas = any(unit.plan.mesh.replicate > 1 for unit in engine.units)
+        engine.gradients.sync = Sync.INNER if has_replicas else Sync.ALL
+    else:
+        engine.gradients.sync = Sync.ALL
+    factor = _wrapped(root).extra.get("divide_factor")
+    if factor is not None:
+        engine.gradients.divisor = factor
+
+
+def _close_open(module: nn.Module) -> None:
+    """Show shards in all of the model."""
+    engine = _wrapped(module).engine_ref()
+    stacks = _OPEN.get(engine) if engine is not None else None
+    while stacks:
+        stacks.popitem()[1].close()
+    if engine is not None:
+        _OPEN.pop(engine, None)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than forward find whole parameters.
+
+    Raises:
+        MisuseValueError: There is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise MisuseValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = vars(module).get("forward")
+        object.__setattr__(module, "forward", method)  # hooks of forward run around it
+        try:
+            return module(*args, **kwargs)
+        finally:
+            if before is None:
+                vars(module).pop("forward", None)
+            else:
+                object.__setattr__(module, "forward", before)
+
+    object.__setattr__(module, method_name, call)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """No effect: models of one process do not wait for each other's buffers."""
+    _check_all(modules)

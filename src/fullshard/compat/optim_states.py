@@ -1,0 +1,265 @@
+"""Optimizer states by parameter name: whole, as rows, or as this rank holds them; and back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.compat.errors import MisuseError, MisuseValueError
+from fullshard.compat.state_dicts import Kind, Wanted, rows_of
+from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
+from fullshard.engine.collectives.groups import own_group, tell_everyone
+from fullshard.engine.engine import Engine
+from fullshard.engine.optimizers import on_new_optimizer
+from fullshard.engine.parameter import ShardedParameter, is_guarded
+
+States = dict[str, Any]
+
+
+def optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, given: States | None, wanted: Wanted
+) -> States:
+    """{"state": {name: {...}}, "param_groups": [...]}: what one process would have, by name.
+
+    A collective, but for LOCAL.
+
+    Args:
+        model: Holds the parameters; need not be marked itself.
+        optim: Of these parameters.
+        given: Its own `state_dict()`, where that was changed; None: asked for here.
+        wanted: How.
+    """
+    engines = {id(engine): engine for engine in _engines(model)}
+    names = first_names(model)
+    states = given["state"] if given is not None else None
+    result: States = {"state": {}, "param_groups": []}
+    held: dict[str, States] = {}
+    for number, param in _numbered(optim):
+        own = optim.state.get(param, {}) if states is None else states.get(number, {})
+        if own:
+            held[_name_of(names, param)] = own
+    shards = [name for name, values in held.items() if any(map(is_guarded, values.values()))]
+    world = max((engine.plan.mesh.world_size for engine in engines.values()), default=1)
+    if wanted.kind is not Kind.LOCAL and world > 1:
+        shards = _agreed(shards)
+    for name in [*shards, *(name for name in held if name not in set(shards))]:
+        result["state"][name] = {k: _convert(v, engines, wanted) for k, v in held[name].items()}
+    if given is not None and "param_groups" not in given:
+        del result["param_groups"]
+    for group in optim.param_groups if "param_groups" in result else ():
+        settings = {key: value for key, value in group.items() if key != "params"}
+        params = [_name_of(names, param) for param in group["params"]]
+        result["param_groups"].append({**settings, "params": params})
+    return {} if wanted.rank0_only and own_rank() != 0 else result
+
+
+def _agreed(names: list[str]) -> list[str]:
+    """Rank 0's names on all ranks: they may have given their optimizers other orders.
+
+    Raises:
+        MisuseError: A rank has no states for one of them.
+    """
+    said = everyones(names)
+    for rank, own in enumerate(said):
+        missing = [name for name in said[0] if name not in own]
+        if missing:
+            raise MisuseError(
+                "FSDP currently requires each rank to have at least the optimizer states needed "
+                "by rank 0's optimizer but some ranks are missing some of those states: expected "
+                f"those of {missing[0]} on rank {rank}. Give all optimizers the same parameters."
+            )
+    return said[0]
+
+
+def everyones(value: Any) -> list[Any]:
+    """What every rank has, on every rank. A collective."""
+    world = topology().world_size
+    return tell_everyone(value, own_group("all", [range(world)], 0)) if world > 1 else [value]
+
+
+def _convert(value: Any, engines: Mapping[int, Engine], wanted: Wanted) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not is_guarded(value):
+        value = value.detach().clone()
+        return value.cpu() if wanted.to_cpu else value
+    if wanted.kind is Kind.LOCAL:
+        local = value.to_local().reshape(-1).clone()  # type: ignore[attr-defined]
+        return local.cpu() if wanted.to_cpu else local
+    whole = value.full_tensor()  # type: ignore[attr-defined]
+    if wanted.kind is Kind.SHARDED and torch.distributed.is_initialized():
+        return rows_of(next(iter(engines.values())), whole, wanted.mesh)
+    return whole.cpu() if wanted.to_cpu else whole
+
+
+def state_dict_to_load(
+    model: nn.Module, optim: torch.optim.Optimizer, state: States, *, by_name: bool = False
+) -> States:
+    """What `optim.load_state_dict` takes: each rank's part of what `optim_state_dict` gave.
+
+    Args:
+        model: As there; a model of another strategy or number of ranks too.
+        optim: Of the parameters that are loaded.
+        state: By name or, where `by_name`, of any kind of key that is a name.
+        by_name: Keys are the names that the model itself gives its parameters.
+    """
+    _engines(model)
+    names = names_of(model)
+    result: States = {"state": {}, "param_groups": []}
+    number_of: dict[str, int] = {}
+    first: dict[int, str] = {}
+    params = dict(_numbered(optim))
+    shown = {id(param): name for name, param in model.named_parameters()} if by_name else {}
+    for number, param in params.items():
+        own_names = names.get(id(param), [])
+        found = next((name for name in own_names if name in state["state"]), None)
+        number_of.update(dict.fromkeys(own_names, number))
+        first[number] = found or (own_names[0] if own_names else "")
+    for name, values in state["state"].items():  # in the same order on all ranks
+        whole = {key: _whole(value) for key, value in values.items()}
+        number = number_of.get(name)
+        if number is not None and first[number] == name:
+            made = {key: _part(params[number], value) for key, value in whole.items()}
+            result["state"][shown[id(params[number])] if by_name else number] = made
+    if "param_groups" not in state:
+        del result["param_groups"]
+    for group in state.get("param_groups", ()):
+        missing = [name for name in group["params"] if name not in number_of]
+        if missing:
+            raise MisuseValueError(
+                f"optimizer state dict: expected parameters of this optimizer; got "
+                f"{missing[0]!r}, which it does not have. Load it into an optimizer of the same "
+                "parameters."
+            )
+        numbers = sorted(number_of[name] for name in group["params"])  # load goes by position
+        keys = [shown[id(params[number])] for number in numbers] if by_name else numbers
+        result["param_groups"].append({**group, "params": keys})
+    return result
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _part(param: torch.Tensor, value: Any) -> Any:
+    """A state as this rank holds it."""
+    if not isinstance(value, torch.Tensor) or is_guarded(value):
+        return value
+    if not isinstance(param, ShardedParameter) or value.dim() == 0 == param.dim():
+        return value.detach().clone()  # what is loaded belongs to one optimizer
+    piece = param.record.piece
+    flat = value.detach().reshape(-1)
+    if tuple(value.shape) == tuple(piece.shape):
+        local = flat[piece.start : piece.stop]
+    elif value.dim() == 1 and value.numel() == piece.numel:  # Kind.LOCAL
+        local = flat
+    else:
+        return value.detach().clone()
+    return param.as_state(local.clone().to(param.device))
+
+
+def rekeyed(
+    state: States, model: nn.Module, optim: torch.optim.Optimizer | None, *, to_names: bool
+) -> States:
+    """The same state dict with numbers in place of names, or names in place of numbers."""
+    keys = list(state["state"])
+    if keys and not (all(type(k) is str for k in keys) or all(type(k) is int for k in keys)):
+        raise MisuseValueError(f"Invalid parameter keys: {state['state'].keys()}")
+    if keys and (type(keys[0]) is str) == to_names:
+        return state
+    names = first_names(model)
+    params = [p for _, p in _numbered(optim)] if optim is not None else list(model.parameters())
+    table: dict[Any, Any] = {}
+    for number, param in enumerate(params):
+        name = _name_of(names, param)
+        table.update({number: name} if to_names else {name: number})
+    swap: Callable[[Any], Any] = table.__getitem__
+    return {
+        "state": {swap(key): value for key, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": sorted(map(swap, group["params"]))}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def _numbered(optim: torch.optim.Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """Parameters as `Optimizer.state_dict` numbers them."""
+    return enumerate(param for group in optim.param_groups for param in group["params"])
+
+
+def first_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each parameter, by its id."""
+    return {key: names[0] for key, names in names_of(model).items()}
+
+
+def _name_of(names: Mapping[int, str], param: torch.Tensor) -> str:
+    name = names.get(id(param))
+    if name is None:
+        raise MisuseValueError(
+            "optimizer: expected parameters of the given model; got one of shape "
+            f"{tuple(param.shape)} that it does not have. Pass the model that the optimizer was "
+            "made for."
+        )
+    return name
+
+
+def _engines(model: nn.Module) -> list[Engine]:
+    return [engine_for(module) for module, _ in marked(model)]
+
+
+# ---- optimizers whose own state dicts hold rows
+
+
+def show_rows(engine: Engine) -> None:
+    """Let `Optimizer.state_dict()` of these parameters hold DTensors, as their model's does."""
+    for unit in engine.units:
+        for member in unit.trainees:
+            setattr(member.param, _ROWS, weakref.ref(engine))
+    on_new_optimizer(_listen)
+
+
+_ROWS = "_fullshard_shows_rows"
+
+
+def _engine_of(param: torch.Tensor) -> Engine | None:
+    return getattr(param, _ROWS, lambda: None)()
+
+
+def _listen(optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(_engine_of(param) is not None for param in params):
+        optimizer.register_state_dict_post_hook(_give_rows)
+        optimizer.register_load_state_dict_pre_hook(_take_rows)
+
+
+def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
+    """A collective."""
+    shown: States = {}
+    params = dict(_numbered(optimizer))
+    for number, values in state["state"].items():
+        engine = _engine_of(params[number]) if number in params else None
+        wanted = Wanted(Kind.SHARDED)
+        engines = {0: engine} if engine is not None else None
+        shown[number] = (
+            {key: _convert(value, engines, wanted) for key, value in values.items()}
+            if engines is not None
+            else values
+        )
+    return {**state, "state": shown}
+
+
+def _take_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
+    params = dict(_numbered(optimizer))
+    taken = {
+        number: {key: _part(params[number], _whole(value)) for key, value in values.items()}
+        if number in params
+        else values
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": taken}

@@ -1,0 +1,179 @@
+"""State dicts of marked modules: whole tensors, rows as DTensors, or this rank's elements.
+
+    full      whole tensors, one flat buffer gathered after another
+    sharded   DTensors, Shard(0): each rank's rows, laid out from the same gathers
+    local     (n_local,) plain tensors: what this rank holds, for the same ranks and strategy
+
+A state dict is converted once, by the outermost marked module that it is asked of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fullshard.compat.wrapping import clean_name, engine_for, has_meta, own_rank
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.engine import Engine
+from fullshard.engine.parameter import ShardedParameter, is_guarded
+from fullshard.engine.state import whole_params
+from fullshard.planner.mesh import Mesh
+
+
+class Kind(Enum):
+    """What a state dict holds for a shard."""
+
+    FULL = auto()
+    SHARDED = auto()
+    LOCAL = auto()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for.
+
+    Attributes:
+        kind: Of values.
+        to_cpu: Values are on the CPU.
+        rank0_only: Other ranks get nothing.
+        mesh: Of the DTensors; None: made for the engine's.
+    """
+
+    kind: Kind = Kind.FULL
+    to_cpu: bool = False
+    rank0_only: bool = False
+    mesh: Any = None
+
+
+_busy: list[int] = []  # the outermost call under way converts what the inner ones leave
+
+
+def state_dict(
+    module: nn.Module, wanted: Wanted, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """A marked module's `state_dict()`. A collective, but for LOCAL.
+
+    Args:
+        module: Marked.
+        wanted: How.
+        inner: Its own class's method.
+        args: The call's.
+        kwargs: The call's.
+    """
+    if _busy:
+        return inner(*args, **kwargs)
+    engine = engine_for(module)
+    _busy.append(1)
+    try:
+        result = inner(*args, **kwargs)
+    finally:
+        _busy.pop()
+    if engine.unsharded:
+        return result
+    shards = {key: value for key, value in result.items() if is_guarded(value)}
+    values = convert(engine, shards, wanted)
+    result.update(values)
+    if wanted.rank0_only and own_rank() != 0:
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for key in [key for key in result if key.startswith(prefix)]:
+            del result[key]
+    elif wanted.to_cpu:
+        for key, value in result.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                result[key] = value.cpu()
+    return result
+
+
+def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Values for a state dict; a parameter that has two names has one value."""
+    if wanted.kind is Kind.LOCAL:
+        return {key: value.to_local().reshape(-1).clone() for key, value in shards.items()}
+    keep = not wanted.rank0_only or own_rank() == 0
+    names = {value.record.piece.name for value in shards.values()}
+    made: dict[str, Any] = {}
+    as_rows = wanted.kind is Kind.SHARDED and dist.is_initialized()  # else there is one rank
+    for name, whole in whole_params(engine, names):
+        if as_rows:
+            made[name] = rows_of(engine, whole, wanted.mesh)
+        elif keep:
+            made[name] = whole.detach().to("cpu" if wanted.to_cpu else whole.device, copy=True)
+    return {key: made[v.record.piece.name] for key, v in shards.items() if keep or made}
+
+
+def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
+    """This rank's rows of a whole tensor, as a DTensor; 0-dim ones are replicated."""
+    mesh = mesh if mesh is not None else device_mesh(engine)
+    last: Any = Shard(0) if whole.dim() and engine.plan.mesh.shard > 1 else Replicate()
+    placements = [Replicate()] * (mesh.ndim - 1) + [last]
+    local = whole
+    if last != Replicate():
+        parts = list(whole.chunk(engine.plan.mesh.shard))
+        at = engine.plan.mesh.coordinates(engine.rank)[1]
+        local = parts[at] if at < len(parts) else whole[:0]
+    return DTensor.from_local(
+        local.clone(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+_MESHES: dict[tuple[Mesh, str, int], DeviceMesh] = {}
+
+
+def device_mesh(engine: Engine) -> DeviceMesh:
+    """The engine's mesh as torch has it."""
+    mesh, kind = engine.plan.mesh, engine.device.type
+    sizes = (
+        (mesh.world_size,) if 1 in (mesh.replicate, mesh.shard) else (mesh.replicate, mesh.shard)
+    )
+    key = (mesh, kind, id(dist.group.WORLD))
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh(kind, sizes)
+    return _MESHES[key]
+
+
+def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Module) -> None:
+    """Let a module load what `Kind.LOCAL` gave."""
+    for name, param in module.named_parameters(remove_duplicate=False):
+        key = prefix + clean_name(name)
+        value = state.get(key)
+        if not isinstance(param, ShardedParameter) or not isinstance(value, torch.Tensor):
+            continue
+        with no_guard():
+            fits = value.dim() == 1 and value.numel() == param.numel()
+        if fits and not isinstance(value, DTensor):
+            state[key] = param.as_state(value.detach().to(engine.device))
+
+
+class HoldsShards:
+    """What nn.Module's methods need of shards. For classes in front of nn.Module."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Convert a gradient together with its parameter; torch would convert it in place."""
+        module: Any = self
+        shards = [param for param in module.parameters() if isinstance(param, ShardedParameter)]
+        held = [(param, param.grad) for param in shards if param.grad is not None]
+        for param, _ in held:
+            param.grad = None
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for param, grad in held:
+            with torch.no_grad():
+                param.grad = fn(grad)
+        return result
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        if not has_meta(module):
+            engine_for(module)  # it listens to what follows
+        return super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]

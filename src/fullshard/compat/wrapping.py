@@ -1,0 +1,349 @@
+"""Modules that users mark one by one, and the engine that runs them together.
+
+torch's interfaces take a model apart by calls: each marks a module as a unit of its own. Here a
+mark is a `Wrapped` record on the module, whose class gets the interface's methods. The parameters
+of the unit become shards at once, without a collective. The engine is made when the outermost
+marked module first runs (or is saved, loaded, clipped ...): its plan has one unit for each mark.
+
+    FSDP(layer)     layer is marked, its parameters are cut           no collective
+    FSDP(model)     model is marked, the rest of them are cut         no collective
+    model(x)        one plan, one engine over model                   all ranks together
+
+What users change between steps (dtype, Parameter objects, requires_grad) is adopted there too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.config.environment import read_launch_environment
+from fullshard.config.schema import ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Strategy, WrapKind
+from fullshard.engine._torch_compat import call_outside_compile
+from fullshard.engine.adopt import (
+    adopt,
+    cut_early,
+    heal,
+    needs_new_plan,
+    reclaim,
+    share_copies,
+)
+from fullshard.engine.engine import ATTRIBUTE, Engine
+from fullshard.engine.model_spec import NEVER_CALLED, places_of
+from fullshard.engine.precision import cast_tensors
+from fullshard.engine.shard import Given, shard_model
+from fullshard.errors import UnsupportedModelError
+from fullshard.observe import watchdog
+from fullshard.observe.trace import EventRing
+from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.strategy import row_of
+from fullshard.planner.units import UnitSettings
+
+MARK = "_fullshard_unit"
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Dtypes at a marked module's edges; None leaves them alone.
+
+    Attributes:
+        inputs: Of its floating point arguments.
+        root_only: Only where no other marked module is around it.
+        outputs: Of what it returns.
+    """
+
+    inputs: torch.dtype | None = None
+    root_only: bool = False
+    outputs: torch.dtype | None = None
+
+
+@dataclass(eq=False)
+class Wrapped:
+    """What one call marked a module with.
+
+    Attributes:
+        strategy: How its parameters are cut and when they are freed.
+        settings: Its unit's dtypes.
+        options: Fields of ShardConfig that hold for the whole model where it is the outermost.
+        ignored: Names below it of parameters that stay whole on every rank.
+        casts: At its edges.
+        alone: Whether it is this rank's own business; its parameters are ignored then.
+        extra: What the interface keeps for itself.
+        around: The next marked module around it.
+        engine_ref: The engine that runs it.
+        check: Called with the root before an engine is made.
+        shapes: Of its parameters when it was marked, by name.
+    """
+
+    strategy: Strategy
+    settings: UnitSettings
+    options: dict[str, Any]
+    ignored: tuple[str, ...] = ()
+    casts: Casts = Casts()
+    alone: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], nn.Module | None] = lambda: None
+    engine_ref: Callable[[], Engine | None] = lambda: None
+    check: Callable[[nn.Module], None] = lambda _: None
+    on_engine: list[Callable[[Engine], None]] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
+    stale: bool = False  # whether the plan is to be made anew before the next step
+
+    def __deepcopy__(self, memo: Any) -> Wrapped:
+        """A copied model is a model of its own: it gets its engine when it runs."""
+        return replace(
+            self,
+            extra=dict(self.extra),
+            around=lambda: None,
+            engine_ref=lambda: None,
+            on_engine=[],
+        )
+
+    @property
+    def mesh(self) -> Mesh:
+        """What its parameters are cut over."""
+        row = row_of(self.strategy)
+        sizes = (self.options.get("replicate"), self.options.get("shard"))
+        if not row.shard_params:
+            sizes = (None, None)
+        return resolve_mesh(row, topology(), *sizes)
+
+
+def topology() -> Topology:
+    """The ranks of the default process group; one without."""
+    started = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if started else 1
+    environment = read_launch_environment()
+    local = environment.local_world_size if environment else None
+    return Topology(world, local if local and world % local == 0 else None)
+
+
+def own_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+# ---- marking
+
+
+def mark(module: nn.Module, wrapped: Wrapped) -> None:
+    """Make a module a unit: record it, cut its parameters, listen for its first forward."""
+    setattr(module, MARK, wrapped)
+    for inner, record in marked(module):
+        if inner is not module and record.around() is None:
+            record.around = weakref.ref(module)
+    before = partial(call_outside_compile, _before_forward)
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    if wrapped.casts.outputs is not None:
+        module.register_forward_hook(_after_forward)
+    cut(module, wrapped)
+
+
+def wrapped_of(module: nn.Module) -> Wrapped | None:
+    """The mark of a module."""
+    return vars(module).get(MARK)
+
+
+def marked(module: nn.Module) -> Iterator[tuple[nn.Module, Wrapped]]:
+    """All marked modules at or below a module."""
+    for inner in module.modules():
+        record = wrapped_of(inner)
+        if record is not None:
+            yield inner, record
+
+
+def cut(module: nn.Module, wrapped: Wrapped) -> None:
+    """Cut what no inner unit has cut. What is on meta stays there until it has values."""
+    ignored = _ignored_ids(module)
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, param in places_of(module).items():
+        if type(param) is nn.Parameter and id(param) not in ignored:
+            params.setdefault(id(param), (name, param))
+    whole = dict(params.values())
+    wrapped.shapes = wrapped.shapes or {name: param.shape for name, param in whole.items()}
+    if whole and not any(p.is_meta or p.grad is not None for p in whole.values()):
+        settings = replace(wrapped.settings, strategy=wrapped.strategy)
+        cut_early(whole, wrapped.mesh, own_rank(), settings)
+
+
+def _ignored_ids(root: nn.Module) -> set[int]:
+    found: set[int] = set()
+    for module, record in marked(root):
+        places = places_of(module) if record.ignored else {}
+        found |= {id(places[name]) for name in record.ignored if name in places}
+    return found
+
+
+def swap_class(module: nn.Module, interface: type, name: str) -> None:
+    """Give a module an interface's methods in front of its own class's."""
+    kind = type(module)
+    key = (kind, interface)
+    if key not in _SWAPPED:
+        _SWAPPED[key] = type(name, (interface, kind), {"__module__": kind.__module__})
+    try:
+        module.__class__ = _SWAPPED[key]
+    except TypeError as error:
+        raise UnsupportedModelError(
+            f"{kind.__name__}: expected a module whose class can be extended; {error}. Wrap the "
+            "modules inside it, or the one around it."
+        ) from error
+
+
+def original_class(kind: type) -> type | None:
+    """The class that a swapped one was; None for any other."""
+    return kind.__bases__[1] if kind in _SWAPPED.values() else None
+
+
+_SWAPPED: dict[tuple[type, type], type] = {}  # one class for each, as torch's FSDP2 has it
+
+
+# ---- running
+
+
+def engine_for(module: nn.Module) -> Engine:
+    """The engine that runs a marked module; made, or made anew, where that is needed.
+
+    A collective where it is.
+    """
+    wrapped = wrapped_of(module)
+    assert wrapped is not None
+    engine = wrapped.engine_ref()
+    if engine is None:
+        return build(outermost(module))
+    root = outermost(module)
+    if getattr(root, ATTRIBUTE, None) is engine:
+        return _with_changes(root) or engine
+    return engine
+
+
+def outermost(module: nn.Module) -> nn.Module:
+    """The marked module around all others; a copy of an inner one stands alone."""
+    found = module
+    while True:
+        wrapped = wrapped_of(found)
+        around = wrapped.around() if wrapped is not None else None
+        if around is None or not any(inner is found for inner in around.modules()):
+            return found
+        found = around
+
+
+def build(root: nn.Module) -> Engine:
+    """Plan and run everything that is marked at or below a module. A collective."""
+    units = {name: w for name, m in root.named_modules() if (w := wrapped_of(m)) is not None}
+    reclaim(root)
+    for wrapped in units.values():
+        wrapped.check(root)
+    for module, wrapped in reversed(list(marked(root))):
+        cut(module, wrapped)  # what came after the mark: values for meta, other objects
+    if all(wrapped.engine_ref() is None for wrapped in units.values()):
+        share_copies(root, topology().world_size, own_rank())  # as in torch: replicas start alike
+    config = _config_of(root, units)
+    check_supported(config)
+    settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
+    alone = all(wrapped.alone for wrapped in units.values())
+    given = Given(settings=settings, alone=alone)
+    world = Topology(1) if alone else topology()
+    ring = EventRing()
+    engine = adopt(root, lambda: shard_model(root, config, world, ring, given))
+    engine.on_change = _with_changes
+    for wrapped in units.values():
+        wrapped.engine_ref, wrapped.stale = weakref.ref(engine), False
+    for wrapped in units.values():
+        for tell in wrapped.on_engine:
+            tell(engine)
+    watchdog.watch(ring, [unit.title for unit in engine.plan.units])
+    return engine
+
+
+def _with_changes(root: nn.Module) -> Engine | None:
+    """Adopt what was changed since the last step; the new engine where there is one."""
+    wrapped, engine = wrapped_of(root), getattr(root, ATTRIBUTE)
+    assert wrapped is not None
+    if engine.unsharded or any(unit.swapped for unit in engine.units):
+        return None  # inside a forward: modules show what is computed with
+    heal(engine)
+    return build(root) if wrapped.stale or needs_new_plan(engine) else None
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Whether a parameter is still on meta."""
+    return any(param.is_meta for param in module.parameters())
+
+
+def _config_of(root: nn.Module, units: Mapping[str, Wrapped]) -> ShardConfig:
+    own = units[""]
+    sharded = [w for w in units.values() if row_of(w.strategy).shard_params]
+    base = own if own in sharded or not sharded else sharded[0]
+    options = {**own.options}
+    for key in ("replicate", "shard"):
+        options[key] = base.options.get(key) if sharded else None
+    names = {name for name in units if name and _can_be_unit(root, name)}
+    chosen = {id(root.get_submodule(name)) for name in names}
+    ignored = _ignored_ids(root)
+    places = places_of(root).items()  # all names of tied ones
+    return ShardConfig.of(
+        None,
+        strategy=base.strategy,
+        wrap=(lambda module: id(module) in chosen) if chosen else WrapKind.NONE,
+        ignore=tuple(name for name, param in places if id(param) in ignored),
+        **{key: value for key, value in options.items() if value is not None},
+    )
+
+
+def _can_be_unit(root: nn.Module, name: str) -> bool:
+    """Modules that are not called (ModuleList, the inside of MultiheadAttention) join others."""
+    path = root
+    for part in name.split("."):
+        if isinstance(path, nn.MultiheadAttention):
+            return False
+        path = getattr(path, part)
+    return not isinstance(path, (*NEVER_CALLED, nn.MultiheadAttention))
+
+
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    wrapped = wrapped_of(module)
+    assert wrapped is not None
+    if wrapped.engine_ref() is None:
+        engine = build(outermost(module))
+        args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
+    casts = wrapped.casts
+    is_inner = ATTRIBUTE not in vars(module)
+    if casts.inputs is not None and not (casts.root_only and is_inner):
+        return cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
+    return args, kwargs
+
+
+def _after_forward(module: nn.Module, _: Any, output: Any) -> Any:
+    wrapped = wrapped_of(module)
+    assert wrapped is not None
+    assert wrapped.casts.outputs is not None
+    return cast_tensors(output, wrapped.casts.outputs)
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as users know it, without what wrappers add."""
+    for prefix in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(prefix, "")
+    return name
+
+
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """Every clean name of each parameter, by its id."""
+    found: dict[int, list[str]] = {}
+    for name, param in places_of(model).items():
+        found.setdefault(id(param), []).append(clean_name(name))
+    return found
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """A dtype as configurations spell it."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,121 @@
+"""Accelerate's YAML: the machines, and `fsdp_config` or `deepspeed_config`."""
+
+from __future__ import annotations
+
+from fullshard.config.dialects.deepspeed import home, stage
+from fullshard.config.dialects.fsdp import FSDP, MESH
+from fullshard.config.dialects.rules import (
+    HAPPENS,
+    NOTHING,
+    Meaning,
+    Said,
+    Status,
+    Table,
+    file_rule,
+    is_empty,
+    is_neutral,
+    lost,
+    no_effect,
+    not_yet,
+    to,
+    translated,
+    word_among,
+)
+from fullshard.config.problems import ConfigProblems, Problem, show
+
+# What ranks do, and what the engine does then; None: the config of that engine says it.
+_TYPES = {
+    "fsdp": None,
+    "deepspeed": None,
+    "multi_gpu": "no_shard",
+    "multi_cpu": "no_shard",
+    "multi_xpu": "no_shard",
+    "multi_npu": "no_shard",
+    "multi_mlu": "no_shard",
+    "multi_hpu": "no_shard",
+    "no": "no_shard",
+}
+_TYPES_LATER = ("megatron_lm", "xla", "tpu")
+
+
+def _distributed_type(value: object, said: Said) -> Meaning:
+    if is_neutral(value, _TYPES_LATER) and not is_empty(value):
+        raise ConfigProblems([Problem("", "", f"{show(value)} is not yet supported", "Use FSDP")])
+    word = word_among(value, _TYPES)
+    strategy = _TYPES[word]
+    if strategy is None:
+        engine = "fsdp_config" if word == "fsdp" else "deepspeed_config"
+        return Meaning(Status.TRANSLATED, f"fullshard's engine runs what {engine} says")
+    values: dict[str, object] = {"sharding.strategy": strategy}
+    if word == "no" and is_empty(said.get("num_processes")):
+        values["launch.num_processes"] = 1
+    return translated(values, "every rank holds everything")
+
+
+def _processes(value: object, _: Said) -> Meaning:
+    return HAPPENS if is_neutral(value, (-1,)) else translated({"launch.num_processes": value})
+
+
+def _precision(value: object, _: Said) -> Meaning:
+    words = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp32": None, "fp8": "fp8"}
+    if is_empty(value):
+        return NOTHING
+    word = word_among(value, words)
+    if word == "fp8":
+        raise ConfigProblems([Problem("", "", "'fp8' is not yet supported", "Use bf16")])
+    dtype = words[word]
+    why = "masters and reduced gradients stay float32, and buffers are not cast"
+    return HAPPENS if dtype is None else translated({"sharding.param_dtype": dtype}, why)
+
+
+DEEPSPEED_PLUGIN: Table = {
+    "zero_stage": stage,
+    "offload_optimizer_device": home,
+    "offload_param_device": home,
+    "offload_optimizer_nvme_path": lost("no state lives on NVMe yet", "none"),
+    "offload_param_nvme_path": lost("no state lives on NVMe yet", "none"),
+    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
+    "gradient_clipping": to("training.max_grad_norm"),
+    "zero3_init_flag": no_effect("every rank builds only its own part of the weights"),
+    "zero3_save_16bit_model": no_effect("a run always leaves a Hugging Face folder in model/"),
+    "deepspeed_config_file": file_rule,
+    "deepspeed_moe_layer_cls_names": no_effect("units of experts are found by themselves"),
+    "deepspeed_multinode_launcher": lost("start the command on every machine", "standard", "none"),
+    "deepspeed_hostfile": lost("start the command on every machine"),
+    "deepspeed_exclusion_filter": lost("start the command on every machine"),
+    "deepspeed_inclusion_filter": lost("start the command on every machine"),
+}
+
+_TPU = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
+
+ACCELERATE: Table = {
+    "distributed_type": _distributed_type,
+    "num_processes": _processes,
+    "num_machines": to("launch.num_machines"),
+    "machine_rank": to("launch.machine_rank"),
+    "main_process_ip": to("launch.main_process_ip"),
+    "main_process_port": to("launch.main_process_port"),
+    "mixed_precision": _precision,
+    "fsdp_config": FSDP,
+    "deepspeed_config": DEEPSPEED_PLUGIN,
+    "parallelism_config": MESH,
+    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
+    "compute_environment": not_yet("Use LOCAL_MACHINE", "local_machine", 0),
+    "use_cpu": lost("CUDA_VISIBLE_DEVICES= hides accelerators, and is what decides", False),
+    "gpu_ids": lost("CUDA_VISIBLE_DEVICES says which accelerators ranks see", "all"),
+    "rdzv_backend": no_effect("the launcher serves the rendezvous itself"),
+    "same_network": no_effect("ranks meet at launch.main_process_ip"),
+    "main_training_function": no_effect("the command is what runs"),
+    "debug": no_effect("ranks always compare their collectives"),
+    "enable_cpu_affinity": lost("processes are not bound to cores", False),
+    "downcast_bf16": no_effect("it concerns TPUs"),
+    "dynamo_backend": lost("the model runs without torch.compile", "no"),
+    "dynamo_config": lost("the model runs without torch.compile"),
+    "fp8_config": not_yet("Use bf16"),
+    "megatron_lm_config": not_yet("Tensor and pipeline parallelism come later"),
+    "mpirun_config": lost("start the command with mpirun itself"),
+    "ipex_config": lost("it concerns Intel's extension"),
+    "command_file": no_effect("it concerns TPUs"),
+    "commands": no_effect("it concerns TPUs"),
+    **dict.fromkeys(_TPU, no_effect("it concerns TPUs")),
+}

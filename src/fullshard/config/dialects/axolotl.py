@@ -1,0 +1,200 @@
+"""axolotl's YAML: model, data, training and fsdp_config or deepspeed in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from fullshard.config.dialects.fsdp import FSDP, MESH, VERSION
+from fullshard.config.dialects.rules import (
+    HAPPENS,
+    NOTHING,
+    Meaning,
+    Rule,
+    Said,
+    Table,
+    is_auto,
+    is_empty,
+    is_neutral,
+    lost,
+    no_effect,
+    not_yet,
+    to,
+    translated,
+)
+from fullshard.config.dialects.trainer import FLAT, steps_share
+from fullshard.config.fields import Rejected
+
+
+def _times_an_epoch(kind: str) -> Rule:
+    """`evals_per_epoch: 2`: a share of all steps."""
+
+    def rule(value: object, said: Said) -> Meaning:
+        if is_neutral(value, (0,)):
+            return HAPPENS
+        if kind == "save" and value == 1:
+            return translated({"training.save_strategy": "epoch"})
+        share = steps_share(value, said.get("num_epochs"))
+        return translated({f"training.{kind}_steps": share}, "as a share of all steps")
+
+    return rule
+
+
+def _precision(name: str) -> Rule:
+    def rule(value: object, _: Said) -> Meaning:
+        if is_neutral(value, (False,)):
+            return HAPPENS
+        known = "axolotl looks at the GPU; here it is on" if is_auto(value) else ""
+        return translated({f"training.{name}": True if is_auto(value) else value}, known)
+
+    return rule
+
+
+def _datasets(value: object, _: Said) -> Meaning:
+    if is_empty(value):
+        return NOTHING
+    members = cast("list[object]", value) if isinstance(value, list) else [value]
+    first = members[0]
+    if not isinstance(first, Mapping):
+        raise Rejected("a list of mappings with path")
+    entry = cast("Mapping[str, object]", first)
+    why = "as plain text" + (", the first of the list" if len(members) > 1 else "")
+    if entry.get("type") not in (None, "completion", "pretrain"):
+        why += "; templates belong to `fullshard sft`, which is not there yet"
+    values: dict[str, object] = {"data.path": entry.get("path")}
+    for name in ("field", "text_column"):
+        if not is_empty(entry.get(name)):
+            values["data.text_column"] = entry[name]
+    return translated(values, why)
+
+
+def _many(names: Iterable[str], rule: Rule) -> dict[str, Rule]:
+    return dict.fromkeys(names, rule)
+
+
+_KERNELS = lost("the model's own kernels run", False, "sdpa", "eager")
+_TEMPLATES = lost("data is trained on as plain text", False)
+_WATCHERS = lost("metrics.jsonl and report.html hold what trackers show", False)
+_ADAPTERS = not_yet("Leave it out: adapters come later", False)
+_OF_ADAPTERS = no_effect("it concerns adapters")
+
+# Trainer's names that axolotl has too, as they are there.
+_SHARED = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("max_steps", "warmup_steps", "warmup_ratio", "logging_steps", "eval_steps", "eval_strategy"),
+    *("save_steps", "save_strategy", "save_total_limit", "seed", "output_dir", "ddp_timeout"),
+    *("gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("group_by_length", "torch_compile", "ddp_find_unused_parameters", "save_safetensors"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "hub_model_id", "hub_strategy"),
+    *(
+        "save_only_model",
+        "remove_unused_columns",
+        "dataloader_num_workers",
+        "activation_offloading",
+    ),
+    *("dataloader_pin_memory", "dataloader_prefetch_factor", "report_to", "evaluation_strategy"),
+    *("auto_find_batch_size", "load_best_model_at_end", "resume_from_checkpoint", "run_name"),
+)
+
+AXOLOTL: Table = {
+    **{name: FLAT[name] for name in _SHARED},
+    "base_model": to("model.name_or_path"),
+    "base_model_config": no_effect("config.json of base_model is read"),
+    "tokenizer_config": to("data.tokenizer"),
+    "model_type": no_effect("config.json of base_model says it"),
+    "tokenizer_type": no_effect("the tokenizer's own files say it"),
+    "processor_type": not_yet("Only text is trained on"),
+    "trust_remote_code": not_yet("Only code of transformers is run", False),
+    "reinit_weights": lost("give model.config for random weights", False),
+    "micro_batch_size": to("training.per_device_train_batch_size"),
+    "eval_batch_size": to("training.per_device_eval_batch_size"),
+    "batch_size": not_yet("Write gradient_accumulation_steps"),
+    "num_epochs": to("training.num_train_epochs"),
+    "sequence_len": to("training.max_seq_length"),
+    "optimizer": to("training.optim"),
+    "lr_scheduler": to("training.lr_scheduler_type"),
+    "cosine_min_lr_ratio": lost("the cosine ends at zero", 0),
+    "val_set_size": to("data.validation_fraction"),
+    "evals_per_epoch": _times_an_epoch("eval"),
+    "saves_per_epoch": _times_an_epoch("save"),
+    "bf16": _precision("bf16"),
+    "bfloat16": _precision("bf16"),
+    "fp16": _precision("fp16"),
+    "float16": _precision("fp16"),
+    "tf32": lost("matrix products of float32 follow torch's own setting", False, "auto"),
+    "datasets": _datasets,
+    "pretraining_dataset": _datasets,
+    "test_datasets": lost("data.validation_fraction holds text out"),
+    "dataset_prepared_path": no_effect("tokens lie in the run's folder"),
+    "dataset_processes": no_effect("data is read once"),
+    "shuffle_merged_datasets": no_effect("training.seed orders the data", None),
+    "skip_prepare_dataset": no_effect("data is always prepared"),
+    "fsdp_version": VERSION,
+    "fsdp_config": FSDP,
+    "fsdp": FLAT["fsdp"],
+    "deepspeed": FLAT["deepspeed"],
+    "dp_replicate_size": MESH["dp_replicate_size"],
+    "dp_shard_size": MESH["dp_shard_size"],
+    **_many(
+        ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+        not_yet("It comes later", 1),
+    ),
+    "expert_parallel_size": not_yet("It comes later", 1),
+    "sample_packing": lost("sequences are always packed", True),
+    "eval_sample_packing": lost("sequences are always packed", True),
+    "pad_to_sequence_len": no_effect("every sequence has all its tokens"),
+    "train_on_inputs": lost("every token counts in the loss", True),
+    "unfrozen_parameters": not_yet("Write freeze with the names of the others"),
+    **_many(
+        ("special_tokens", "tokens", "eot_tokens", "chat_template", "chat_template_jinja"),
+        _TEMPLATES,
+    ),
+    **_many(("default_system_message", "resize_token_embeddings_to_32x"), _TEMPLATES),
+    **_many(
+        ("attn_implementation", "flash_attention", "sdp_attention", "xformers_attention"), _KERNELS
+    ),
+    **_many(("flex_attention", "eager_attention", "use_kernels", "plugins"), _KERNELS),
+    **_many(
+        (
+            "liger_rope",
+            "liger_rms_norm",
+            "liger_rms_norm_gated",
+            "liger_glu_activation",
+            "liger_layer_norm",
+            "liger_cross_entropy",
+            "liger_fused_linear_cross_entropy",
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+        ),
+        _KERNELS,
+    ),
+    **_many(
+        ("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), _WATCHERS
+    ),
+    **_many(("wandb_run_id", "wandb_mode", "use_wandb", "use_mlflow", "use_comet"), _WATCHERS),
+    **_many(("mlflow_tracking_uri", "mlflow_experiment_name", "use_tensorboard"), _WATCHERS),
+    **_many(("adapter", "load_in_8bit", "load_in_4bit", "gptq", "qat", "rl", "trl"), _ADAPTERS),
+    **_many(
+        (
+            "lora_r",
+            "lora_alpha",
+            "lora_dropout",
+            "lora_target_modules",
+            "lora_target_linear",
+            "lora_model_dir",
+            "lora_fan_in_fan_out",
+            "lora_modules_to_save",
+            "lora_target_parameters",
+        ),
+        _OF_ADAPTERS,
+    ),
+    "strict": no_effect("every key is checked"),
+    "debug": no_effect("ranks always compare their collectives"),
+    "early_stopping_patience": not_yet("Leave it out"),
+    "loss_watchdog_threshold": lost("a run that diverges ends with exit code 9"),
+    "loss_watchdog_patience": lost("a run that diverges ends with exit code 9"),
+    "low_cpu_mem_usage": no_effect("every rank reads only its own part of the weights"),
+    "save_first_step": lost("steps are saved as save_strategy says", False),
+    "push_dataset_to_hub": not_yet("Leave it out"),
+}

@@ -1,0 +1,341 @@
+"""DeepSpeed's JSON: ZeRO's stages, offload, batch, precision, optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from fullshard.config.dialects.rules import (
+    HAPPENS,
+    NOTHING,
+    Meaning,
+    Rule,
+    Said,
+    Status,
+    Table,
+    flag,
+    is_auto,
+    is_empty,
+    is_neutral,
+    lost,
+    no_effect,
+    not_yet,
+    to,
+    translated,
+    word_among,
+)
+from fullshard.config.fields import Rejected, to_flag, to_number
+from fullshard.config.problems import ConfigProblems, Problem, show
+
+HOMES: Mapping[str, object] = {"none": None, "cpu": "cpu", "nvme": "nvme"}
+
+_STAGES = {
+    "0": ("no_shard", "stage 0 replicates everything"),
+    "1": ("shard_grad_op", "stage 1, with gradients sharded too: less memory, the same losses"),
+    "2": ("shard_grad_op", "stage 2"),
+    "3": ("full_shard", "stage 3"),
+}
+
+
+def stage(value: object, said: Said) -> Meaning:
+    """A stage of ZeRO; on top of MiCS it is sharded inside a group."""
+    if is_empty(value):
+        return NOTHING
+    if is_auto(value):
+        return Meaning(Status.NO_EFFECT, "auto: sharding.strategy decides")
+    strategy, why = _STAGES[word_among(value, dict.fromkeys(_STAGES))]
+    group = to_number(said.get("mics_shard_size"))
+    if group is not None and group > 0:
+        return translated({"sharding.strategy": "hybrid_shard"}, "mics_shard_size makes copies")
+    return translated({"sharding.strategy": strategy}, why)
+
+
+def _zero(value: object, said: Said) -> Meaning:
+    """`zero_optimization: true` is stage 1."""
+    return stage("1" if to_flag(value) else "0", said)
+
+
+def _mics(value: object, _: Said) -> Meaning:
+    if is_neutral(value, (-1, 0)):
+        return HAPPENS
+    return translated({"sharding.shard": value}, "ranks that share one copy")
+
+
+def home(value: object, _: Said) -> Meaning:
+    """Where DeepSpeed keeps parameters, or the optimizer with the gradients.
+
+    torch's optimizers update where the parameters are, so here all three have one home.
+    """
+    if is_empty(value):
+        return NOTHING
+    meant = HOMES[word_among(value, HOMES)]
+    if meant is None:
+        return HAPPENS
+    why = "parameters, gradients and optimizer state have one home"
+    return translated({"sharding.offload": meant}, why)
+
+
+def _old_offload(value: object, said: Said) -> Meaning:
+    return home("cpu" if to_flag(value) else "none", said)
+
+
+def _optimizer(value: object, _: Said) -> Meaning:
+    if is_empty(value):
+        return NOTHING
+    words = {"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}
+    word = str(value).strip().lower()
+    if word not in words:
+        said = f"{show(value)} is not yet supported"
+        raise ConfigProblems([Problem("", "", said, "Use AdamW or SGD")])
+    why = "DeepSpeed's Adam decays like AdamW" if word == "adam" else ""
+    return translated({"training.optim": words[word]}, why)
+
+
+def _betas(value: object, _: Said) -> Meaning:
+    if is_auto(value):
+        return Meaning(Status.NO_EFFECT, "auto: training.adam_beta1 and adam_beta2 decide")
+    betas = cast("list[object]", value) if isinstance(value, list) else []
+    if len(betas) != 2:
+        raise Rejected("two numbers")
+    return translated({"training.adam_beta1": betas[0], "training.adam_beta2": betas[1]})
+
+
+def _schedule(value: object, _: Said) -> Meaning:
+    words = {
+        "warmuplr": "constant_with_warmup",
+        "warmupdecaylr": "linear",
+        "warmupcosinelr": "cosine",
+    }
+    if is_empty(value):
+        return NOTHING
+    word = str(value).strip().lower()
+    if word not in words:
+        said = f"{show(value)} is not yet supported"
+        advice = "Use WarmupLR, WarmupDecayLR or WarmupCosineLR"
+        raise ConfigProblems([Problem("", "", said, advice)])
+    return translated({"training.lr_scheduler_type": words[word]})
+
+
+def _micro_batch(value: object, _: Said) -> Meaning:
+    if is_empty(value) or is_auto(value):
+        return Meaning(Status.NO_EFFECT, "auto: training.per_device_train_batch_size decides")
+    return translated({"training.per_device_train_batch_size": value})
+
+
+def _train_batch(value: object, said: Said) -> Meaning:
+    """Two of the three numbers of a batch give the third."""
+    if is_empty(value) or is_auto(value):
+        return Meaning(Status.NO_EFFECT, "auto: it is the product of the other two and the ranks")
+    micro = to_number(said.get("train_micro_batch_size_per_gpu"))
+    accumulation = to_number(said.get("gradient_accumulation_steps"))
+    if micro is not None and accumulation is not None:
+        return Meaning(Status.NO_EFFECT, "it is the product of the other two and the ranks")
+    return translated({"training.train_batch_size": value}, "of all ranks in one update")
+
+
+def switched(what: str) -> Rule:
+    """A group that may be switched off: `{enabled: false}`."""
+    return lost(f"there is no {what}", False)
+
+
+def _numbers(value: object, _: Said) -> Meaning:
+    """`auto`, or a bucket size: both leave the sizes to the plan."""
+    if not is_auto(value) and to_number(value) is None and not isinstance(value, bool):
+        raise Rejected("a number or auto")
+    return Meaning(Status.NO_EFFECT, "units and prefetch depths take the place of buckets")
+
+
+def _autocast(value: object, said: Said) -> Meaning:
+    enabled = said.get("enabled")
+    if is_empty(enabled) or not to_flag(enabled):
+        return Meaning(Status.NO_EFFECT, "torch_autocast is off")
+    return translated({"sharding.param_dtype": value}, "units compute in it")
+
+
+_BUFFERS = no_effect("the engine sizes its own buffers")
+_OURS = no_effect("the plan decides how gradients travel")
+
+_OFFLOAD: Table = {
+    **dict.fromkeys(
+        (
+            "pin_memory",
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "fast_init",
+            "pipeline_read",
+            "pipeline_write",
+            "pipeline",
+            "cpuadam_cores_perc",
+            "super_offload",
+        ),
+        _BUFFERS,
+    ),
+    "nvme_path": no_effect("no state lives on NVMe yet"),
+    "ratio": lost("all of the state is offloaded", 1),
+}
+
+ZERO: Table = {
+    "stage": stage,
+    "offload_optimizer": {"device": home, **_OFFLOAD},
+    "offload_param": {"device": home, **_OFFLOAD},
+    "cpu_offload": _old_offload,
+    "cpu_offload_params": _old_offload,
+    "cpu_offload_param": _old_offload,
+    "cpu_offload_use_pin_memory": _BUFFERS,
+    "mics_shard_size": _mics,
+    "mics_hierarchical_params_gather": no_effect("the mesh has two axes"),
+    "zero_hpz_partition_size": lost(
+        "weights have no second copy inside a host; hybrid_shard is near to it", 1
+    ),
+    "zero_quantized_weights": lost("weights travel in sharding.param_dtype", False),
+    "zero_quantized_nontrainable_weights": lost("weights travel in sharding.param_dtype", False),
+    "zero_quantized_gradients": lost("gradients travel in sharding.reduce_dtype", False),
+    "zeropp_loco_param": lost("gradients travel in sharding.reduce_dtype"),
+    "zenflow": not_yet("Leave it out"),
+    **dict.fromkeys(
+        (
+            "reduce_bucket_size",
+            "allgather_bucket_size",
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "sub_group_size",
+            "module_granularity_threshold",
+        ),
+        _numbers,
+    ),
+    **dict.fromkeys(
+        (
+            "contiguous_gradients",
+            "reduce_scatter",
+            "allgather_partitions",
+            "overlap_comm",
+            "use_multi_rank_bucket_allreduce",
+            "round_robin_gradients",
+            "grad_hooks",
+            "legacy_stage1",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+            "memory_efficient_linear",
+            "override_module_apply",
+        ),
+        _OURS,
+    ),
+    **dict.fromkeys(
+        ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
+        no_effect("a run always leaves a Hugging Face folder in model/"),
+    ),
+    **dict.fromkeys(
+        ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
+        no_effect("it concerns DeepSpeed's checkpoints"),
+    ),
+    "ignore_unused_parameters": no_effect("unused parameters are known to the plan"),
+    "leaf_module": no_effect("units of experts are found by themselves"),
+    "log_trace_cache_warnings": no_effect("there is no trace cache: the plan is the program"),
+    "enable_sanity_checks": no_effect("ranks always compare plans and weights"),
+    "save_muon_momentum_buffer_in_memory": no_effect("it concerns Muon"),
+}
+
+_SCALING = no_effect("torch's GradScaler chooses and adapts the scale of the loss")
+
+_WARMUP: Table = {
+    "warmup_min_lr": lost("the warm-up begins at zero", 0, "auto"),
+    "warmup_max_lr": to("training.learning_rate"),
+    "warmup_num_steps": to("training.warmup_steps"),
+    "warmup_type": lost("the warm-up is linear", "linear"),
+    "total_num_steps": no_effect("training.max_steps decides"),
+    "warmup_min_ratio": lost("the warm-up begins at zero", 0),
+    "cos_min_ratio": lost("the cosine ends at zero", 0),
+    "last_batch_iteration": no_effect("a resumed run knows its step"),
+}
+
+_OFF = ("elasticity", "compression_training", "data_efficiency", "curriculum_learning")
+_LATER = (
+    *_OFF,
+    *("progressive_layer_drop", "sparse_attention", "tensor_parallel", "expert_parallel"),
+    *("sequence_parallel", "pipeline", "hybrid_engine", "quantize_training", "amp", "moe"),
+)
+_WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "comms_logger", "flops_profiler")
+
+DEEPSPEED: Table = {
+    "zero_optimization": {"": _zero, **ZERO},
+    "train_batch_size": _train_batch,
+    "train_micro_batch_size_per_gpu": _micro_batch,
+    "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
+    "gradient_clipping": to("training.max_grad_norm"),
+    "bf16": {
+        "enabled": flag("sharding.param_dtype", "bfloat16"),
+        "bf16_master_weights_and_grads": flag("sharding.master_dtype", "bfloat16"),
+        "bf16_optimizer_states": lost("optimizer state has the masters' dtype", False),
+        "immediate_grad_update": no_effect("gradients are reduced as they come"),
+        "check_overflow": no_effect("bf16 does not overflow where float32 does not"),
+    },
+    "fp16": {
+        "enabled": flag("sharding.param_dtype", "float16"),
+        "loss_scale": lost("the scale of the loss adapts itself", 0, "auto"),
+        "fp16_master_weights_and_grads": lost("masters stay float32", False),
+        **dict.fromkeys(
+            (
+                "auto_cast",
+                "initial_scale_power",
+                "loss_scale_window",
+                "hysteresis",
+                "consecutive_hysteresis",
+                "min_loss_scale",
+            ),
+            _SCALING,
+        ),
+    },
+    "torch_autocast": {
+        "enabled": no_effect("units compute in sharding.param_dtype, and masters stay float32"),
+        "dtype": _autocast,
+        "lower_precision_safe_modules": no_effect("every module of a unit computes alike"),
+    },
+    "data_types": {"grad_accum_dtype": lost("gradients add up in float32", "fp32", "auto")},
+    "communication_data_type": to("sharding.reduce_dtype"),
+    "seq_parallel_communication_data_type": no_effect("it concerns sequence parallelism"),
+    "gradient_allreduce_op": to("sharding.grad_reduction"),
+    "prescale_gradients": no_effect("gradients are divided as they are added, in reduce_dtype"),
+    "gradient_predivide_factor": no_effect("gradients are divided as they are added"),
+    "sparse_gradients": lost("gradients of embeddings are dense", False),
+    "optimizer": {
+        "type": _optimizer,
+        "params": {
+            "lr": to("training.learning_rate"),
+            "betas": _betas,
+            "eps": to("training.adam_epsilon"),
+            "weight_decay": to("training.weight_decay"),
+            "momentum": lost("sgd has no momentum", 0),
+            "torch_adam": no_effect("the optimizer is torch's"),
+            "adam_w_mode": not_yet("Leave it out: weight decay is decoupled", True),
+            "fused": no_effect("the optimizer is torch's"),
+        },
+        "legacy_fusion": no_effect("the optimizer is torch's"),
+    },
+    "scheduler": {"type": _schedule, "params": _WARMUP},
+    "activation_checkpointing": no_effect(
+        "it tunes deepspeed.checkpointing, which a model must call; ours is "
+        "sharding.activation_checkpointing"
+    ),
+    "steps_per_print": no_effect("training.logging_steps says what is printed"),
+    "zero_allow_untested_optimizer": no_effect("every optimizer of torch may be used"),
+    "zero_force_ds_cpu_optimizer": no_effect("the optimizer is torch's, on the host too"),
+    "wall_clock_breakdown": no_effect("metrics.jsonl has the parts of every step"),
+    "memory_breakdown": no_effect("metrics.jsonl has the memory of every step"),
+    "dump_state": no_effect("config.yaml and plan.json in the run's folder say it"),
+    "managed_gradient_accumulation": no_effect("the loop accumulates"),
+    "dataloader_drop_last": no_effect("batches are always whole"),
+    "disable_allgather": no_effect("the plan decides when weights are gathered"),
+    "checkpoint": no_effect("it concerns DeepSpeed's checkpoints"),
+    "load_universal_checkpoint": no_effect("it concerns DeepSpeed's checkpoints"),
+    "aio": no_effect("no state lives on NVMe"),
+    "autotuning": switched("autotuning; `fullshard plan` says what fits"),
+    "compile": switched("torch.compile"),
+    "eigenvalue": switched("the eigenvalue tool"),
+    "nebula": switched("Nebula"),
+    **{name: switched(f"{name}; metrics.jsonl has every step") for name in _WATCHING},
+    **{name: not_yet("Leave it out", False) for name in _LATER},
+}

@@ -1,0 +1,199 @@
+"""The keys of `fsdp_config`, with or without `fsdp_`: Accelerate 1 and 2, the Trainer, axolotl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fullshard.config.dialects.rules import (
+    HAPPENS,
+    NOTHING,
+    Meaning,
+    Rule,
+    Said,
+    Status,
+    Table,
+    choice,
+    flag,
+    is_empty,
+    is_neutral,
+    lost,
+    no_effect,
+    not_yet,
+    to,
+    translated,
+    word_among,
+)
+from fullshard.config.fields import Rejected, to_flag, to_names
+from fullshard.config.values import Strategy, parse, words_of
+
+_WRAP = {
+    "transformer_based_wrap": "transformer",
+    "size_based_wrap": "size",
+    "no_wrap": "none",
+    "1": "transformer",
+    "2": "size",
+    "3": "none",
+}
+_BACKWARD = {
+    "backward_pre": 1,
+    "backward_post": 0,
+    "no_prefetch": 0,
+    "none": 0,
+    "1": 1,
+    "2": 0,
+    "3": 0,
+}
+_STATE_DICTS: Mapping[str, object] = dict.fromkeys(
+    ("full_state_dict", "local_state_dict", "sharded_state_dict", "1", "2", "3")
+)
+
+_STATE_DICT_WHY = "a run always leaves a Hugging Face folder in model/"
+
+
+def _strategy(value: object, _: Said) -> Meaning:
+    return NOTHING if is_empty(value) else translated({"sharding.strategy": value})
+
+
+def _reshard(value: object, said: Said) -> Meaning:
+    """FSDP2's flag, FSDP1's strategy under FSDP2's name, or both beside each other."""
+    if is_empty(value):
+        return NOTHING
+    try:
+        word: object = Strategy.FULL_SHARD if to_flag(value) else Strategy.SHARD_GRAD_OP
+    except Rejected:
+        return _strategy(value, said)
+    named = said.get("sharding_strategy")
+    if is_empty(named):
+        return translated({"sharding.strategy": word}, f"FSDP2's flag for {word}")
+    hybrids = {
+        Strategy.HYBRID_SHARD: Strategy.FULL_SHARD,
+        Strategy.HYBRID_SHARD_ZERO2: Strategy.SHARD_GRAD_OP,
+    }
+    strategy = parse(Strategy, named, "")
+    if hybrids.get(strategy, strategy) is not word:
+        raise Rejected(f"what sharding_strategy says, {strategy}", "Give one of the two")
+    return Meaning(Status.NO_EFFECT, "sharding_strategy says it")
+
+
+def _policy(said: Said) -> str:
+    """The wrap that the policy means; nothing where it is left out, or is no policy."""
+    words = words_of(said.get("auto_wrap_policy"))
+    return next((_WRAP[word] for word in words if word in _WRAP), "")
+
+
+def _auto_wrap_policy(value: object, said: Said) -> Meaning:
+    if is_empty(value):
+        return NOTHING
+    policy = _WRAP[word_among(value, _WRAP)]
+    if policy == "transformer" and not is_empty(said.get("transformer_layer_cls_to_wrap")):
+        return Meaning(Status.NO_EFFECT, "transformer_layer_cls_to_wrap names the units")
+    return translated({"sharding.wrap": policy})
+
+
+def _layer_classes(value: object, said: Said) -> Meaning:
+    if is_empty(value):
+        return NOTHING
+    if _policy(said) in ("size", "none"):
+        return Meaning(Status.NO_EFFECT, "auto_wrap_policy chooses the units in another way")
+    return translated({"sharding.wrap": list(to_names(value))})
+
+
+def _min_num_params(value: object, said: Said) -> Meaning:
+    if is_neutral(value, (0,)):
+        return HAPPENS
+    policy = _policy(said)
+    named = not is_empty(said.get("transformer_layer_cls_to_wrap"))
+    if policy in ("transformer", "none") or (named and not policy):
+        return Meaning(Status.NO_EFFECT, "it concerns SIZE_BASED_WRAP alone")
+    values = {"sharding.wrap_min_params": value}
+    return translated(values if policy else {"sharding.wrap": "size", **values})
+
+
+def _ignored(value: object, _: Said) -> Meaning:
+    """Accelerate matches a whole name by a regular expression; ours are globs."""
+    if is_empty(value):
+        return NOTHING
+    parts = [part for name in to_names(value) for part in name.split("|")]
+    globs = [part.replace("\\.", ".").replace(".*", "*").strip("()^$") for part in parts]
+    if any(set(glob) & set("\\[](){}+?^$") for glob in globs):
+        raise Rejected("names of modules, with .* and | as the only wildcards")
+    return translated({"sharding.ignore": globs}, "as globs")
+
+
+def nothing_for(why: str) -> Rule:
+    """A flag of a mechanism that we do not have, because nobody need choose."""
+
+    def rule(value: object, _: Said) -> Meaning:
+        if not is_empty(value):
+            to_flag(value)
+        return Meaning(Status.NO_EFFECT, why)
+
+    return rule
+
+
+def size_of(key: str) -> Rule:
+    """The size of a mesh axis; -1 and 0 leave it to the number of ranks."""
+
+    def rule(value: object, _: Said) -> Meaning:
+        return HAPPENS if is_neutral(value, (-1, 0)) else translated({key: value})
+
+    return rule
+
+
+VERSION = no_effect("one engine does what both versions do", {"1": 1, "2": 2})
+
+FSDP: Table = {
+    "version": VERSION,
+    "sharding_strategy": _strategy,
+    "reshard_after_forward": _reshard,
+    "auto_wrap_policy": _auto_wrap_policy,
+    "transformer_layer_cls_to_wrap": _layer_classes,
+    "min_num_params": _min_num_params,
+    "backward_prefetch": choice("sharding.backward_prefetch", _BACKWARD, "a depth in units"),
+    "backward_prefetch_policy": choice("sharding.backward_prefetch", _BACKWARD, "a depth in units"),
+    "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
+    "offload_params": flag(
+        "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
+    ),
+    "cpu_offload": flag(
+        "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
+    ),
+    "cpu_offload_pin_memory": nothing_for("where the host's copies are pinned, the device decides"),
+    "activation_checkpointing": flag("sharding.activation_checkpointing", "block"),
+    "ignored_modules": _ignored,
+    "mixed_precision_policy": to("sharding.param_dtype"),
+    "state_dict_type": no_effect(_STATE_DICT_WHY, _STATE_DICTS),
+    "final_state_dict_type": no_effect(_STATE_DICT_WHY, _STATE_DICTS),
+    "cpu_ram_efficient_loading": nothing_for("every rank reads only its own part of the weights"),
+    "sync_module_states": nothing_for(
+        "all ranks start from the same weights, and compare them; it is no time-out "
+        "(that is launch.timeout)"
+    ),
+    "use_orig_params": nothing_for("parameters are always the model's own objects"),
+    "limit_all_gathers": nothing_for("the slots of the plan bound what is gathered at once"),
+    "xla": not_yet("Leave it out", False),
+    "xla_fsdp_v2": not_yet("Leave it out", False),
+    "xla_fsdp_settings": lost("it concerns XLA's FSDP"),
+    "xla_fsdp_grad_ckpt": lost("it concerns XLA's FSDP", False),
+}
+
+# The sizes of a mesh, in Accelerate's `parallelism_config` and in axolotl's file.
+MESH: Table = {
+    "dp_replicate_size": size_of("sharding.replicate"),
+    "dp_shard_size": size_of("sharding.shard"),
+    "tp_size": not_yet("Tensor parallelism comes later", 1),
+    "cp_size": not_yet("Context parallelism comes later", 1),
+    "sp_size": not_yet("Sequence parallelism comes later", 1),
+    "ep_size": not_yet("Expert parallelism comes later", 1),
+    **{
+        name: no_effect("it concerns context or sequence parallelism")
+        for name in (
+            "cp_backend",
+            "cp_comm_strategy",
+            "sp_backend",
+            "sp_seq_length",
+            "sp_seq_length_is_variable",
+            "sp_attn_implementation",
+        )
+    },
+}

@@ -1,0 +1,238 @@
+"""Hugging Face's TrainingArguments, under `training:` or flat, and TRL's script arguments.
+
+Most names are fields of TrainingConfig and stay what they are. Here is the rest: `fsdp`,
+`fsdp_config`, `deepspeed`, what has no effect, and what is not built yet (hf_names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from fullshard.config.dialects.deepspeed import DEEPSPEED
+from fullshard.config.dialects.fsdp import FSDP
+from fullshard.config.dialects.rules import (
+    HAPPENS,
+    NOTHING,
+    Meaning,
+    Rule,
+    Said,
+    Status,
+    Table,
+    file_rule,
+    is_empty,
+    is_neutral,
+    lost,
+    mapping_of,
+    no_effect,
+    not_yet,
+    to,
+    translated,
+)
+from fullshard.config.fields import Rejected, means_same, to_flag, to_number
+from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
+from fullshard.config.keys import canonical
+from fullshard.config.moves import MOVES
+from fullshard.config.schema import TrainingConfig
+from fullshard.config.values import Strategy, did_you_mean, spellings, words_of
+
+_WORDS = ("auto_wrap", "offload")
+
+
+def _fsdp(value: object, said: Said) -> Meaning:
+    """`full_shard auto_wrap offload` as text or list, or FSDP2's flag.
+
+    A mapping is walked as an `fsdp_config` is.
+    """
+    if is_empty(value):
+        return NOTHING
+    try:
+        on = to_flag(value)
+    except Rejected:
+        return _fsdp_words(value)
+    if not on:
+        return Meaning(Status.NO_EFFECT, "sharding.strategy decides, with or without it")
+    if _names_strategy(said.get("fsdp_config")):
+        return Meaning(Status.NO_EFFECT, "fsdp_config names the strategy")
+    return translated({"sharding.strategy": Strategy.FULL_SHARD})
+
+
+def _fsdp_words(value: object) -> Meaning:
+    members = cast("Iterable[object]", value) if isinstance(value, list) else (value,)
+    parts = [p for m in members for p in str(getattr(m, "value", m)).replace(",", " ").split()]
+    known = {**spellings(Strategy), **dict.fromkeys(_WORDS, None)}
+    own = (*(strategy.value for strategy in Strategy if strategy is not Strategy.AUTO), *_WORDS)
+    values: dict[str, object] = {}
+    for part in parts:
+        word = next((word for word in words_of(part) if word in known), "")
+        if not word:
+            raise Rejected(f"words among {', '.join(own)}", did_you_mean(part, own))
+        if word == "offload":
+            values["sharding.offload"] = "cpu"
+        elif word not in _WORDS:
+            if "sharding.strategy" in values:
+                raise Rejected("one strategy, and auto_wrap and offload")
+            values["sharding.strategy"] = known[word]
+    if not values:  # `auto_wrap` alone
+        return Meaning(Status.NO_EFFECT, "units are found in every model")
+    return translated(values)
+
+
+def _names_strategy(config: object) -> bool:
+    names = {str(key).removeprefix("fsdp_") for key in mapping_of(config)}
+    return bool(names & {"sharding_strategy", "reshard_after_forward"})
+
+
+def _min_params(value: object, said: Said) -> Meaning:
+    if is_neutral(value, (0,)) or not is_empty(said.get("fsdp_transformer_layer_cls_to_wrap")):
+        return HAPPENS
+    return translated({"sharding.wrap": "size", "sharding.wrap_min_params": value})
+
+
+def _layer_class(value: object, _: Said) -> Meaning:
+    return NOTHING if is_empty(value) else translated({"sharding.wrap": [value]})
+
+
+def _later(name: str) -> Rule:
+    """A name that is not built yet: TrainingConfig refuses it in its own words."""
+
+    def rule(value: object, _: Said) -> Meaning:
+        if TrainingConfig.without_effect(name, value):
+            return HAPPENS
+        return translated({f"training.{name}": value})
+
+    return rule
+
+
+def _decides(name: str, target: str) -> Rule:
+    """A flag whose meaning is a key of `sharding` (`bf16`), and which stays beside it."""
+
+    def rule(value: object, _: Said) -> Meaning:
+        if value is None:
+            return NOTHING
+        why = f"decides {target}" if words_of(value)[:1] == ("true",) else "it is off"
+        status = Status.TRANSLATED if "decides" in why else Status.NO_EFFECT
+        return Meaning(status, why, {f"training.{name}": value})
+
+    return rule
+
+
+def _effectless(name: str) -> Rule:
+    def rule(value: object, _: Said) -> Meaning:
+        why, *neutral = WITHOUT_EFFECT[name]
+        if is_neutral(value, tuple(neutral)) and neutral:
+            return HAPPENS
+        return Meaning(Status.LOST if neutral else Status.NO_EFFECT, str(why))
+
+    return rule
+
+
+_PEFT = ("load_in_4bit", "load_in_8bit", "use_rslora", "use_dora")
+
+
+def _use_peft(value: object, said: Said) -> Meaning:
+    if is_empty(value) or not to_flag(value):
+        return HAPPENS
+    return translated({"lora.r": said.get("lora_r") or 16})
+
+
+def _lora(name: str) -> Rule:
+    """TRL's `lora_*`, which counts where `use_peft` is on."""
+
+    def rule(value: object, said: Said) -> Meaning:
+        if is_empty(value) or not to_flag(said.get("use_peft") or False):
+            return Meaning(Status.NO_EFFECT, "use_peft is off")
+        if means_same(value, "all-linear"):
+            return HAPPENS
+        return translated({f"lora.{name}": value})
+
+    return rule
+
+
+_LORA: Table = {
+    "use_peft": _use_peft,
+    "lora_r": _lora("r"),
+    "lora_alpha": _lora("lora_alpha"),
+    "lora_dropout": _lora("lora_dropout"),
+    "lora_target_modules": _lora("target_modules"),
+    "lora_task_type": no_effect("causal language models are trained"),
+}
+
+
+# Names below `training:` that are more than a field of TrainingConfig.
+TRAINING: Table = {
+    **{name: _later(name) for name in NOT_YET},
+    **{name: _effectless(name) for name in WITHOUT_EFFECT},
+    **{
+        move.source.removeprefix("training."): _decides(
+            move.source.removeprefix("training."), move.target
+        )
+        for move in MOVES
+        if move.stays
+    },
+    "fsdp": {"": _fsdp, **FSDP},
+    "fsdp_config": FSDP,
+    "fsdp_min_num_params": _min_params,
+    "fsdp_transformer_layer_cls_to_wrap": _layer_class,
+    "deepspeed": {"": file_rule, **DEEPSPEED},
+    **_LORA,
+}
+
+
+def _renamed(name: str) -> Rule:
+    """A field of TrainingConfig, or of another section where its meaning lies."""
+    return to_field(canonical(f"training.{name}"))
+
+
+def to_field(key: str) -> Rule:
+    """Any value of a key of ours; null leaves it out."""
+
+    def rule(value: object, _: Said) -> Meaning:
+        return NOTHING if value is None else translated({key: value})
+
+    return rule
+
+
+def _dataset(value: object, _: Said) -> Meaning:
+    return NOTHING if is_empty(value) else translated({"data.path": value}, "a file or a folder")
+
+
+# A file of these at its top level, with or without TRL's arguments of scripts and models.
+FLAT: Table = {
+    **{
+        name: _renamed(name)
+        for name in (
+            *TrainingConfig.field_names(),
+            *TrainingConfig.ALIASES,
+            *(m.source.removeprefix("training.") for m in MOVES if m.source.startswith("training")),
+        )
+        if name not in TRAINING
+    },
+    **TRAINING,
+    "model_name_or_path": to("model.name_or_path"),
+    "tokenizer_name_or_path": to("data.tokenizer"),
+    "dataset_name": _dataset,
+    "dataset_path": _dataset,
+    "dataset_config": lost("a dataset is a file or a folder here"),
+    "dataset_train_split": lost("the whole file is trained on", "train"),
+    "dataset_test_split": lost("data.validation_fraction holds text out", "test", "validation"),
+    "dataset_streaming": no_effect("data is read once and kept as tokens"),
+    "torch_dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+    "dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+    "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
+    "trust_remote_code": not_yet("Only code of transformers is run", False),
+    "model_revision": no_effect("a model is a folder here", None),
+    "use_liger": lost("the model's own kernels run", False),
+    **dict.fromkeys(_PEFT, not_yet("Leave it out", False)),
+}
+
+# A name that stands in no file of ours at the top level.
+FLAT_MARKS = frozenset(FLAT) - {"model", "data"}
+
+
+def steps_share(value: object, epochs: object) -> float:
+    """`n times an epoch` as a share of all steps, which `eval_steps` and `save_steps` take."""
+    times, all_epochs = to_number(value), to_number(epochs) or 1
+    if times is None or times <= 0:
+        raise Rejected("a number > 0")
+    return min(1 / (times * all_epochs), 0.999)

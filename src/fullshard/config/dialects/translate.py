@@ -1,0 +1,345 @@
+"""A file in any dialect, said in our keys: every value with its place, every key with a note."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from fullshard.config.dialects.accelerate import ACCELERATE
+from fullshard.config.dialects.axolotl import AXOLOTL
+from fullshard.config.dialects.deepspeed import DEEPSPEED
+from fullshard.config.dialects.fsdp import FSDP
+from fullshard.config.dialects.rules import (
+    NOTHING,
+    Meaning,
+    Note,
+    Rule,
+    Said,
+    Status,
+    Table,
+    is_empty,
+    mapping_of,
+)
+from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
+from fullshard.config.fields import Rejected
+from fullshard.config.files import File, drop, is_below, read_file
+from fullshard.config.keys import PLAIN_KEYS, canonical, section_of
+from fullshard.config.origins import Entry, Origin, OriginKind
+from fullshard.config.problems import ConfigProblems, Problem, join_key, show
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import did_you_mean, words_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """Another tool's whole file.
+
+    Args:
+        name: of the tool.
+        marks: keys of the top level, any of which tells the dialect.
+        table: what every key means.
+    """
+
+    name: str
+    marks: frozenset[str]
+    table: Table
+
+
+DIALECTS = (
+    Dialect(
+        "Accelerate",
+        frozenset({"distributed_type", "compute_environment", "deepspeed_config"}),
+        ACCELERATE,
+    ),
+    Dialect(
+        "DeepSpeed",
+        frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
+        DEEPSPEED,
+    ),
+    Dialect(
+        "axolotl",
+        frozenset({"base_model", "micro_batch_size", "sequence_len", "fsdp_version"}),
+        AXOLOTL,
+    ),
+    Dialect("TrainingArguments", FLAT_MARKS, FLAT),
+)
+
+_ENGINES = {
+    "fsdp": "FSDP",
+    "fsdp_config": "FSDP",
+    "deepspeed": "DeepSpeed",
+    "deepspeed_config": "DeepSpeed",
+    "zero_optimization": "DeepSpeed",
+}
+
+# Before a plain name in some tools, or some versions of one.
+_PREFIXES = ("fsdp_", "parallelism_config_", "stage3_")
+
+
+@dataclasses.dataclass
+class Translation:
+    """What a file says in our keys.
+
+    Args:
+        dialect: the tool's name; empty for a file of ours.
+        config: the values.
+        entries: the keys, with the place and the name that they have in the file.
+        notes: what became of every key of another tool.
+        problems: what is wrong with them.
+        engines: FSDP or DeepSpeed, where a key asks for one of them.
+    """
+
+    dialect: str
+    config: DictConfig
+    entries: list[Entry]
+    notes: list[Note] = dataclasses.field(default_factory=list[Note])
+    problems: list[Problem] = dataclasses.field(default_factory=list[Problem])
+    engines: list[tuple[str, Origin]] = dataclasses.field(default_factory=list[tuple[str, Origin]])
+
+
+def dialect_of(keys: Iterable[str]) -> Dialect | None:
+    """The tool whose file this is, by its keys; None for ours."""
+    names = {_word(key) for key in keys}
+    return next((dialect for dialect in DIALECTS if names & dialect.marks), None)
+
+
+def translate(file: File) -> Translation:
+    """Say a file in our keys; its config is changed in place."""
+    dialect = dialect_of(str(key) for key in file.config)
+    done = Translation(dialect.name if dialect else "", file.config, file.entries)
+    walk = _Walk(file, done)
+    if dialect is not None:
+        walk.table(dialect.table, _plain(file.config), "", is_whole=True)
+    training = OmegaConf.select(file.config, "training")
+    if isinstance(training, DictConfig):
+        walk.table(TRAINING, _plain(training, TRAINING), "training", is_whole=True)
+    walk.finish()
+    return done
+
+
+def _plain(config: DictConfig, only: Table | None = None) -> dict[object, object]:
+    """The values of a mapping, with what `${...}` in them stands for."""
+    names = [key for key in config if only is None or _name_in(str(key), only)]
+    return {key: _container(config[key]) for key in names}
+
+
+class _Walk:
+    """One pass over a file by tables."""
+
+    def __init__(self, file: File, done: Translation) -> None:
+        self._file = file
+        self._done = done
+        self._origins = {entry.key: entry.origin for entry in file.entries}
+        self._gone: list[str] = []  # keys of the file that others say now
+        self._found: dict[str, tuple[object, Origin]] = {}
+
+    def table(
+        self, table: Table, values: Mapping[object, object], prefix: str, *, is_whole: bool = False
+    ) -> None:
+        """Every key of a mapping; at the top level of a file, keys of ours stay."""
+        said = {_name_in(str(key), table) or str(key): value for key, value in values.items()}
+        for name, value in values.items():
+            key = join_key(prefix, str(name))
+            plain = _name_in(str(name), table)
+            if plain is None:
+                if not is_whole or str(name) not in RunConfig.known_names():
+                    self._unknown(key, str(name), table, is_whole=is_whole)
+                    self._gone += [key] if is_whole else []
+                continue
+            if is_whole:
+                self._gone.append(key)
+                self._engine(plain, value, key)
+            self._entry(table[plain], value, key, said)
+
+    def _entry(self, entry: Rule | Table, value: object, key: str, said: Said) -> None:
+        values = mapping_of(value)
+        if not isinstance(entry, Mapping):
+            self._rule(entry, value, key, said)
+        elif values:
+            self.table(cast("Table", entry), values, key)
+        elif "" in entry:
+            self._rule(cast("Rule", entry[""]), value, key, said)
+        elif is_empty(value) or value is False:
+            self._note(key, NOTHING)
+        elif isinstance(value, str) and entry is FSDP:
+            self._note(key, Meaning(Status.TRANSLATED, f"{value} is read"))
+            self._read(value, key, FSDP)
+        else:
+            self._problem(key, Problem(key, "a mapping of keys", show(value)))
+
+    def _rule(self, rule: Rule, value: object, key: str, said: Said) -> None:
+        try:
+            meaning = rule(value, said)
+        except Rejected as error:
+            self._problem(key, Problem(key, error.expected, show(value), error.advice))
+            return
+        except ConfigProblems as error:
+            for problem in error.problems:
+                self._problem(key, problem)
+            return
+        self._note(key, meaning)
+        for target, meant in meaning.values.items():
+            origin = self._origin(key)
+            if canonical(key) != target:
+                origin = dataclasses.replace(origin, kind=OriginKind.DERIVED)
+            self._put(target, meant, origin, is_itself=target == key)
+        if meaning.file:
+            self._read(meaning.file, key, None)
+
+    def _put(self, target: str, value: object, origin: Origin, *, is_itself: bool = False) -> None:
+        """A value of ours, unless another key of the file says something else."""
+        if target in self._found:
+            other, before = self._found[target]
+        else:
+            other = None if is_itself else OmegaConf.select(self._file.config, target)
+            before = self._origins.get(target)
+        if other is None or before is None or agree(target, value, other):
+            self._found[target] = value, origin
+            return
+        self._done.problems.append(contradiction(target, (value, origin), (other, before)))
+
+    def _read(self, name: str, key: str, table: Table | None) -> None:
+        """Another file, whose keys count as if they stood here."""
+        path = Path(name) if Path(name).exists() else self._file.folder / name
+        try:
+            file = read_file(path)
+        except ConfigProblems as error:
+            for problem in error.problems:
+                got = problem.got if problem.place != str(path) else f"{name!r}, {problem.got}"
+                self._problem(key, dataclasses.replace(problem, got=got))
+            return
+        if table is None:
+            inner = translate(file)
+        else:
+            inner = Translation("", file.config, file.entries)
+            walk = _Walk(file, inner)
+            walk.table(table, _plain(file.config), "")
+            walk._gone = [str(key) for key in file.config]
+            walk.finish()
+        self._done.notes += inner.notes
+        self._done.problems += inner.problems
+        self._done.engines += inner.engines
+        for entry in leaves(inner.entries):
+            value = _container(OmegaConf.select(inner.config, entry.key))
+            self._put(entry.key, value, entry.origin)
+
+    def finish(self) -> None:
+        """Put what was found into the file's values and keys, in place of what said it."""
+        done = self._done
+        self._notes_of_names()
+        for key in self._gone:
+            drop(done.config, key)
+        done.entries = [e for e in done.entries if not is_below(e.key, self._gone)]
+        for target, (value, origin) in self._found.items():
+            make_room(done.config, target)
+            OmegaConf.update(done.config, target, value, force_add=True)
+            done.entries.append(Entry(target, origin))
+
+    def _notes_of_names(self) -> None:
+        """A key of ours under another tool's name (`training.evaluation_strategy`)."""
+        for entry in self._done.entries:
+            target = canonical(entry.key)
+            if target != entry.key and not is_below(entry.key, self._gone):
+                meaning = Meaning(Status.TRANSLATED, f"is {target} here", {target: None})
+                self._note(entry.key, meaning)
+
+    def _engine(self, plain: str, value: object, key: str) -> None:
+        if plain == "distributed_type":
+            engine = {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}.get(str(value).lower())
+        else:
+            is_off = is_empty(value) or words_of(value)[0] in ("false", "no", "none", "null")
+            engine = None if is_off else _ENGINES.get(plain)
+        if engine is not None:
+            self._done.engines.append((engine, self._origin(key)))
+
+    def _note(self, key: str, meaning: Meaning) -> None:
+        origin = self._origin(key)
+        note = Note(
+            origin.written, meaning.status, meaning.why, origin.place, tuple(meaning.values)
+        )
+        self._done.notes.append(note)
+
+    def _problem(self, key: str, problem: Problem) -> None:
+        origin = self._origin(key)
+        placed = dataclasses.replace(problem, key=origin.written, place=origin.place)
+        self._done.problems.append(placed)
+
+    def _unknown(self, key: str, name: str, table: Table, *, is_whole: bool) -> None:
+        prefix = next((p for p in _PREFIXES if name.lower().startswith(p)), "")
+        names = [prefix + plain for plain in table if plain]
+        near = did_you_mean(name, [*names, *(RunConfig.known_names() if is_whole else ())])
+        self._problem(key, Problem(key, "", "unknown key", near))
+
+    def _origin(self, key: str) -> Origin:
+        """Of a key, or of the nearest around it, under the key's own name."""
+        around = key
+        while around and around not in self._origins:
+            around = around.rpartition(".")[0]
+        if around == key:
+            return self._origins[key]
+        found = self._origins.get(around) or Origin(OriginKind.FILE, self._file.name, 1)
+        written = key.removeprefix(around).lstrip(".")
+        return dataclasses.replace(found, written=join_key(found.written, written))
+
+
+def leaves(entries: list[Entry]) -> Iterator[Entry]:
+    """The entries that hold a value and no keys of their own."""
+    holders = {entry.key.rpartition(".")[0] for entry in entries}
+    return (entry for entry in entries if entry.key not in holders)
+
+
+def make_room(config: DictConfig, key: str) -> None:
+    """What stands in a key's way becomes a mapping: `model: FOLDER` before `model.config.x=1`."""
+    section, dot, _ = key.partition(".")
+    if dot and (plain := OmegaConf.select(config, section)) is not None:
+        name = PLAIN_KEYS.get(section)
+        if name is not None and not isinstance(plain, DictConfig):
+            config[section] = {name: plain}
+    parts = key.split(".")
+    for end in range(1, len(parts)):
+        prefix = ".".join(parts[:end])
+        if not isinstance(OmegaConf.select(config, prefix), DictConfig):
+            OmegaConf.update(config, prefix, {}, force_add=True)
+
+
+def _container(value: object) -> object:
+    if isinstance(value, DictConfig | ListConfig):
+        return cast("object", OmegaConf.to_container(value, resolve=True))
+    return value
+
+
+def _word(key: object) -> str:
+    return str(key).strip().lower().replace("-", "_")
+
+
+def _name_in(name: str, table: Table) -> str | None:
+    """The name that a table has for a key, with or without a prefix."""
+    word = _word(name)
+    for candidate in (word, *(word.removeprefix(prefix) for prefix in _PREFIXES)):
+        if candidate and candidate in table:
+            return candidate
+    return None
+
+
+def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, Origin]) -> Problem:
+    """Two keys that say different things of one."""
+    (value, origin), (said, before) = one, other
+    expected = f"what {before.written} ({before.place}) says, {show(said)}"
+    got = show(value) if origin.written == target else f"{show(value)} as {target}"
+    return Problem(origin.written, expected, got, "Give one of the two", origin.place)
+
+
+def agree(key: str, one: object, other: object) -> bool:
+    """Whether two values of a key of ours mean the same."""
+    section, _, name = key.partition(".")
+    cls = section_of(RunConfig, section)
+    if cls is None or name not in cls.field_names():
+        return one == other
+    try:
+        return getattr(cls(**{name: one}), name) == getattr(cls(**{name: other}), name)
+    except ConfigProblems:
+        return one == other

@@ -1,0 +1,100 @@
+"""A resolved configuration as data that explains itself, and the schema of a file for editors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
+
+from fullshard.config.dialects.translate import DIALECTS
+from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
+from fullshard.config.keys import section_of
+from fullshard.config.load import Resolved
+from fullshard.config.moves import MOVES
+from fullshard.config.problems import join_key
+from fullshard.config.schema import RunConfig
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def explain(resolved: Resolved) -> dict[str, Any]:
+    """Sections by name, each value as `{value, origin}`, and `notes`."""
+    values = resolved.config.to_dict()
+    if resolved.is_without_model:
+        values["model"] = {"name_or_path": None, "config": None}
+    return {
+        "dialects": list(resolved.dialects),
+        **_with_origins(values, "", resolved),
+        "notes": [
+            {"key": note.key, "status": note.status, "why": note.why, "place": note.place}
+            for note in resolved.notes
+        ],
+    }
+
+
+def text_of(resolved: Resolved) -> str:
+    """The same for people: YAML with origins as comments, then a line a note."""
+    text = resolved.to_yaml()
+    if resolved.is_without_model:
+        line = next(line for line in text.splitlines() if line.strip().startswith("name_or_path:"))
+        text = text.replace(line, f"{'  name_or_path: null':<48}  # missing: give model=FOLDER", 1)
+    notes = "".join(f"\n{note}" for note in resolved.notes)
+    return f"{text}{notes}".rstrip("\n")
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a file: every key, also under its other names."""
+    made = RunConfig.model_json_schema()
+    for name in RunConfig.field_names():
+        section = section_of(RunConfig, name)
+        if section is None or section.__name__ not in made["$defs"]:
+            continue
+        properties = made["$defs"][section.__name__]["properties"]
+        for alias, key in section.ALIASES.items():
+            properties[alias] = copy.deepcopy(properties[key])
+    training = made["$defs"]["TrainingConfig"]["properties"]
+    moved = [move.source for move in MOVES if move.source.startswith("training.")]
+    for name in (*NOT_YET, *WITHOUT_EFFECT, *(key.partition(".")[2] for key in moved)):
+        training.setdefault(name, {"description": "See `fullshard config explain`."})
+    made["properties"]["strategy"] = {"description": "sharding.strategy"}
+    # A plain text stands for a model's folder, or for the data's path.
+    for name in ("model", "data", "teacher"):
+        made["properties"][name] = {"anyOf": [{"type": "string"}, made["properties"][name]]}
+    return {"$schema": _DRAFT, **made, "title": "A configuration of fullshard"}
+
+
+def dialect_schema(name: str) -> dict[str, Any]:
+    """The JSON Schema of another tool's file: its keys, and what they may hold beside ours."""
+    dialect = next(dialect for dialect in DIALECTS if dialect.name == name)
+    own = schema()
+    properties = {**own["properties"], **_keys_of(dialect.table)}
+    return {**own, "title": f"A file of {name}", "properties": properties, "required": []}
+
+
+def _keys_of(table: Mapping[str, object]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, entry in table.items():
+        if isinstance(entry, Mapping):
+            inner = _keys_of(cast("Mapping[str, object]", entry))
+            found[key] = {"properties": inner}
+            # Prefixed names are the same keys: fsdp_offload_params, stage3_max_live_parameters.
+            prefixed = "|".join(inner)
+            found[key]["patternProperties"] = {
+                f"^(fsdp_|parallelism_config_|stage3_)({prefixed})$": {}
+            }
+        elif key:
+            found[key] = {}
+    return found
+
+
+def _with_origins(values: Mapping[str, Any], prefix: str, resolved: Resolved) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for name, value in values.items():
+        key = join_key(prefix, str(name))
+        if isinstance(value, dict) and value:
+            shown[str(name)] = _with_origins(cast("dict[str, Any]", value), key, resolved)
+        else:
+            missing = resolved.is_without_model and key == "model.name_or_path"
+            origin = "missing" if missing else str(resolved.origins.get(key, "default"))
+            shown[str(name)] = {"value": value, "origin": origin}
+    return shown

@@ -1,0 +1,115 @@
+"""A YAML or JSON file as keys with their lines, and values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from fullshard.config.origins import Entry, read_entries, syntax_problem
+from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.values import nearest
+
+MAIN_JOB = "main_job.yaml"
+JOBS = (MAIN_JOB, "sft_job.yaml", "distill_job.yaml", "teacher_job.yaml")  # that we ship
+
+
+@dataclass(frozen=True)
+class File:
+    """What stands in a file.
+
+    Args:
+        name: as messages name it.
+        folder: in which relative names of other files are looked for, after the working directory.
+        config: its values.
+        entries: its keys with their lines.
+    """
+
+    name: str
+    folder: Path
+    config: DictConfig
+    entries: list[Entry]
+
+    def without(self, keys: Collection[str]) -> File:
+        """The file as if some of its keys did not stand there."""
+        for key in keys:
+            drop(self.config, key)
+        return replace(self, entries=[e for e in self.entries if not is_below(e.key, keys)])
+
+
+def is_below(key: str, prefixes: Collection[str]) -> bool:
+    """Whether a key is one of these, or lies in one."""
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def drop(config: DictConfig, key: str) -> None:
+    """Remove a key, under the name that the file has for it."""
+    holder, _, name = key.rpartition(".")
+    section = OmegaConf.select(config, holder) if holder else config
+    if isinstance(section, DictConfig):  # YAML may have made a number or a flag of the name
+        section.pop(next((key for key in section if str(key) == name), name), None)
+
+
+def read_file(path: Path | None, default: str = MAIN_JOB) -> File:
+    """A file of configuration; None: a job that ships with fullshard, the main one unless said.
+
+    Raises:
+        ConfigError: it cannot be read, or a key stands twice in one mapping.
+    """
+    text, name = _text_of(path, default)
+    if name.endswith(".json"):
+        text = text.expandtabs()  # which JSON may be indented with, and YAML may not
+    return parse_text(text, name, path.parent if path else Path())
+
+
+def parse_text(text: str, name: str, folder: Path = Path()) -> File:
+    """The same, of a text that messages call `name`."""
+    entries = read_entries(text, name)
+    try:
+        config = OmegaConf.create(text)
+    except yaml.MarkedYAMLError as error:  # YAML whose meaning is nothing to us: a Python object
+        raise ConfigProblems([syntax_problem(error, name)]) from None
+    assert isinstance(config, DictConfig), "read_entries has seen a mapping"
+    return File(name, folder, config, entries)
+
+
+def _text_of(path: Path | None, default: str) -> tuple[str, str]:
+    """The text, and the name that messages have for it."""
+    if path is None:
+        resource = files("fullshard.config").joinpath("defaults").joinpath(default)
+        return resource.read_text(encoding="utf-8"), default
+    name = str(path)
+    try:
+        return path.read_text(encoding="utf-8-sig"), name
+    except FileNotFoundError:
+        raise ConfigProblems([_missing(path)]) from None
+    except IsADirectoryError:
+        raise ConfigProblems(
+            [Problem("", "a configuration file", "a folder", place=name)]
+        ) from None
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        raise ConfigProblems([Problem("", "UTF-8 text", got, place=name)]) from None
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise ConfigProblems([Problem("", "a readable file", got, place=name)]) from None
+
+
+def _missing(path: Path) -> Problem:
+    folder = path.parent
+    if not folder.is_dir():
+        return Problem("", "a configuration file", f"no folder '{folder}'", place=str(path))
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    near = nearest(path.name, names)
+    configs = [name for name in names if name.endswith((".yaml", ".yml", ".json"))][:5]
+    if near:
+        advice = f"Did you mean '{folder / near}'?"
+    elif configs:
+        advice = f"'{folder}' has {', '.join(configs)}"
+    else:
+        advice = ""
+    return Problem("", "a configuration file", "no such file", advice, place=str(path))

@@ -1,0 +1,94 @@
+"""The sections of single recipes: supervised fine-tuning, adapters, distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from fullshard.config.fields import Count, Depth, Flag, Names, Number, Text, Word
+from fullshard.config.model import Section
+from fullshard.config.values import DistillLoss, DType, Strategy
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning, under the names of TRL; these may stand in `training` too."""
+
+    packing: Flag | None = None
+    """true: several whole examples a sequence, which do not see each other. None: false."""
+
+    completion_only_loss: Flag | None = None
+    """false: prompts are learned too, in prompt/completion data. None: true."""
+
+    assistant_only_loss: Flag | None = None
+    """false: all turns are learned, in conversations. None: true (TRL: false)."""
+
+    chat_template_path: Text | None = None
+    """A Jinja file, or a folder with a tokenizer. None: the tokenizer's own, else a plain one."""
+
+    num_samples: Depth = 2
+    """Held-out prompts that are answered, and shown, at every evaluation."""
+
+    sample_tokens: Count = 48
+    """Most tokens of such an answer."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, under the names of PEFT's own LoraConfig."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "lora_r": "r",
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+        "lora_target_modules": "target_modules",
+    }
+
+    r: Count = 16
+    """Rank of an adapter."""
+
+    lora_alpha: Annotated[float, Number(above=0)] = 32.0
+    """An adapter is scaled by lora_alpha / r."""
+
+    lora_dropout: Annotated[float, Number(at_least=0, below=1)] = 0.0
+    """Share of an adapter's inputs that are dropped."""
+
+    target_modules: Names = ()
+    """Ends of the names of the layers that get one. Empty: all linear layers but the head."""
+
+
+class DistillConfig(Section):
+    """How a student learns from a teacher."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {"kd_ratio": "alpha", "loss_type": "loss"}
+
+    loss: Word[DistillLoss] = DistillLoss.FORWARD_KL
+    """forward_kl | reverse_kl | jsd | hidden (mean square of projected hidden states)."""
+
+    temperature: Annotated[float, Number(above=0)] = 2.0
+    """Both distributions are softened by it; the loss is multiplied by its square."""
+
+    alpha: Annotated[float, Number(at_least=0, below=1.0000001)] = 0.5
+    """Share of the teacher's loss; the rest is cross-entropy (alias kd_ratio)."""
+
+    beta: Annotated[float, Number(above=0, below=1)] = 0.5
+    """Weight of the teacher in the mixture of jsd."""
+
+    chunk_size: Count = 1024
+    """Tokens whose logits are held at a time."""
+
+    teacher_dtype: Word[DType] | None = None
+    """Of the teacher's weights. None: bfloat16 on accelerators, else float32."""
+
+    teacher_strategy: Word[Strategy] | None = None
+    """Of the teacher. None: the student's."""
+
+    cache: Text | None = None
+    """Folder of the teacher's top_k logits, which `distill cache` has written: no teacher runs."""
+
+    top_k: Count = 64
+    """Logits a token that `distill cache` keeps."""
+
+    experts: Count | None = None
+    """Experts a layer that the student keeps of a teacher with more: those that are used most."""
+
+    layers: Count | None = None
+    """Layers that the student keeps of the teacher's, spread evenly, first and last among them."""

@@ -1,0 +1,114 @@
+"""Two sources tensor by tensor, one of each in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from fullshard.doors.source import CHECKPOINT, Entry, Source
+
+CHUNK = 1 << 22  # elements compared at a time, so that wider copies stay small
+
+
+class Verdict(StrEnum):
+    """How two tensors of one name compare."""
+
+    SAME = "same"
+    ROUNDED = "same but for rounding to the other's dtype"
+    DIFFERENT = "different values"
+    SHAPE = "different shapes"
+    ONLY_A = "only in A"
+    ONLY_B = "only in B"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found out about one name.
+
+    Attributes:
+        name: Of the tensor; of an optimizer's state PARAMETER/STATE.
+        verdict: In short.
+        max_abs: Largest absolute difference; None where nothing could be subtracted.
+        about: Dtypes and shapes, where they differ.
+    """
+
+    name: str
+    verdict: Verdict
+    max_abs: float | None = None
+    about: str = ""
+
+
+def compare(a: Source, b: Source, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
+    """A row for each tensor that either has; `on_row` hears of each when it is compared."""
+    rows: list[Row] = []
+    for row in _rows(a, b):
+        rows.append(row)
+        on_row(row)
+    return rows
+
+
+def _rows(a: Source, b: Source) -> Iterator[Row]:
+    yield from _pairs(a.tensors, b.tensors, {**a.tied, **b.tied})
+    one, other = a.optimizer, b.optimizer
+    if one is not None and other is not None:
+        yield from _pairs(_states(one), _states(other), {})
+        yield from _scalars(one.scalars, other.scalars)
+    elif (one is not None or other is not None) and a.what == b.what == CHECKPOINT:
+        yield Row("optimizer", Verdict.ONLY_B if one is None else Verdict.ONLY_A)
+
+
+def _pairs(
+    a: Mapping[str, Entry], b: Mapping[str, Entry], tied: Mapping[str, str]
+) -> Iterator[Row]:
+    for name, entry in a.items():
+        other = b.get(name) or b.get(tied.get(name, name))
+        yield Row(name, Verdict.ONLY_A) if other is None else _compared(name, entry, other)
+    for name in b:
+        if name not in a and tied.get(name) not in a:
+            yield Row(name, Verdict.ONLY_B)
+
+
+def _compared(name: str, a: Entry, b: Entry) -> Row:
+    if a.shape != b.shape:
+        return Row(name, Verdict.SHAPE, None, f"{a.shape} and {b.shape}")
+    one, other = a.read(), b.read()
+    worst = _max_abs(one, other)
+    if one.dtype is other.dtype:
+        return Row(name, Verdict.DIFFERENT if worst > 0 else Verdict.SAME, worst)
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    rounded = _max_abs(one.to(narrow), other.to(narrow)) == 0
+    verdict = Verdict.ROUNDED if rounded else Verdict.DIFFERENT
+    return Row(name, verdict, worst, f"{one.dtype} and {other.dtype}")
+
+
+def _max_abs(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Largest difference; NaN equals NaN, and is infinitely far from a number."""
+    worst = 0.0
+    for x, y in zip(one.reshape(-1).split(CHUNK), other.reshape(-1).split(CHUNK), strict=True):
+        left, right = x.double(), y.double()
+        gap = (left - right).abs()
+        gap[(left == right) | (left.isnan() & right.isnan())] = 0.0
+        worst = max(worst, gap.nan_to_num(nan=math.inf).max().item() if gap.numel() else 0.0)
+    return worst
+
+
+def _states(optimizer: Any) -> dict[str, Entry]:
+    states = {"/".join(names): entry for names, entry in optimizer.tensors.items()}
+    return {**states, **optimizer.own}
+
+
+def _scalars(a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]) -> Any:
+    one, other = ({f"{p}/{s}": v for p in t for s, v in t[p].items()} for t in (a, b))
+    for name in sorted(one.keys() | other.keys()):
+        if name not in other:
+            yield Row(name, Verdict.ONLY_A)
+        elif name not in one:
+            yield Row(name, Verdict.ONLY_B)
+        else:
+            gap = abs(float(one[name]) - float(other[name]))
+            yield Row(name, Verdict.DIFFERENT if gap else Verdict.SAME, gap)

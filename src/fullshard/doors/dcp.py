@@ -1,0 +1,199 @@
+"""torch.distributed.checkpoint's folders, read without torch's reader, written with its writer.
+
+`.metadata` is a pickle; it is read with a list of the classes that it may name. Each chunk of a
+tensor is a file of torch.save inside a .distcp file.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fullshard.doors.chunks import Chunk, joined
+from fullshard.doors.pickles import read_listed, read_pickle
+from fullshard.doors.place import check_empty, whole_or_nothing
+from fullshard.doors.source import Entry, Source
+from fullshard.doors.state_dicts import WRAPPERS, optimizer_of
+from fullshard.errors import CheckpointError
+
+METADATA = ".metadata"
+_HOME = "torch.distributed.checkpoint"
+_CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")
+_CLASSES += ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")
+ALLOWED = [
+    *(f"{_HOME}.metadata.{name}" for name in _CLASSES),
+    f"{_HOME}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
+    "pathlib.Path",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "collections.OrderedDict",
+    *(f"torch.{dtype}" for dtype in dir(torch) if isinstance(getattr(torch, dtype), torch.dtype)),
+]
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict")
+
+
+def open_dcp(folder: Path) -> Source:
+    """The model's tensors of one folder, and the optimizer's where both are there.
+
+    Raises:
+        CheckpointError: The folder is damaged, or holds no model.
+    """
+    values = _Folder(folder).values()
+    model = {path: value for path, value in values.items() if path[0] not in _OPTIMIZERS}
+    while len({path[0] for path in model}) == 1 and next(iter(model))[0] in WRAPPERS:
+        model = {path[1:]: value for path, value in model.items()}
+    named = {".".join(map(str, path)): value for path, value in model.items()}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Entry)}
+    if not tensors:
+        raise CheckpointError(f"'{folder}': expected a model's tensors; got none. Name its folder.")
+    left = [f"{name}, which is no tensor" for name in named if name not in tensors]
+    states = {path[1:]: value for path, value in values.items() if path[0] in _OPTIMIZERS}
+    optimizer = _optimizer(states, tensors)
+    if states and optimizer is None:
+        left.append("the optimizer's states")
+    what = "a folder of torch.distributed.checkpoint"
+    return Source(what, tensors, optimizer=optimizer, left_out=tuple(left))
+
+
+def optimizer_folder(folder: Path, tensors: Mapping[str, Entry]) -> Any:
+    """Accelerate keeps the optimizer's states in a folder of its own."""
+    states = {path[1:]: value for path, value in _Folder(folder).values().items()}
+    return _optimizer(states, tensors)
+
+
+class _Folder:
+    """The table of a folder, and its chunks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._table: Any = read_listed(folder / METADATA, ALLOWED)
+
+    def values(self) -> dict[tuple[Any, ...], Any]:
+        """Everything by its path in the nested state dict: an Entry, or what a small file holds."""
+        paths = self._table.planner_data or {}
+        found: dict[tuple[Any, ...], Any] = {}
+        for name, facts in self._table.state_dict_metadata.items():
+            path = tuple(paths.get(name) or (name,))
+            if isinstance(facts, TensorStorageMetadata):
+                found[path] = self._entry(name, facts)
+            elif path[0] in _OPTIMIZERS:
+                found[path] = self._read(MetadataIndex(name))
+            else:
+                found[path] = None
+        return found
+
+    def _entry(self, name: str, facts: Any) -> Entry:
+        chunks = [
+            Chunk(
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                partial(self._read, MetadataIndex(name, chunk.offsets)),
+            )
+            for chunk in facts.chunks
+        ]
+        return joined(name, facts.properties.dtype, tuple(facts.size), chunks)
+
+    def _read(self, index: MetadataIndex) -> Any:
+        """What torch.save wrote for one chunk."""
+        where = self._table.storage_data[index]
+        if getattr(where, "transform_descriptors", None):
+            raise CheckpointError(
+                f"'{self._folder}': expected plain chunks; {index.fqn} was written through "
+                f"{where.transform_descriptors}. Save it without extensions."
+            )
+        path = self._folder / Path(where.relative_path).name
+        with path.open("rb") as file:
+            file.seek(where.offset)
+            data = io.BytesIO(file.read(where.length))
+        return read_pickle(data, f"{path} ({index.fqn})")
+
+
+def _optimizer(values: Mapping[tuple[Any, ...], Any], tensors: Mapping[str, Entry]) -> Any:
+    """From {"state": {parameter: {...}}, "param_groups": [{...}]}; None where it is not that."""
+    states: dict[str, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
+    for path, value in values.items():
+        match path:
+            case ("state", param, state):
+                states.setdefault(str(param), {})[str(state)] = value
+            case ("param_groups", number, setting):
+                groups.setdefault(number, {})[str(setting)] = value
+            case ("param_groups",) if isinstance(value, list):
+                groups = dict(enumerate(value))
+            case _:
+                return None
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    return optimizer_of(states, [groups[number] for number in sorted(groups)], shapes)
+
+
+class _Streamed(DefaultSavePlanner):
+    """Plans with tensors without storage, and reads each when it is written."""
+
+    def __init__(self, entries: Mapping[str, Entry], on_bytes: Callable[[int], None]) -> None:
+        super().__init__()
+        self._entries = entries
+        self._on_bytes = on_bytes
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The tensor itself."""
+        entry = self._entries.get(index.fqn)
+        if entry is None:
+            return super().lookup_object(index)
+        self._on_bytes(entry.num_bytes)
+        return entry.read()
+
+
+def write_dcp(
+    source: Source, folder: Path, dtype: torch.dtype | None, on_bytes: Callable[[int], None]
+) -> list[str]:
+    """Write {"model": tensors, "optimizer": {"state", "param_groups"}} for torch's dcp.load.
+
+    Args:
+        source: What to write; tied parameters under each of their names, as torch does.
+        folder: New or empty.
+        dtype: Of the model's floating point tensors; None: as they are.
+        on_bytes: Hears how many bytes were written.
+
+    Returns:
+        What was left out, in words.
+
+    Raises:
+        CheckpointError: The folder is taken, or cannot be written.
+    """
+    check_empty(folder, "export")
+    model = {name: entry.cast(dtype) for name, entry in source.tensors.items()}
+    model |= {name: model[first] for name, first in source.tied.items()}
+    entries = {f"model.{name}": entry for name, entry in model.items()}
+    state: dict[str, Any] = {"model": {name: _meta(entry) for name, entry in model.items()}}
+    left = list(source.left_out)
+    optimizer = source.optimizer
+    if optimizer is not None:
+        states = {param: dict(values) for param, values in optimizer.scalars.items()}
+        for (param, name), entry in optimizer.tensors.items():
+            states.setdefault(param, {})[name] = _meta(entry)
+            entries[f"optimizer.state.{param}.{name}"] = entry
+        state["optimizer"] = {"state": states, "param_groups": optimizer.groups}
+        left += optimizer.own
+    with whole_or_nothing(folder) as aside, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "assuming ... a single process": yes
+        # A file a tensor: torch's writer keeps all tensors of a file until the file is whole.
+        writer = FileSystemWriter(aside, single_file_per_rank=False)
+        save(state, storage_writer=writer, planner=_Streamed(entries, on_bytes), no_dist=True)
+    return left
+
+
+def _meta(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")

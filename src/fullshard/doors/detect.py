@@ -1,0 +1,105 @@
+"""What a path is, by what lies there.
+
+COMPLETE.json, step-*, checkpoints/       ours
+model.safetensors, its index              a Hugging Face folder
+pytorch_model.bin, its index              the same, older
+pytorch_model_fsdp_0/, optimizer_0/       Accelerate, sharded     (also inside a Trainer's folder)
+pytorch_model_fsdp.bin                    Accelerate, whole
+.metadata, *.distcp                       torch.distributed.checkpoint
+model_world_size_N_rank_R.pt              sharded state dicts of ranks
+mp_rank_00_model_states.pt, latest        DeepSpeed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fullshard.checkpoint.retain import candidates, newest_complete
+from fullshard.doors.deepspeed import open_deepspeed, steps_folder
+from fullshard.doors.hugging_face import companions_of, files_of, open_safetensors
+from fullshard.doors.ours import open_checkpoint
+from fullshard.doors.source import Source
+from fullshard.doors.state_dicts import RANK_FILE, open_pickled, open_rank_files
+from fullshard.engine.folder import INDEX, ONE_FILE
+from fullshard.errors import CheckpointError
+
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
+    "pytorch_model_fsdp_0",
+    "optimizer_0",
+    "pytorch_model_fsdp.bin",
+)
+# Where tools put config.json and the tokenizer beside weights of their own format.
+BESIDE = ("", "huggingface", "..")
+
+
+@contextmanager
+def open_source(path: Path) -> Generator[Source]:
+    """Open whatever lies at a path.
+
+    Raises:
+        CheckpointError: It is nothing that is known, or it cannot be read.
+    """
+    with ExitStack() as closing:
+        if _is_ours(path):
+            yield closing.enter_context(open_checkpoint(newest_complete(path)))
+            return
+        source = _open_other(path, closing)
+        if not source.companions and path.is_dir():
+            folders = (path / name for name in BESIDE)
+            found = (companions_of(folder) for folder in folders if folder.is_dir())
+            source = replace(
+                source, companions=next((files for files in found if "config.json" in files), {})
+            )
+        yield source
+
+
+def _open_other(path: Path, closing: ExitStack) -> Source:
+    if (path / ONE_FILE).is_file() or (path / INDEX).is_file():
+        return open_safetensors(path, closing)
+    if (path / BIN).is_file() or (path / BIN_INDEX).is_file():
+        files = [path / name for name in files_of(path, BIN, BIN_INDEX)]
+        return open_pickled(files, "a Hugging Face folder")
+    if (path / FSDP_BIN).is_file():
+        source = open_pickled([path / FSDP_BIN], "Accelerate's whole state dict")
+        left = ("the optimizer's states",) if (path / "optimizer.bin").is_file() else ()
+        return replace(source, left_out=source.left_out + left)
+    if path.is_file():
+        return open_pickled([path], "a state dict")
+    if not path.is_dir():
+        raise CheckpointError(f"'{path}': expected a checkpoint; there is nothing of that name.")
+    if any(RANK_FILE.fullmatch(entry.name) for entry in path.iterdir()):
+        return open_rank_files(path)
+    deepspeed = steps_folder(path)
+    if deepspeed is not None:
+        return open_deepspeed(deepspeed)
+    return _open_dcp(path)
+
+
+def _open_dcp(path: Path) -> Source:
+    from fullshard.doors import dcp  # imports torch.distributed.checkpoint: half a second
+
+    if (path / dcp.METADATA).is_file():
+        return dcp.open_dcp(path)
+    if (path / FSDP_FOLDER / dcp.METADATA).is_file():
+        source = dcp.open_dcp(path / FSDP_FOLDER)
+        if not (path / FSDP_OPTIMIZER / dcp.METADATA).is_file():
+            return source
+        optimizer = dcp.optimizer_folder(path / FSDP_OPTIMIZER, source.tensors)
+        left = () if optimizer is not None else ("the optimizer's states",)
+        return replace(source, optimizer=optimizer, left_out=source.left_out + left)
+    raise CheckpointError(
+        f"'{path}': expected a checkpoint, a Hugging Face folder, a folder of Accelerate, "
+        "torch.distributed.checkpoint, DeepSpeed (ZeRO) or of model_world_size_N_rank_R.pt; got "
+        "a folder with nothing of these. Name the folder that holds the weights."
+    )
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return next(candidates(path), None) is not None
+    except CheckpointError:
+        return False

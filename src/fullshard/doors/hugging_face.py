@@ -1,0 +1,77 @@
+"""Hugging Face folders: what they hold."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.files import TensorFile
+from fullshard.doors.source import COMPANIONS, Entry, Source
+from fullshard.engine.folder import INDEX, ONE_FILE
+from fullshard.engine.state_tensors import DTYPES, as_bytes
+from fullshard.errors import CheckpointError
+
+
+def open_safetensors(folder: Path, closing: ExitStack) -> Source:
+    """A folder with model.safetensors, or with several files and their index.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or holds a dtype that torch has not.
+    """
+    names = files_of(folder, ONE_FILE, INDEX)
+    files = {name: closing.enter_context(TensorFile.open(folder / name)) for name in names}
+    tensors = {name: _entry(file, name) for file in files.values() for name in sorted(file.entries)}
+    return Source("a Hugging Face folder", tensors, companions=companions_of(folder))
+
+
+def files_of(folder: Path, one: str, index: str) -> list[str]:
+    """The one file with weights, or those that the index lists.
+
+    Raises:
+        CheckpointError: The index cannot be read, or lists a file that is not there.
+    """
+    if not (folder / index).is_file():
+        return [one]
+    try:
+        table: dict[str, Any] = json.loads((folder / index).read_text(encoding="utf-8"))
+        names = sorted(set(table["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / index}: expected an index with a weight_map; {error}. Copy it again."
+        ) from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder / index}: expected its files beside it; {name} is not there. Copy it too."
+            )
+    return names
+
+
+def companions_of(folder: Path) -> dict[str, bytes]:
+    """Configuration and tokenizer of a folder."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
+    }
+
+
+def _entry(file: TensorFile, name: str) -> Entry:
+    kind, shape, begin, end = file.entries[name]
+    if kind not in DTYPES:
+        raise CheckpointError(
+            f"{file.path}: expected dtypes among {', '.join(DTYPES)}; {name} has {kind}. "
+            "Convert it with the tool that wrote it."
+        )
+
+    def read() -> torch.Tensor:
+        tensor = torch.empty((end - begin) // DTYPES[kind].itemsize, dtype=DTYPES[kind])
+        file.read(name, 0, as_bytes(tensor))
+        return tensor.view(shape)
+
+    return Entry(DTYPES[kind], shape, read)

@@ -1,0 +1,181 @@
+"""Our checkpoints as sources, and sources as our checkpoints."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from fullshard.checkpoint import commit
+from fullshard.checkpoint.files import Piece
+from fullshard.checkpoint.format import STATE, Kind, key_of, name_in_file
+from fullshard.checkpoint.read import Checkpoint
+from fullshard.checkpoint.retain import Found
+from fullshard.checkpoint.values import decode
+from fullshard.doors.place import check_empty
+from fullshard.doors.source import CHECKPOINT, COMPANIONS, Entry, OptimizerSource, Source
+from fullshard.engine.state_tensors import DTYPE_NAMES, DTYPES, as_bytes
+from fullshard.errors import CheckpointError
+from fullshard.loading import state_tensor
+from fullshard.saving import Values, write_files
+
+
+@contextmanager
+def open_checkpoint(found: Found) -> Generator[Source]:
+    """A complete checkpoint.
+
+    Raises:
+        CheckpointError: It is not complete, or its index is damaged.
+    """
+    with Checkpoint.open(found) as checkpoint:
+        index = checkpoint.index
+        names = index.names(Kind.MODEL)
+        companions = {
+            name: (checkpoint.text(name) or "").encode()
+            for name in checkpoint.manifest.files
+            if any(fnmatch.fnmatch(name, pattern) for pattern in COMPANIONS)
+        }
+        yield Source(
+            what=CHECKPOINT,
+            tensors={name: _entry(checkpoint, key_of(Kind.MODEL, name)) for name in names},
+            tied=index.tied,
+            optimizer=_optimizer(checkpoint),
+            companions=companions,
+            step=checkpoint.state["step"],
+            left_out=tuple(f"the extra state {name}" for name in checkpoint.state["extra"]),
+        )
+
+
+def _entry(checkpoint: Checkpoint, key: str) -> Entry:
+    stored = checkpoint.index.tensors[key]
+    dtype = DTYPES[stored.dtype]
+
+    def read() -> torch.Tensor:
+        tensor = torch.empty(stored.numel, dtype=dtype)
+        checkpoint.read(key, 0, stored.numel, as_bytes(tensor))
+        return tensor.view(stored.shape)
+
+    return Entry(dtype, stored.shape, read)
+
+
+def _own_entry(checkpoint: Checkpoint, key: str, rank: int) -> Entry:
+    def read() -> torch.Tensor:
+        own = checkpoint.read_own(key, rank)
+        assert own is not None, key
+        return torch.frombuffer(own[1], dtype=dtype).view(own[0])
+
+    dtype = DTYPES[checkpoint.index.tensors[key].dtype]
+    return Entry(dtype, tuple(read().shape), read)
+
+
+def _optimizer(checkpoint: Checkpoint) -> OptimizerSource | None:
+    saved: dict[str, Any] | None = checkpoint.state.get("optimizer")
+    if saved is None:
+        return None
+    tensors: dict[tuple[str, str], Entry] = {}
+    own: dict[str, Entry] = {}
+    for name in checkpoint.index.names(Kind.OPTIMIZER):
+        key = key_of(Kind.OPTIMIZER, name)
+        stored = checkpoint.index.tensors[key]
+        if stored.opaque:
+            for piece in stored.slices:
+                entry = _own_entry(checkpoint, key, piece.rank)
+                own[f"{name_in_file(key)} of rank {piece.rank}"] = entry
+        else:
+            param, _, state = name.rpartition("/")
+            tensors[param, state] = _entry(checkpoint, key)
+    get_tensor = partial(state_tensor, checkpoint, 0)
+    scalars, groups = (decode(saved[part], get_tensor) for part in ("scalars", "groups"))
+    return OptimizerSource(saved["class"], tensors, scalars, groups, own)
+
+
+def write_checkpoint(source: Source, folder: Path, on_bytes: Callable[[int], None]) -> None:
+    """A checkpoint as one rank would write it; tensors that are equal are kept once, as tied.
+
+    Raises:
+        CheckpointError: The folder is taken, or cannot be written.
+    """
+    check_empty(folder, "import")
+    tied = {**source.tied, **equal_tensors(source)}
+    entries = {
+        key_of(Kind.MODEL, name): entry
+        for name, entry in source.tensors.items()
+        if name not in tied
+    }
+    facts: dict[str, Any] = {"step": source.step, "world_size": 1, "extra": {}, "state": {}}
+    pieces: list[Piece] = []
+    if source.optimizer is not None:
+        optimizer = source.optimizer
+        groups = Values("$optimizer.groups", optimizer.groups)
+        scalars = Values("$optimizer.scalars", _without(tied, optimizer.scalars))
+        names = {"groups": groups.coded, "scalars": scalars.coded}
+        facts["optimizer"] = {"class": optimizer.kind, **names}
+        pieces = groups.pieces + scalars.pieces
+        entries |= {
+            key_of(Kind.OPTIMIZER, *names): entry
+            for names, entry in optimizer.tensors.items()
+            if names[0] not in tied
+        }
+    pieces += [piece_of(key, entry, on_bytes) for key, entry in entries.items()]
+    texts = {STATE: json.dumps(facts, indent=1)}
+    for name, data in source.companions.items():
+        with suppress(UnicodeDecodeError):
+            texts[name] = data.decode()
+    place = commit.claim(folder)
+    try:
+        commit.join(place, 0)
+        write_files((0, 1), place, pieces, commit.Documents(source.step, texts, tied), None)
+    finally:
+        commit.abandon(place)  # nothing is left of it where all went well
+
+
+def equal_tensors(source: Source) -> dict[str, str]:
+    """Matrices of the same numbers: second name -> first. Other tools save tied weights twice."""
+    alike: dict[Any, list[str]] = {}
+    for name, entry in source.tensors.items():
+        if len(entry.shape) > 1:
+            alike.setdefault((entry.dtype, entry.shape), []).append(name)
+    tied: dict[str, str] = {}
+    for names in alike.values():
+        first: dict[str, str] = {}
+        for name in names if len(names) > 1 else ():
+            tensor = source.tensors[name].read()
+            if bool((tensor == tensor.reshape(-1)[:1]).all()):
+                continue  # zeros and ones are equal by chance
+            digest = xxhash.xxh3_128_hexdigest(as_bytes(tensor.contiguous()))
+            if digest in first:
+                tied[name] = first[digest]
+            first.setdefault(digest, name)
+            del tensor  # before the next one is read
+    return tied
+
+
+def _without(tied: dict[str, str], table: Any) -> dict[str, Any]:
+    return {name: dict(value) for name, value in table.items() if name not in tied}
+
+
+def piece_of(key: str, entry: Entry, on_bytes: Callable[[int], None]) -> Piece:
+    """A whole tensor, read when it is written.
+
+    Raises:
+        CheckpointError: safetensors has no such dtype.
+    """
+
+    def data() -> memoryview:
+        on_bytes(entry.num_bytes)
+        return as_bytes(entry.read().contiguous())
+
+    if entry.dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{key}: expected a dtype among {', '.join(DTYPES)}; got {entry.dtype}. Convert it "
+            "with the tool that wrote it."
+        )
+    return Piece(key, DTYPE_NAMES[entry.dtype], entry.shape, 0, math.prod(entry.shape), data)

@@ -1,0 +1,184 @@
+"""Files that torch.save wrote, read without executing anything in them.
+
+`weights_only=True` builds tensors and plain containers, and of other classes only those that are
+named here. Sharded tensors and other tools' records become stand-ins: data without behaviour, so
+that neither a process group nor the other tool is needed to read them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from fullshard.errors import CheckpointError
+
+
+class Record:
+    """A stand-in for an object of another tool: what it was built from, and its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class PartOfTensor(torch.Tensor):
+    """A stand-in for torch's DTensor and ShardedTensor: its shape is the whole tensor's."""
+
+    state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        """DTensor: its attributes. ShardedTensor: (local shards, metadata, ...)."""
+        self.state = state
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
+        """Nothing can be computed with it."""
+        raise CheckpointError(f"a part of a tensor: expected its local tensor to be read; {func}")
+
+
+# Other tools' classes whose content is read or passed over.
+_RECORDS = (
+    "torch.distributed.device_mesh.DeviceMesh",
+    "torch.distributed._mesh_layout._FlatLayout",
+    "torch.distributed._mesh_layout._MeshLayout",
+    "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+    "torch.distributed.tensor._dtensor_spec.TensorMeta",
+    "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+    "torch.distributed.tensor.placement_types.Shard",
+    "torch.distributed.tensor.placement_types.Replicate",
+    "torch.distributed.tensor.placement_types._StridedShard",
+    "torch.distributed._shard.sharded_tensor.metadata.ShardedTensorMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.shard.Shard",
+    "torch.distributed._shard.metadata.ShardMetadata",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    "torch.distributed._shard.sharding_spec.api.EnumerableShardingSpec",
+    "torch.distributed.remote_device._remote_device",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",
+)
+_PARTS = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor._api.DTensor",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor",
+)
+
+
+class _Attribute(Record):
+    """Whatever a pickle asks of a class: nested classes, members of an enum."""
+
+
+def _get_attribute(*_: Any) -> type:
+    """A stand-in for getattr, which pickles name: it gets nothing."""
+    return _Attribute
+
+
+def _stand_in(name: str, base: type) -> tuple[Any, str]:
+    """A class of its own for a name: torch knows what it may build by identity."""
+    return type(name.rpartition(".")[2], (base,), {}), name
+
+
+_ALLOWED: list[tuple[Any, str]] = [_stand_in(name, Record) for name in _RECORDS]
+_ALLOWED += [(_Attribute, "a nested class")]
+_ALLOWED += [(_get_attribute, f"{module}.getattr") for module in ("builtins", "__builtin__")]
+_ALLOWED += [_stand_in(name, PartOfTensor) for name in _PARTS]
+
+
+@contextmanager
+def _stand_ins_alone() -> Generator[None]:
+    """What others have allowed would come before a stand-in of the same name, or not: by chance."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(cast("list[Any]", _ALLOWED))
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
+    """What torch.save wrote; large files are mapped, not read.
+
+    Raises:
+        CheckpointError: It names something that could execute code, or is no such file.
+    """
+    try:
+        with _stand_ins_alone():
+            # The one place that reads pickles: weights_only builds nothing but what is listed.
+            return torch.load(  # noqa: TID251
+                file,
+                map_location="cpu",
+                weights_only=True,
+                mmap=isinstance(file, Path) and _is_zip(file),
+            )
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"{origin}: expected tensors, numbers and texts; it names "
+            f"{named.group(1) if named else 'something else'}, and what could execute code is not "
+            "read. Save its state_dict() alone."
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{origin}: expected a whole file of torch.save; {_first_line(error)}. Copy it again."
+        ) from error
+
+
+def attributes_of(stand_in: Any) -> dict[str, Any]:
+    """The attributes that an object had when it was saved."""
+    state = getattr(stand_in, "state", None)
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+        return state[1]  # (nothing, those of slots)
+    return state if isinstance(state, dict) else {}
+
+
+class _NamedOnly(pickle.Unpickler):
+    """Builds only what a list allows: torch's DCP has a pickle that torch.load does not read."""
+
+    def __init__(self, file: io.BytesIO, allowed: Sequence[str]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is on the list."""
+        if f"{module}.{name}" not in self._allowed:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_listed(path: Path, allowed: Sequence[str]) -> Any:
+    """A plain pickle that may name what a list allows.
+
+    Raises:
+        CheckpointError: It names anything else, or is damaged.
+    """
+    try:
+        return _NamedOnly(io.BytesIO(path.read_bytes()), allowed).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{path}: expected torch.distributed.checkpoint's own classes and nothing that could "
+            f"execute code; {_first_line(error)}. Save it anew with a known torch."
+        ) from error
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,273 @@
+"""Shards that are cut before there is an engine, and cut anew when the model changes between steps.
+
+    cut_early      parameters become shards at once, by arithmetic alone: no plan, no collective
+    reclaim        parameters that users made of shards are shards
+    heal           what was moved but still is this rank's part goes back where the engine has it
+    adopt          the engines in a model end; one new engine takes over values, gradients, states
+
+`fs.shard` refuses what changed behind its back. Interfaces whose users rely on such changes (a
+dtype, another Parameter object, `requires_grad`) set `Engine.on_change` and adopt.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import Transport as TransportKind
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.collectives import copy_from_first, make_transport
+from fullshard.engine.engine import ATTRIBUTE, Engine
+from fullshard.engine.linear import give_back_forward
+from fullshard.engine.model_spec import param_spec
+from fullshard.engine.norms import GradientNorms
+from fullshard.engine.optimizers import watched_states
+from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRecord
+from fullshard.engine.presentation import present, shard_shape
+from fullshard.engine.ring import torch_dtype
+from fullshard.engine.unit import Group, Member
+from fullshard.planner.mesh import Mesh
+from fullshard.planner.slices import Slice
+from fullshard.planner.units import ContractRule, UnitSettings, group_params
+
+Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name
+
+
+def cut_early(
+    params: Mapping[str, nn.Parameter], mesh: Mesh, rank: int, settings: UnitSettings
+) -> None:
+    """Turn whole parameters into shards where they are, as a unit of these will be laid out.
+
+    Args:
+        params: By name, each once, with values, equal on all ranks.
+        mesh: What they are cut over.
+        rank: This rank.
+        settings: The unit's.
+    """
+    specs = [param_spec((name,), param) for name, param in params.items()]
+    part = mesh.coordinates(rank)[1]
+    for group in group_params(specs, ContractRule().for_unit(settings), mesh.shard):
+        pieces = group.layout.slices(part)
+        first = params[pieces[0].name]
+        dtype = torch_dtype(group.dtypes.master)
+        flat = torch.zeros(group.layout.part_numel, dtype=dtype, device=first.device)
+        for placement, piece in zip(group.layout.placements, pieces, strict=True):
+            param = params[piece.name]
+            local = flat[piece.offset : piece.offset + piece.numel]
+            local.copy_(param.detach().reshape(-1)[piece.start : piece.stop])
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+            sharded = present(param, local, piece, whole=mesh.shard == 1)
+            gather = _early_gather(mesh, piece, placement.offset, group.layout.numel)
+            sharded.record = ShardRecord(
+                piece=piece,
+                unit="(not yet run)",
+                index=-1,
+                is_cut=mesh.shard > 1,
+                copies=mesh.replicate,
+                norms=_EarlyNorms(mesh, local.device),
+                before_write=_nothing,
+                gather=gather,
+                post_accumulate=OrderedDict() if hooks is None else hooks,
+            )
+
+
+def reclaim(model: nn.Module) -> None:
+    """A parameter that was made of a shard, `nn.Parameter(torch.ones_like(p))`, is one too."""
+    for param in model.parameters():
+        if type(param) is ShardedTensor:
+            param.__class__ = ShardedParameter
+
+
+def share_copies(model: nn.Module, world_size: int, rank: int) -> None:
+    """Replicas that were cut early take the first one's values. A collective."""
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for param in _shards(model):
+        by_copies.setdefault(param.record.copies, []).append(param.to_local())
+    for copies, tensors in sorted(by_copies.items()):
+        mesh = Mesh(copies, world_size // copies)
+        copy_from_first(tensors, mesh.replicate_groups(), mesh.coordinates(rank)[1])
+
+
+def _nothing() -> None:
+    """Nobody else reads what was cut early."""
+
+
+class _EarlyNorms(GradientNorms):
+    """Norms before there is an engine: its transport is made when one is asked for."""
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        super().__init__(None, device)  # type: ignore[arg-type]
+        self._mesh = mesh
+
+    def _powers(self, shards: Any, order: float) -> torch.Tensor:
+        self._transport = make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
+        return super()._powers(shards, order)
+
+
+def _early_gather(
+    mesh: Mesh, piece: Slice, offset: int, numel: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gather(local: torch.Tensor) -> torch.Tensor:
+        kind = TransportKind.DIRECT if local.device.type == "cpu" else TransportKind.C10D
+        transport = make_transport(ShardConfig(transport=kind), mesh)
+        full = torch.zeros(numel, dtype=local.dtype, device=local.device)
+        own = full.chunk(mesh.shard)[mesh.coordinates(transport.rank)[1]]
+        own[piece.offset : piece.offset + piece.numel].copy_(local)
+        transport.fetch([full]).wait()
+        stop = offset + torch.Size(piece.shape).numel()
+        return full[offset:stop].view(piece.shape).clone()
+
+    return gather
+
+
+# ---- what changed
+
+
+def heal(engine: Engine) -> None:
+    """Put back what was moved (`p.data = ...` of the shard's size). No collective."""
+    with no_guard():
+        for group in (group for unit in engine.units for group in unit.groups):
+            if not group.is_in_place():
+                for member in group.members:
+                    _heal(engine, group, member)
+
+
+def _heal(engine: Engine, group: Group, member: Member) -> None:
+    param, piece = member.param, member.piece
+    home = group.master[piece.offset : piece.offset + piece.numel]
+    if param.numel() != piece.numel or param.dtype is not group.master.dtype or not piece.numel:
+        return
+    if param.data_ptr() != home.data_ptr() and param.device == home.device:
+        engine.home.before_write()
+        home.copy_(param.detach().reshape(-1))
+        param.data = home.view(shard_shape(piece, whole=group.plan.layout.num_parts == 1))
+
+
+def needs_new_plan(engine: Engine) -> bool:
+    """Whether the model holds what this plan has no place for. The same on all ranks."""
+    with no_guard():
+        for unit in engine.units:
+            if any(table.get(name) is not param for table, name, param, _ in unit.places):
+                return True
+            for group in unit.groups:
+                if not group.is_in_place() and any(_misfits(group, m) for m in group.members):
+                    return True
+    return False
+
+
+def _misfits(group: Group, member: Member) -> bool:
+    param, piece = member.param, member.piece
+    shape = shard_shape(piece, whole=group.plan.layout.num_parts == 1)
+    return (
+        param.dtype is not group.master.dtype
+        or (tuple(param.shape) != shape and param.numel() != piece.numel)
+        or (param.requires_grad and not group.plan.trainable)
+    )
+
+
+# ---- a new engine from old shards
+
+
+def adopt(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
+    """End the engines in a model and let one new engine take over. A collective.
+
+    Values, gradients and states of optimizers that have stepped go along, cut as the new plan has
+    it.
+
+    Args:
+        model: Holds engines, shards that were cut early, or whole parameters.
+        shard: Shards the model (`shard_model` with its arguments).
+    """
+    old = [_close(module) for module in model.modules() if hasattr(module, ATTRIBUTE)]
+    kept = [_Kept(param) for param in _shards(model)]
+    engine = shard()
+    states = {id(param): state for param, state in watched_states()}
+    for one in kept:
+        one.restore(engine, states.get(id(one.param), {}))
+    del old  # alive until here: its records gather what lies elsewhere now
+    return engine
+
+
+class _Kept:
+    """A shard as it was: its record and its gradient."""
+
+    def __init__(self, param: ShardedParameter) -> None:
+        self.param = param
+        self.record = param.record
+        with no_guard():
+            grad = param.grad
+            self.grad = None if grad is None else grad.detach().as_subclass(torch.Tensor).clone()
+
+    def restore(self, engine: Engine, states: dict[str, Any]) -> None:
+        """Cut the gradient and the optimizer's states as the parameter is cut now."""
+        param = self.param
+        if param.record is self.record:  # no longer in the model
+            return
+        for key, state in states.items():
+            if isinstance(state, ShardedTensor):
+                states[key] = param.as_state(self._cut(state.to_local()).clone())
+        if self.grad is not None:
+            local = self._cut(self.grad)
+            with no_guard():
+                shown = _gradient_of(engine, param)
+                if shown is not None:
+                    shown.copy_(local.view(shown.shape))
+                    param.grad = shown
+
+    def _cut(self, local: torch.Tensor) -> torch.Tensor:
+        return recut(local.reshape(-1), self.record, self.param.record.piece)
+
+
+def _gradient_of(engine: Engine, param: ShardedParameter) -> Any:
+    for member in (member for unit in engine.units for member in unit.trainees):
+        if member.param is param:
+            return member.grad
+    return None
+
+
+def recut(local: torch.Tensor, record: ShardRecord, piece: Slice) -> torch.Tensor:
+    """(n_local,) of a shard as `piece` has it; a collective where that is another range."""
+    before = record.piece
+    whole = torch.Size(piece.shape).numel()
+    if local.numel() == whole != before.numel:  # `p.data = whole`
+        return local[piece.start : piece.stop]
+    if (before.start, before.stop) == (piece.start, piece.stop):
+        return local
+    return record.gather(local).reshape(-1)[piece.start : piece.stop]
+
+
+def shard_values(params: Mapping[str, nn.Parameter], pieces: Iterable[Slice]) -> Local:
+    """Values of the parameters that are shards already, cut as the plan has it.
+
+    Args:
+        params: The model's, by name.
+        pieces: This rank's in the plan, by first name.
+    """
+    found: Local = {}
+    for piece in pieces:
+        param = params[piece.name]
+        if isinstance(param, ShardedParameter):
+            local = param.to_local().reshape(-1)
+            found[piece.name] = recut(local, param.record, piece).clone()
+    return found
+
+
+def _shards(model: nn.Module) -> list[ShardedParameter]:
+    return [param for param in model.parameters() if isinstance(param, ShardedParameter)]
+
+
+def _close(module: nn.Module) -> Engine:
+    """Take an engine out of its model; the shards stay shards."""
+    engine = getattr(module, ATTRIBUTE)
+    engine.runtime.reset()
+    for handle in engine.handles:
+        handle.remove()
+    for inner in module.modules():
+        give_back_forward(inner)
+    delattr(module, ATTRIBUTE)
+    return engine

@@ -1,0 +1,1 @@
+"""Other libraries' training loops on our engine."""

@@ -1,0 +1,185 @@
+"""transformers' Trainer, and every trainer made of it, on our engine.
+
+    from fullshard.integrations.transformers import Trainer       # was: from transformers import
+    from fullshard.integrations.transformers import SFTTrainer    # was: from trl import
+    MyTrainer = sharded(MyTrainer)                                # any other
+
+The loop, batches, schedule and logs stay theirs; what changes is who shards the model, and what a
+checkpoint of the run holds beside the Hugging Face folder: `fullshard/`, a checkpoint of ours, in
+place of optimizer.pt and scheduler.pt.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.engine import is_sharded
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.errors import ConfigError
+from fullshard.integrations.settings import sharding_of
+from fullshard.loading import is_checkpoint
+
+if TYPE_CHECKING:
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from fullshard.config.sharding import ShardConfig
+
+    Trainer = transformers.Trainer
+
+__all__ = ["SFTTrainer", "ShardedTrainer", "Trainer", "sharded"]
+
+OURS = "fullshard"
+
+TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
+
+
+class ShardedTrainer(transformers.Trainer):
+    """What a Trainer does otherwise when our engine shards its model; see `sharded`."""
+
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate must not shard too."""
+        from fullshard.integrations.accelerator import ShardedAccelerator
+
+        sharding = self._sharding()
+        self.args.fsdp_plugin_args = None
+        super().create_accelerator_and_postprocess()
+        ShardedAccelerator.taking_over(self.accelerator, sharding)
+
+    def _sharding(self) -> ShardConfig:
+        return sharding_of(self.args)
+
+    # ---- numbers of the whole model ----
+
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(_numel(p) for p in self._the_model.parameters() if p.requires_grad)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the model's own, which would count this rank's elements."""
+        model: Any = self._the_model
+        if not is_sharded(model) or not hasattr(model, "estimate_tokens"):
+            return super().floating_point_ops(inputs)
+        return 6 * int(model.estimate_tokens(inputs)) * self._num_computing
+
+    @functools.cached_property
+    def _num_computing(self) -> int:
+        """Parameters but for embeddings, as transformers counts them."""
+        embeddings = {
+            id(module.weight)
+            for module in self._the_model.modules()
+            if isinstance(module, nn.Embedding)
+        }
+        return sum(_numel(p) for p in self._the_model.parameters() if id(p) not in embeddings)
+
+    @property
+    def _the_model(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    # ---- saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  their signature
+        """A Hugging Face folder, or an adapter's. A collective."""
+        if is_sharded(self._the_model):
+            self._save(output_dir or self.args.output_dir, state_dict=self._values())
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save")
+        else:
+            super().save_model(output_dir, _internal_call)
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """What a folder holds: all weights, or those that an adapter trains."""
+        model = self._the_model
+        if not hasattr(model, "peft_config"):
+            return fs.full_state_dict(model, rank0_only=True)
+        trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+        whole = ((name, _whole(param)) for name, param in trained)  # every rank takes part
+        return {name: value for name, value in whole if self.args.should_save}
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = {"scheduler": self.lr_scheduler.state_dict()}
+        fs.save(Path(output_dir) / OURS, self._the_model, self._plain_optimizer, **state)
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """Without Accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    # ---- loading ----
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """One of ours is read once the model is sharded, with the optimizer."""
+        if not _has_ours(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and _has_ours(checkpoint):
+            state = fs.load(Path(checkpoint) / OURS, self._the_model, self._plain_optimizer)
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and _has_ours(best):
+            fs.load(Path(best) / OURS, self._the_model)
+        else:
+            super()._load_best_model()
+
+
+def sharded(trainer: type[TrainerT]) -> type[TrainerT]:
+    """A trainer of the same name whose model is sharded by our engine.
+
+    Args:
+        trainer: transformers.Trainer, or a class made of it.
+    """
+    made: Any = type(trainer.__name__, (ShardedTrainer, trainer), {"__doc__": trainer.__doc__})
+    return made
+
+
+def __getattr__(name: str) -> Any:
+    """`Trainer` and `SFTTrainer`, made when they are asked for."""
+    if name not in ("Trainer", "SFTTrainer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _made(name)
+
+
+@functools.cache
+def _made(name: str) -> type[transformers.Trainer]:
+    if name == "Trainer":
+        return sharded(transformers.Trainer)
+    try:
+        from trl.trainer.sft_trainer import SFTTrainer
+    except ImportError as error:
+        raise ConfigError(
+            "SFTTrainer: expected the package trl; it is not installed. Install it: "
+            "pip install 'fullshard[trainer]'."
+        ) from error
+    return sharded(SFTTrainer)
+
+
+def _has_ours(folder: str) -> bool:
+    return is_checkpoint(Path(folder) / OURS)
+
+
+def _numel(param: torch.Tensor) -> int:
+    if isinstance(param, ShardedParameter):
+        return math.prod(fs.sharding(param).shape)
+    return param.numel()
+
+
+def _whole(param: Any) -> torch.Tensor:
+    whole = param.full_tensor() if isinstance(param, ShardedParameter) else param
+    return whole.detach().cpu()

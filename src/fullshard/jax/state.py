@@ -1,0 +1,101 @@
+"""States from and to elsewhere, what a step takes, and batches that do not divide."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fullshard.planner.arrays import ArrayPlan
+from fullshard.saving import SaveSettings
+from fullshard.xla.decoder import IGNORED
+from fullshard.xla.plan import XlaPlan, pad
+from fullshard.xla.step import State, Step, with_optimizer
+from fullshard.xla_state import read, write
+
+
+def save(
+    folder: str | PathLike[str], state: State, *, step: int | None = None, **values: Any
+) -> Path:
+    """Save a checkpoint that either engine loads on any number of devices. A collective.
+
+    Args:
+        folder: On a file system that all processes see.
+        state: Of `init`, `load` or a step.
+        step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
+        **values: Numbers, texts, lists and mappings to keep beside.
+
+    Raises:
+        CheckpointError: It could not be written; complete checkpoints of before are untouched.
+    """
+    settings = SaveSettings(step=step)
+    return write.save(Path(folder), state, settings, write.Beside(values=values))
+
+
+def load(
+    plan: XlaPlan,
+    path: str | PathLike[str],
+    tx: optax.GradientTransformation | None = None,
+) -> State:
+    """A state from a checkpoint of either engine, each device the bytes that it holds.
+
+    Args:
+        plan: Of the model that was saved.
+        path: A checkpoint, a folder of step-* (its newest complete one), or a Hugging Face folder.
+        tx: The optimizer whose state was saved; None: parameters alone.
+
+    Raises:
+        CheckpointError: There is none, or it is of another model; names the tensor.
+    """
+    return read.load(plan, Path(path), tx)[0]
+
+
+def shard(plan: XlaPlan, params: Any, tx: optax.GradientTransformation | None = None) -> State:
+    """A state from parameters that are there already, on the host or on any devices."""
+
+    def place(array: ArrayPlan, leaf: Any) -> Any:
+        return pad(array, jnp.asarray(leaf, array.dtypes.master))
+
+    whole = plan.with_arrays(place, params)
+    return with_optimizer(plan, jax.device_put(whole, plan.shardings), tx)
+
+
+def memory(step: Step, state: State, batch: Any) -> dict[str, int]:
+    """Bytes a device that the compiled step takes, as XLA counts them.
+
+    Returns:
+        `arguments` (state and batch), `in_place` (of these, given back in the same memory),
+        `temporary`, and `peak`, which on the CPU is their sum, since it reports none itself.
+    """
+    found = step.compile(state, step.place(batch)).memory_analysis()
+    arguments, in_place = found.argument_size_in_bytes, found.alias_size_in_bytes
+    temporary = found.temp_size_in_bytes
+    together = arguments + found.output_size_in_bytes - in_place + temporary
+    reported = 0 if jax.default_backend() == "cpu" else found.peak_memory_in_bytes
+    return {
+        "arguments": arguments,
+        "in_place": in_place,
+        "temporary": temporary,
+        "peak": reported or together,
+    }
+
+
+def pad_batch(batch: dict[str, Any], size: int) -> dict[str, Any]:
+    """A batch with `size` samples: the last is repeated, with labels that count nothing.
+
+    So the last batch of an epoch divides over the devices, and needs no program of its own.
+    """
+
+    def fill(name: str, value: Any) -> Any:
+        missing = size - len(value)
+        more = np.repeat(np.asarray(value)[-1:], missing, axis=0)
+        if name in ("label", "labels"):
+            more = np.full_like(more, IGNORED)
+        return np.concatenate([np.asarray(value), more])
+
+    return {name: fill(name, value) for name, value in batch.items()}

@@ -1,0 +1,282 @@
+"""fs.load: each rank reads the ranges that it holds, whoever wrote them in whatever slices.
+
+the newest complete checkpoint ---> is it damaged? (each rank looks at a share of the files)
+Checkpoint ---> Held ---> model, optimizer          checked as a whole before the first write
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.format import OWN, Kind, key_of
+from fullshard.checkpoint.read import Checkpoint, damaged_files
+from fullshard.checkpoint.retain import Found, candidates
+from fullshard.checkpoint.values import decode
+from fullshard.config.values import nearest
+from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.random_state import set_random_state
+from fullshard.engine.state_tensors import (
+    DTYPES,
+    Held,
+    OptimizerState,
+    as_bytes,
+    matching_settings,
+    model_tensors,
+    optimizer_state,
+    restore_optimizer,
+)
+from fullshard.engine.together import agree, tell
+from fullshard.errors import CheckpointError
+from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS
+
+logger = logging.getLogger(__name__)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Give a model and an optimizer what a checkpoint holds. A collective.
+
+    Returns:
+        What was saved beside: "step" and the caller's values.
+
+    Raises:
+        CheckpointError: None is complete and undamaged, or it is of another model; names tensors.
+    """
+    engine = engine_of(model)
+    agree(engine, SAVES.wait)
+    return load_found(choose(engine, path), model, optimizer)
+
+
+def is_checkpoint(path: str | PathLike[str]) -> bool:
+    """Whether `load` finds something complete there."""
+    try:
+        return any(found.manifest is not None for found in candidates(Path(path)))
+    except CheckpointError:
+        return False
+
+
+def load_found(
+    found: Found, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """As `load`, from a checkpoint that was chosen."""
+    engine = engine_of(model)
+    return agree(engine, lambda: _load_from(found, engine, model, optimizer))
+
+
+def choose(engine: Engine, path: Path) -> Found:
+    """The newest complete and undamaged checkpoint, the same on all ranks. A collective.
+
+    Raises:
+        CheckpointError: There is none; says what was skipped and why.
+    """
+
+    def look() -> list[Found]:
+        return list(candidates(path)) if engine.rank == 0 else []
+
+    found = tell(engine, agree(engine, look))[0]
+    skipped: list[str] = []
+    for entry in found:
+        why = entry.why
+        if entry.manifest is not None:
+            here = _damaged(entry, engine.rank, engine.plan.mesh.world_size)
+            damaged = sorted(name for part in tell(engine, here) for name in part)
+            if not damaged:
+                return entry
+            why = f"{damaged[0]} has other bytes than were written"
+        skipped.append(f"{entry.path.name}: {why}")
+        if engine.rank == 0 and len(found) > 1:
+            logger.warning("skipped checkpoint %s: %s", entry.path, why)
+    raise CheckpointError(
+        f"checkpoint: expected a complete one in '{path}'; skipped {'; '.join(skipped)}. "
+        "Start from an older folder, or from the beginning."
+    )
+
+
+def _damaged(entry: Found, rank: int, world_size: int) -> list[str]:
+    try:
+        return damaged_files(entry, rank, world_size)
+    except OSError as error:
+        return [f"{error.filename} ({error.strerror})"]
+
+
+def _load_from(
+    found: Found, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    with Checkpoint.open(found) as checkpoint:
+        wanted = model_tensors(model)
+        keys = _keys_of(checkpoint, wanted)
+        states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
+        engine.home.before_write()
+        others: dict[str, Any] = {}
+        for key, held in zip(keys, wanted, strict=True):
+            if held.whole:  # the module knows where it belongs
+                held = replace(held, local=torch.empty_like(held.local))
+                others[held.names[0]] = held.local.view(held.shape)
+            read_into(checkpoint, key, held)
+        for target in [] if states is None else states.tensors:
+            if not target.opaque:  # those were read with their shapes
+                read_into(checkpoint, key_of(Kind.OPTIMIZER, "/".join(target.names)), target)
+        extra = _value(checkpoint, engine, EXTRA, checkpoint.state["extra"])
+        others |= {} if extra is _LEFT_OUT else extra
+        if others:
+            model.load_state_dict(others, strict=False)
+        if optimizer is not None and states is not None:
+            restore_optimizer(model, optimizer, states)
+        saved = checkpoint.state["state"]
+        found_values = {n: _value(checkpoint, engine, n, coded) for n, coded in saved.items()}
+    values = {name: value for name, value in found_values.items() if value is not _LEFT_OUT}
+    generators = values.pop(RANDOM, None)
+    if optimizer is not None and generators is not None:
+        set_random_state(generators)
+    return {**values, "step": checkpoint.state["step"]}
+
+
+def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
+    """Fill a held tensor; straight from the file where dtype and device allow it."""
+    local, dtype = held.local, DTYPES[checkpoint.index.tensors[key].dtype]
+    with torch.no_grad():
+        if local.device.type == "cpu" and local.dtype is dtype and local.is_contiguous():
+            checkpoint.read(key, held.start, held.stop, as_bytes(local))
+            return
+        aside = torch.empty(held.stop - held.start, dtype=dtype)
+        checkpoint.read(key, held.start, held.stop, as_bytes(aside))
+        local.copy_(aside)
+
+
+def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
+    """Under which key each of the model's tensors is saved.
+
+    Raises:
+        CheckpointError: The checkpoint has others, or of other shapes.
+    """
+    there = checkpoint.index.names(Kind.MODEL)
+    keys: list[str] = []
+    for held in wanted:
+        name = held.names[0]
+        key = checkpoint.index.find(Kind.MODEL, name)
+        if key is None:
+            close = nearest(name, there)
+            hint = f" Did you mean {close}?" if close else ""
+            raise CheckpointError(
+                f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; it has no "
+                f"such tensor.{hint} Build the model that was saved."
+            )
+        shape = checkpoint.index.tensors[key].shape
+        if shape != held.shape:
+            raise CheckpointError(
+                f"checkpoint '{checkpoint.path}': expected {name} of shape {held.shape}; got "
+                f"{shape}. Build the model that was saved."
+            )
+        keys.append(key)
+    left = [name for name in there if key_of(Kind.MODEL, name) not in keys]
+    if left:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint.path}': expected the model's tensors alone; it also has "
+            f"{left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}. Build the model "
+            "that was saved."
+        )
+    return keys
+
+
+def _optimizer_of(
+    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> OptimizerState:
+    """The states of this rank's slices, yet to be read, into the memory of those of before."""
+    saved = checkpoint.state.get("optimizer")
+    kind = type(optimizer).__name__
+    if saved is None or saved["class"] != kind:
+        has = "no optimizer's" if saved is None else saved["class"]
+        raise CheckpointError(
+            f"checkpoint '{checkpoint.path}': expected the states of {kind}; it has {has}. "
+            "Build the optimizer that was saved, or load the model alone."
+        )
+    groups = _value(checkpoint, engine, GROUPS, saved["groups"])
+    scalars = _value(checkpoint, engine, SCALARS, saved["scalars"])
+    if groups is _LEFT_OUT or scalars is _LEFT_OUT:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint.path}': expected {checkpoint.index.world_size} ranks, "
+            f"because each saved other settings or counts of {kind}. Load the model alone."
+        )
+    matching_settings(model, optimizer, groups)
+    found = OptimizerState(kind, [], scalars, groups)
+    held = {item.names[0]: item for item in model_tensors(model)}
+    before = {old.names: old.local for old in optimizer_state(model, optimizer).tensors}
+    for name in checkpoint.index.names(Kind.OPTIMIZER):
+        param, _, state = name.rpartition("/")
+        key = key_of(Kind.OPTIMIZER, name)
+        stored = checkpoint.index.tensors[key]
+        of = held[param]
+        if stored.opaque:
+            found.tensors.extend(_own_state(checkpoint, engine, key, of))
+            continue
+        local, dtype, count = before.get((param, state)), DTYPES[stored.dtype], of.stop - of.start
+        if local is None or (local.numel(), local.dtype) != (count, dtype):
+            local = torch.empty(count, dtype=dtype, device=of.local.device)
+        found.tensors.append(Held((param, state), of.shape, of.start, of.stop, local))
+    return found
+
+
+def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> list[Held]:
+    """A state that only the rank that wrote it can read; empty where it had none."""
+    wrote, there = checkpoint.index.world_size, engine.plan.mesh.world_size
+    if wrote != there:
+        raise CheckpointError(
+            f"checkpoint '{checkpoint.path}': expected {wrote} ranks and the same strategy, "
+            f"because {key} was saved as each rank had it; there are {there}. Its shape is not its "
+            "parameter's, so nobody can cut it anew."
+        )
+    own = checkpoint.read_own(key, engine.rank, (of.start, of.stop))
+    if own is None:
+        return []
+    local = _tensor_of(own[1], DTYPES[checkpoint.index.tensors[key].dtype])
+    state = key.rpartition("/")[2]
+    return [Held((of.names[0], state), own[0], of.start, of.stop, local, opaque=True)]
+
+
+_LEFT_OUT = object()
+
+
+def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any:
+    """A value of state.json; one that was each rank's own only where there are as many ranks."""
+    get_tensor = partial(state_tensor, checkpoint, engine.rank)
+    if not (isinstance(coded, dict) and set(coded) == {OWN}):
+        return decode(coded, get_tensor)
+    if checkpoint.index.world_size == engine.plan.mesh.world_size:
+        own = checkpoint.read_own(key_of(Kind.STATE, name, OWN), engine.rank)
+        assert own is not None, name
+        return decode(json.loads(own[1].decode()), get_tensor)
+    if engine.rank == 0:
+        logger.warning(
+            "%s: left out of %r, because each of %d ranks saved its own and there are %d now",
+            checkpoint.path,
+            name,
+            checkpoint.index.world_size,
+            engine.plan.mesh.world_size,
+        )
+    return _LEFT_OUT
+
+
+def state_tensor(checkpoint: Checkpoint, rank: int, path: str) -> torch.Tensor:
+    """A tensor that stands in state.json, as this rank saved it."""
+    key = key_of(Kind.STATE, path)
+    stored = checkpoint.index.tensors[key]
+    dtype = DTYPES[stored.dtype]
+    if stored.opaque:
+        own = checkpoint.read_own(key, rank)
+        assert own is not None, path
+        return _tensor_of(own[1], dtype).view(own[0])
+    tensor = torch.empty(stored.numel, dtype=dtype)
+    checkpoint.read(key, 0, stored.numel, as_bytes(tensor))
+    return tensor.view(stored.shape)
+
+
+def _tensor_of(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -1,0 +1,181 @@
+"""What a plan takes on a device: memory with activations, time, and whether it fits.
+
+State is the plan's own, to the byte. Activations and logits are counted from the model's shapes,
+time is the forecast's (`planner/forecast`), of the plan's mesh and strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fullshard.config.sharding import ShardConfig
+from fullshard.config.values import DType, RecomputeKind
+from fullshard.planner.forecast.architecture import Architecture
+from fullshard.planner.forecast.devices import Device
+from fullshard.planner.forecast.memory import GIB, peak_memory
+from fullshard.planner.forecast.speed import Times, step_times
+from fullshard.planner.forecast.workload import (
+    Batch,
+    Kernels,
+    Math,
+    Mesh,
+    Metric,
+    Optimizer,
+    Precision,
+    Sharding,
+    Tuning,
+    Workload,
+)
+from fullshard.planner.hardware import Fit, judge_fit
+from fullshard.planner.homes import Place
+from fullshard.planner.memory import MemoryRow
+from fullshard.planner.plan import Plan
+from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.strategy import row_of
+
+# Share of a block's forward that runs again, share of its activations that is kept.
+_KERNELS = {
+    RecomputeKind.NONE: Kernels(),
+    RecomputeKind.BLOCK: Kernels(recompute=1.0, kept=0.0),
+    RecomputeKind.SELECTIVE: Kernels(recompute=0.3, kept=0.4, by_operation=True),
+    RecomputeKind.OFFLOAD: Kernels(offloads_activations=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank runs on.
+
+    Attributes:
+        device: Its abilities; None where only its memory is known, or nothing.
+        memory_bytes: What it holds; None where nobody said.
+    """
+
+    device: Device | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a step is: the model's shapes and one rank's batch."""
+
+    model: Architecture
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A plan on a machine.
+
+    Attributes:
+        config: What was asked for.
+        job: Its step.
+        plan: What follows.
+        rows: Memory of the largest rank by kind, activations and all.
+        reserved_bytes: What the allocator holds at most, the holes between tensors too.
+        times: Seconds of a step by what they are spent on; None without a known device.
+        fit: Whether it fits; None where the memory is not known.
+    """
+
+    config: ShardConfig
+    job: Job
+    plan: Plan
+    rows: tuple[MemoryRow, ...]
+    reserved_bytes: int
+    times: Times | None
+    fit: Fit | None
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """Bytes by place."""
+        found = dict(self.plan.peak_bytes)
+        found[Place.DEVICE] += sum(row.num_bytes for row in self.rows[len(self.plan.memory) :])
+        return found
+
+    @property
+    def step_time_s(self) -> float | None:
+        return None if self.times is None else self.times.step
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks."""
+        if self.times is None:
+            return None
+        batch = self.job.batch
+        tokens = batch.seq_len * batch.micro_batch * batch.accumulation
+        return tokens * self.plan.mesh.world_size / self.times.step
+
+
+def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook:
+    """Say what a plan takes."""
+    run = workload(plan, config, job, machine)
+    held = peak_memory(run)
+    libraries = held.base if machine.device is not None else 0.0
+    logits = _logits_bytes(run)
+    counted = {
+        # At the peak there are logits, or a block's inside: not both.
+        "activations": held.kept + max(0.0, held.block - logits),
+        "logits and loss": logits,
+        "libraries' workspaces": libraries,
+    }
+    rows = (
+        *plan.memory,
+        *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
+    )
+    outlook = Outlook(config, job, plan, rows, 0, None, None)
+    peak = outlook.peak_bytes[Place.DEVICE]
+    reserved = peak + round(held.reserved - held.active)
+    fit = None
+    if machine.memory_bytes is not None:
+        reserved = max(peak, min(reserved, machine.memory_bytes))
+        fit = judge_fit(peak, machine.memory_bytes)
+    times = step_times(run) if machine.device is not None else None
+    return replace(outlook, reserved_bytes=reserved, times=times, fit=fit)
+
+
+def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Workload:
+    """The plan as the forecast sees it."""
+    row = row_of(plan.strategy)
+    contract = next((group.dtypes for unit in plan.units for group in unit.groups), None)
+    sizes = Precision()
+    if contract is not None:
+        full = contract.compute not in (DType.BFLOAT16, DType.FLOAT16)
+        sizes = Precision(
+            gather=ITEMSIZE[contract.compute],
+            reduce=ITEMSIZE[contract.reduce],
+            master=ITEMSIZE[contract.master],
+            math=Math.FLOAT32 if full else Math.HALF,
+        )
+    recompute = config.activation_checkpointing
+    kernels = _KERNELS[recompute.kind]
+    if recompute.every > 1:
+        share = 1 / recompute.every
+        kernels = Kernels(recompute=share, kept=1 - share)
+    device = machine.device or _UNKNOWN
+    return Workload(
+        model=job.model,
+        device=device,
+        mesh=Mesh(plan.mesh.shard, plan.mesh.replicate),
+        sharding=Sharding.PARAMETERS if row.shard_params else Sharding.NOTHING,
+        batch=job.batch,
+        precision=sizes,
+        optimizer=Optimizer(),
+        kernels=kernels,
+        tuning=Tuning.FULL,
+        metric=Metric.RESERVED,
+        fabric=device.fabric,
+        domain=device.domain,
+        offloads=plan.homes.parameters is Place.HOST,
+        reshards=row.reshard_after_forward,
+    )
+
+
+# Memory alone is asked of it.
+_UNKNOWN = Device("unknown", 1.0, 1.0, 1.0, 1024 * GIB, 1.0, 1.0)
+
+
+def _logits_bytes(run: Workload) -> float:
+    """Our loss: logits and their gradient as computed, log-probabilities and theirs in float32."""
+    element = 4 if run.precision.math is Math.FLOAT32 else 2
+    return (2 * element + 8) * run.model.vocab * run.tokens_per_micro_batch

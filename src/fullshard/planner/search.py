@@ -1,0 +1,220 @@
+"""Other ways to run the same step: what fits, what is faster, and what to write for it.
+
+    candidates = strategies x recompute x ways to cut a rank's samples into micro-batches
+                 (x gradients on the wire in 16 bits, x offload, where nothing else fits)
+
+The samples of an update stay the same, so that every candidate trains the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from fullshard.config.sharding import Offload, ShardConfig
+from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy
+from fullshard.errors import WillNotFitError, WrapError
+from fullshard.planner.hardware import Fit
+from fullshard.planner.homes import Place
+from fullshard.planner.outlook import Job, Machine, Outlook, look
+from fullshard.planner.plan import Plan
+from fullshard.planner.render import human_bytes
+from fullshard.planner.strategy import row_of
+
+WORTHWHILE = 0.97  # of the step time: less of a gain is within the forecast's error
+SHOWN = 3
+MAX_MICRO_BATCH = 256
+RECOMPUTES = (Recompute(RecomputeKind.NONE), Recompute(RecomputeKind.BLOCK))
+HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+FLAT = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
+
+ON_HOST = Offload(parameters=Home.CPU, gradients=Home.CPU, optimizer=Home.CPU)
+
+PlanOf = Callable[[ShardConfig], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change and what follows from it.
+
+    Attributes:
+        changes: Keys of the configuration and their values.
+        outlook: The run with them.
+    """
+
+    changes: dict[str, str]
+    outlook: Outlook
+
+    @property
+    def words(self) -> str:
+        """What to add to the command line."""
+        return " ".join(f"{key}={value}" for key, value in self.changes.items())
+
+    def sentence(self, before: Outlook) -> str:
+        """What it brings."""
+        peak = human_bytes(self.outlook.peak_bytes[Place.DEVICE])
+        told = f"{self.outlook.fit or 'takes'}: {peak} a device"
+        now, then = before.step_time_s, self.outlook.step_time_s
+        if now is not None and then is not None:
+            told += f", {then:.3g} s a step ({now / then:.2f} x as fast)"
+        return f"{self.words}: {told}"
+
+
+def advise(current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 1) -> list[Advice]:
+    """The cheapest changes that make a run fit, or faster.
+
+    Fewer changes come first; of equally many, the fastest. Empty where nothing is known of the
+    device, or nothing helps.
+    """
+    if machine.memory_bytes is None:
+        return []
+    found = [
+        Advice(changes_between(current, other), other)
+        for other in _candidates(current, plan_of, machine, hosts=hosts)
+    ]
+    wanted = (Fit.FITS, Fit.TIGHT) if current.fit is Fit.NO else (Fit.FITS,)
+    fitting = [one for one in found if one.outlook.fit in wanted and one.changes]
+    if current.fit is Fit.FITS:
+        now = current.step_time_s
+        fitting = [
+            one for one in fitting if now and (one.outlook.step_time_s or now) < WORTHWHILE * now
+        ]
+    best: dict[int, Advice] = {}
+    for one in sorted(fitting, key=_cost):
+        best.setdefault(len(one.changes), one)
+    out: list[Advice] = []
+    for count in sorted(best):
+        if not out or _cost(best[count]) < WORTHWHILE * _cost(out[-1]):
+            out.append(best[count])
+    return out[:SHOWN]
+
+
+def compare(
+    current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 1
+) -> list[Outlook]:
+    """The strategies with everything else as it is."""
+    found = [
+        other
+        for other in _candidates(current, plan_of, machine, hosts=hosts)
+        if not set(changes_between(current, other)) - {"strategy"}
+    ]
+    return found or [current]
+
+
+def choose(
+    current: Outlook, plan_of: PlanOf, machine: Machine, free: Sequence[str], *, hosts: int = 1
+) -> Outlook:
+    """The fastest way that fits, of those that change nothing but what is left to the planner.
+
+    Args:
+        current: The run with any value where one is to be chosen.
+        plan_of: Plans a configuration.
+        machine: What a rank runs on.
+        free: Keys that may change, as `changes_between` names them.
+        hosts: How many.
+
+    Raises:
+        WillNotFitError: No choice fits.
+    """
+    options = [current, *_candidates(current, plan_of, machine, hosts=hosts)]
+    allowed = [one for one in options if set(changes_between(current, one)) <= set(free)]
+    fitting = [one for one in allowed if one.fit is not Fit.NO]
+    if not fitting:
+        least = min(allowed, key=lambda one: one.peak_bytes[Place.DEVICE])
+        raise WillNotFitError(
+            f"auto: expected a choice of {' and '.join(free)} that fits "
+            f"{human_bytes(machine.memory_bytes or 0)}; the smallest takes "
+            f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
+        )
+    roomy = [one for one in fitting if one.fit is Fit.FITS] or fitting
+    return min(roomy, key=lambda one: (one.step_time_s or 0.0, one.peak_bytes[Place.DEVICE]))
+
+
+def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
+    """What one would write to go from one to the other."""
+    old, new = before.config, after.config
+    values = {
+        "strategy": (str(old.strategy), str(new.strategy)),
+        "sharding.activation_checkpointing": (
+            str(old.activation_checkpointing),
+            str(new.activation_checkpointing),
+        ),
+        "sharding.reduce_dtype": (_said(old.reduce_dtype), _said(new.reduce_dtype)),
+        "sharding.offload": ("none", "cpu")
+        if old.offload is None and new.offload is not None
+        else ("", ""),
+        "per_device_train_batch_size": (
+            f"{before.job.batch.micro_batch:g}",
+            f"{after.job.batch.micro_batch:g}",
+        ),
+    }
+    changes = {key: then for key, (now, then) in values.items() if now != then}
+    if before.job.batch.accumulation != after.job.batch.accumulation:
+        # One decision in two keys: written together, counted once.
+        micro = changes.pop("per_device_train_batch_size")
+        steps = f"gradient_accumulation_steps={after.job.batch.accumulation:g}"
+        changes["per_device_train_batch_size"] = f"{micro} {steps}"
+    return changes
+
+
+def _said(dtype: DType | None) -> str:
+    return "float32" if dtype is None else str(dtype)
+
+
+def _cost(one: Advice) -> float:
+    return one.outlook.step_time_s or float(one.outlook.peak_bytes[Place.DEVICE])
+
+
+def _candidates(
+    current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int
+) -> Iterator[Outlook]:
+    """Every other way; offload only where nothing else fits."""
+    sized = current.config.shard is not None or current.config.replicate is not None
+    strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
+    fits = False
+    for relief in _reliefs(current.config):
+        for strategy in strategies:
+            if _is_hopeless(strategy, current.job, machine):
+                continue
+            config = current.config.model_copy(update={"strategy": strategy, **relief})
+            plan = plan_of(config)
+            for recompute, job in product(RECOMPUTES, _splits(current.job)):
+                other = config.model_copy(update={"activation_checkpointing": recompute})
+                try:
+                    outlook = look(plan, other, job, machine)
+                except WrapError:  # nothing that repeats to recompute
+                    continue
+                fits = fits or outlook.fit is Fit.FITS
+                yield outlook
+        if fits:
+            return
+
+
+def _reliefs(config: ShardConfig) -> list[dict[str, Any]]:
+    """What may change beside the strategy, one after the other until something fits."""
+    found: list[dict[str, Any]] = [{}]
+    if config.param_dtype is DType.BFLOAT16 and config.reduce_dtype in (None, DType.FLOAT32):
+        found.append({"reduce_dtype": DType.BFLOAT16})
+    if config.offload is None:
+        found.append({"offload": ON_HOST})
+    return found
+
+
+def _is_hopeless(strategy: Strategy, job: Job, machine: Machine) -> bool:
+    """Whether what a strategy keeps whole on every rank is more than a device has."""
+    row = row_of(strategy)
+    kept = 0 if row.reshard_after_forward else 2 if row.shard_params else 12
+    return kept * job.model.num_params > (machine.memory_bytes or 0)
+
+
+def _splits(job: Job) -> list[Job]:
+    """The samples of a rank and an update in micro-batches of 1, 2, 4 ..., and as they are."""
+    samples = round(job.batch.micro_batch * job.batch.accumulation)
+    sizes = {2**power for power in range(MAX_MICRO_BATCH.bit_length()) if samples % 2**power == 0}
+    sizes.add(samples if samples <= MAX_MICRO_BATCH else 1)
+    batches = [
+        replace(job.batch, micro_batch=size, accumulation=samples // size) for size in sorted(sizes)
+    ]
+    return [replace(job, batch=batch) for batch in batches]

@@ -1,0 +1,227 @@
+"""The tokens of chat data: made once, kept in the run's folder, mapped by every rank.
+
+data/train/tokens.npy     (num_tokens,)         of all examples, row after row
+data/train/learned.npy    (num_tokens,)         which of them the loss counts
+data/train/examples.npy   (num_examples + 1,)   where each example begins
+data/train/rows.npy       (num_rows + 1,)       the first example of each row
+data/held_out/            the same
+
+Without packing a row is one example.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fullshard.errors import DataError
+from fullshard.train.chat_packing import best_fit
+from fullshard.train.chat_template import Encoded, Learned, encode, prompt_of
+from fullshard.train.conversations import Example, Examples
+from fullshard.train.facts import DatasetFacts, load_facts, save_facts
+from fullshard.train.order import Indices
+from fullshard.train.packing import Tokens, token_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KIND = "chat"
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How examples become rows.
+
+    Attributes:
+        sequence_length: Most tokens of a row; longer examples lose their end.
+        held_out_fraction: Share of the examples, at the end, that is held out.
+        packing: Several examples a row.
+        learned: What the loss counts.
+        num_samples: Held-out prompts that are kept to be answered.
+    """
+
+    sequence_length: int
+    held_out_fraction: float
+    packing: bool
+    learned: Learned
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of whole examples; the arrays are those of the module's docstring."""
+
+    tokens: Tokens
+    learned: npt.NDArray[np.bool_]
+    examples: Indices
+    rows: Indices
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each row."""
+        return np.diff(self.examples[self.rows])
+
+    def examples_of(self, row: int) -> list[tuple[int, int]]:
+        """Where each example of a row begins and ends."""
+        bounds = self.examples[self.rows[row] : self.rows[row + 1] + 1].tolist()
+        return list(itertools.pairwise(bounds))
+
+    @classmethod
+    def of(cls, found: Sequence[Encoded], members: Sequence[Sequence[int]], vocab: int) -> Rows:
+        """Rows of encoded examples; `members` says which each row has."""
+        ordered = [found[index] for row in members for index in row]
+        sizes = [len(one.ids) for one in ordered]
+        parts = [np.asarray(one.ids, token_dtype(vocab)) for one in ordered]
+        flags = [np.asarray(one.learned, bool) for one in ordered]
+        return cls(
+            np.concatenate(parts) if parts else np.empty(0, token_dtype(vocab)),
+            np.concatenate(flags) if flags else np.empty(0, bool),
+            np.cumsum([0, *sizes]),
+            np.cumsum([0, *map(len, members)]),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Writes the arrays."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, array in vars(self).items():
+            np.save(folder / f"{name}.npy", array)
+
+    @classmethod
+    def load(cls, folder: Path) -> Rows:
+        """Maps what `save` wrote."""
+        names = ("tokens", "learned", "examples", "rows")
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+
+
+@dataclass(frozen=True)
+class ChatDataset:
+    """Rows, the facts about them, and their tokenizer.
+
+    Attributes:
+        samples: Held-out prompts as tokens, that are answered at evaluations.
+    """
+
+    facts: DatasetFacts
+    train: Rows
+    held_out: Rows
+    samples: tuple[list[int], ...]
+    tokenizer: PreTrainedTokenizerBase
+
+    def save(self, folder: Path) -> None:
+        """Writes everything into a folder; the facts, last, say that it is whole."""
+        self.train.save(folder / "train")
+        self.held_out.save(folder / "held_out")
+        bounds = np.cumsum([0, *map(len, self.samples)])
+        flat = [token for sample in self.samples for token in sample]
+        np.savez(folder / "samples.npz", bounds=bounds, tokens=np.asarray(flat, np.int64))
+        save_facts(folder, KIND, self.facts, self.tokenizer)
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatDataset:
+        """Maps what `save` wrote."""
+        _, facts, tokenizer = load_facts(folder)
+        with np.load(folder / "samples.npz") as found:
+            cuts: list[Any] = np.split(found["tokens"], found["bounds"][1:-1])
+        samples = tuple(list(map(int, cut)) for cut in cuts if len(cut))
+        rows = [Rows.load(folder / name) for name in ("train", "held_out")]
+        return cls(facts, rows[0], rows[1], samples, tokenizer)
+
+
+def make_chat_dataset(
+    data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
+) -> ChatDataset:
+    """Splits, encodes, truncates, filters and packs examples, and says what it did.
+
+    Args:
+        data: All examples.
+        settings: Numbers.
+        tokenizer: With a chat template.
+
+    Raises:
+        DataError: Nothing is left to learn.
+    """
+    parts = hold_out(data.examples, settings.held_out_fraction)
+    encoded = [[encode(e, tokenizer, settings.learned) for e in part] for part in parts]
+    kept = [[cut for e in part if any((cut := _cut(e, settings)).learned)] for part in encoded]
+    rows = [_rows(part, settings, len(tokenizer)) for part in kept]
+    num_tokens = sum(len(e.ids) for part in encoded for e in part)
+    if len(rows[0]) == 0:
+        raise DataError(
+            f"data.path: expected answers to learn within training.max_seq_length "
+            f"({settings.sequence_length} tokens), got none in {len(data.examples):,} examples. "
+            "Raise training.max_seq_length, or look at sft.assistant_only_loss."
+        )
+    sampled = parts[1] or parts[0]
+    prompts = [prompt_of(example, tokenizer)[0] for example in sampled[: settings.num_samples]]
+    ids: Any = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    facts = DatasetFacts(
+        origin=data.origin,
+        sequence_length=settings.sequence_length,
+        num_train_sequences=len(rows[0]),
+        num_held_out_sequences=len(rows[1]),
+        num_train_tokens=len(rows[0].tokens),
+        num_held_out_tokens=len(rows[1].tokens),
+        num_dropped_tokens=num_tokens - len(rows[0].tokens) - len(rows[1].tokens),
+        vocab_size=len(tokenizer),
+        baseline=None,
+        prompt=prompt_of(sampled[0], tokenizer)[0],
+        notes=_notes(encoded, kept, rows[0], settings),
+    )
+    return ChatDataset(facts, rows[0], rows[1], tuple(ids), tokenizer)
+
+
+def hold_out(
+    examples: Sequence[Example], fraction: float
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Takes the last `fraction` of the examples, at least one unless it is 0."""
+    num_held_out = min(math.ceil(len(examples) * fraction), len(examples) - 1)
+    border = len(examples) - num_held_out
+    return examples[:border], examples[border:]
+
+
+def _cut(example: Encoded, settings: ChatSettings) -> Encoded:
+    """At most a row's tokens; the first predicts nothing, and nothing before it predicts it."""
+    stop = settings.sequence_length
+    return Encoded(example.ids[:stop], [False, *example.learned[1:stop]][: len(example.ids)])
+
+
+def _rows(found: Sequence[Encoded], settings: ChatSettings, vocab: int) -> Rows:
+    lengths = [len(example.ids) for example in found]
+    if settings.packing:
+        members = best_fit(lengths, settings.sequence_length)
+    else:
+        members = [[index] for index in range(len(found))]
+    return Rows.of(found, members, vocab)
+
+
+def _notes(
+    encoded: Sequence[Sequence[Encoded]],
+    kept: Sequence[Sequence[Encoded]],
+    train: Rows,
+    settings: ChatSettings,
+) -> tuple[str, ...]:
+    num_examples, num_kept = (sum(map(len, parts)) for parts in (encoded, kept))
+    limit = settings.sequence_length
+    num_cut = sum(len(example.ids) > limit for part in encoded for example in part)
+    share = train.learned.mean()
+    notes = [f"{num_examples:,} examples; {share:.0%} of the training tokens are learned"]
+    if num_cut:
+        notes.append(f"{num_cut:,} examples are cut to {limit:,} tokens (max_seq_length)")
+    if num_kept < num_examples:
+        notes.append(f"{num_examples - num_kept:,} examples have nothing to learn: left out")
+    if settings.packing:
+        filled = len(train.tokens) / (len(train) * limit)
+        notes.append(
+            f"{len(kept[0]):,} examples in {len(train):,} rows, which are {filled:.0%} full"
+        )
+    return tuple(notes)

@@ -1,0 +1,150 @@
+"""A run's checkpoints: what is saved when, and how a run goes on.
+
+[Note: data position]
+state.json holds {global_batch, samples_seen, epoch, seed}. Which samples a step sees depends on
+the global batch, the seed and the number of the step alone (see order.py), so "step" is the
+whole position: no sample is seen twice or left out, however many ranks go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard import loading, saving
+from fullshard.engine.engine import engine_of
+from fullshard.errors import CheckpointError, ConfigError, PreemptedError
+from fullshard.launch.signals import Caught
+from fullshard.observe import watchdog
+from fullshard.saving import SaveSettings
+from fullshard.train.prepare import StepPlan
+from fullshard.train.resume import POSITION, Resume
+from fullshard.train.scaling import LossScaler
+
+logger = logging.getLogger(__name__)
+
+SCALER = "scaler"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint of a run holds; the tokenizer's files make it one that can be exported."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: LossScaler
+    tokenizer: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class RunCheckpoints:
+    """Saves a run's checkpoints in the background; a Keeper of the loop.
+
+    Args:
+        folder: Of the run's checkpoints.
+        kept: What they hold.
+        steps: When they are due.
+        limit: Complete ones to keep; None: all.
+        caught: Signals that tell this rank to save and end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        kept: Kept,
+        steps: StepPlan,
+        limit: int | None,
+        caught: Caught,
+    ) -> None:
+        self._folder = folder
+        self._kept = kept
+        self._steps = steps
+        self._limit = limit
+        self._caught = caught
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was told to save and end."""
+        return bool(self._caught.numbers)
+
+    def keep(self, step: int, *, stopping: bool) -> None:
+        """Save where it is due.
+
+        Raises:
+            CheckpointError: This save could not begin, or the one before failed.
+            PreemptedError: The run was asked to stop; it is saved unless it never saves.
+        """
+        saving.SAVES.check()
+        every = self._steps.save_every
+        last = step == self._steps.num_steps
+        if every is not None and (stopping or last or step % every == 0):
+            watchdog.phase("saving", step)
+            self._save(step, wait=stopping or last)
+        if stopping:
+            saved = "is saved" if every is not None else "saves nothing (save_strategy: no)"
+            raise PreemptedError(
+                f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "
+                f"step {step}, which {saved}. Start it again to resume."
+            )
+
+    def resume(self, resume: Resume) -> int:
+        """Load the newest usable checkpoint; returns the number of finished steps. A collective.
+
+        A run that goes on in its own folder begins at the beginning where it left none.
+
+        Raises:
+            CheckpointError: There is none, or it is of another model or optimizer.
+        """
+        if resume.path is None:
+            return 0
+        engine = engine_of(self._kept.model)
+        try:
+            found = loading.choose(engine, resume.path)
+        except CheckpointError as error:
+            if resume.required:
+                raise
+            if engine.rank == 0:
+                logger.warning("%s", error)
+            return 0
+        state = loading.load_found(found, self._kept.model, self._kept.optimizer)
+        self._kept.scaler.load_state_dict(state.get(SCALER) or {})
+        if engine.rank == 0:
+            logger.info("resumed after step %s from %s", state["step"], found.path)
+        return self._check_done(int(state["step"] or 0), found.path, resume)
+
+    def _check_done(self, done: int, path: Path, resume: Resume) -> int:
+        """The finished steps, of which there are fewer than the run shall have."""
+        num_steps = self._steps.num_steps
+        if done > num_steps or (done == num_steps and resume.required):
+            raise ConfigError(
+                f"training.max_steps: expected more than the {done} steps of {path}; got "
+                f"{num_steps}. Ask for more steps, or begin from an earlier checkpoint."
+            )
+        return done
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        kept = self._kept
+        state: dict[str, Any] = {POSITION: self._position(step), SCALER: kept.scaler.state_dict()}
+        settings = self._settings(step, kept.tokenizer, wait=wait)
+        saving.save(self._folder, kept.model, kept.optimizer, state, settings)
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """See [Note: data position]."""
+        order = self._steps.order
+        return {
+            "global_batch": order.shape.global_batch,
+            "samples_seen": step * order.shape.global_batch,
+            "epoch": step / order.steps_per_epoch,
+            "seed": order.seed,
+        }
+
+    def _settings(self, step: int, tokenizer: Mapping[str, str], *, wait: bool) -> SaveSettings:
+        texts = dict(tokenizer)
+        config = self._folder.parent / "config.yaml"
+        if config.is_file():
+            texts[config.name] = config.read_text(encoding="utf-8")
+        return SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)

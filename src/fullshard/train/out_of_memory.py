@@ -1,0 +1,61 @@
+"""Out of memory, answered with the plan: what was planned, the largest row, what would fit."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fullshard.errors import OutOfMemoryError
+from fullshard.planner.homes import Place
+from fullshard.planner.render import human_bytes
+from fullshard.train.outlook import View
+
+# What torch says on the CPU, where it has no exception of its own for it.
+_SAID = re.compile(r"can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def answered(view: Callable[[], View]) -> Iterator[None]:
+    """Turn running out of memory inside the block into an error that says what to change.
+
+    Args:
+        view: The run as it was planned; asked only if memory runs out.
+
+    Raises:
+        OutOfMemoryError: Memory ran out.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(_answer(view(), error)) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or bool(_SAID.search(str(error)))
+
+
+def _answer(view: View, error: BaseException) -> str:
+    outlook = view.outlook
+    peak = outlook.peak_bytes[Place.DEVICE]
+    memory = view.machine.memory_bytes or 0
+    guilty = max(outlook.rows, key=lambda row: row.num_bytes)
+    said = (str(error).splitlines() or ["no more memory"])[0]
+    expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
+    lines = [
+        f"memory: expected to need {expected}; got: {said}",
+        "planned for the largest rank:",
+        *(
+            f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
+            + ("   <- the largest" if row is guilty else "")
+            for row in outlook.rows
+        ),
+    ]
+    advice = view.advice()
+    if not advice:
+        advice = ["a smaller per_device_train_batch_size, or activation_checkpointing: block"]
+    return "\n".join([*lines, "what would help:", *(f"  {line}" for line in advice)])

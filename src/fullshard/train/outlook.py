@@ -1,0 +1,161 @@
+"""What a configuration's step is to the planner: the model's shapes and a rank's batch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
+from fullshard.config.values import Backend, Strategy
+from fullshard.launch.topology import configured_topology
+from fullshard.planner.forecast.architecture import Shapes, decoder
+from fullshard.planner.forecast.devices import find_device
+from fullshard.planner.forecast.memory import GIB
+from fullshard.planner.forecast.workload import Batch
+from fullshard.planner.hardware import Gpus
+from fullshard.planner.outlook import Job, Machine, Outlook, look
+from fullshard.planner.plan import Plan
+from fullshard.planner.search import PlanOf, advise, choose
+from fullshard.train.build import model_on_meta
+from fullshard.train.prepare import Prepared
+
+logger = logging.getLogger(__name__)
+
+
+def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
+    """A step's work on one rank.
+
+    Args:
+        model: A Hugging Face model, on meta or not.
+        training: Its batch.
+        world_size: Ranks that share train_batch_size.
+    """
+    training = training.divided(world_size)
+    batch = Batch(
+        training.max_seq_length,
+        training.per_device_train_batch_size,
+        training.gradient_accumulation_steps,
+    )
+    config: Any = model.config
+    config = getattr(config, "text_config", config)
+    numel = sum(param.numel() for param in model.parameters())
+    width = _number(config, "hidden_size")
+    shapes = Shapes(
+        num_params=numel,
+        layers=_number(config, "num_hidden_layers"),
+        width=width,
+        heads=_number(config, "num_attention_heads"),
+        kv_heads=_number(config, "num_key_value_heads"),
+        mlp_width=_number(config, "intermediate_size", "n_inner") or (4 * width if width else None),
+        vocab=_number(config, "vocab_size"),
+    )
+    return Job(decoder(shapes, _active_params(model, config, numel)), batch)
+
+
+def _number(config: Any, *names: str) -> int | None:
+    """The first of these that a configuration holds."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def _active_params(model: nn.Module, config: Any, numel: int) -> float | None:
+    """Parameters that a token uses, where some are experts'."""
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    chosen = _number(config, "num_experts_per_tok", "num_experts_per_token")
+    count = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    if not experts or chosen is None or count is None:
+        return None
+    return numel - experts * (1 - chosen / count)
+
+
+def machine_of(hardware: Gpus | None) -> Machine:
+    """What a rank runs on, as far as the description of a machine's GPUs says."""
+    if hardware is None or hardware.memory_bytes is None:
+        return Machine(None, None)
+    try:
+        device = find_device(hardware.name, hardware.memory_bytes / GIB) if hardware.name else None
+    except KeyError:
+        device = None
+    return Machine(device, hardware.memory_bytes)
+
+
+def this_machine(num_ranks: int) -> Machine:
+    """What a rank of this host runs on: its GPU, or its part of the host's memory."""
+    if not torch.cuda.is_available():
+        return Machine(None, psutil.virtual_memory().total // num_ranks)
+    facts = torch.cuda.get_device_properties(0)
+    return machine_of(Gpus(num_ranks, facts.name, facts.total_memory))
+
+
+@dataclass(frozen=True)
+class View:
+    """A run as the planner sees it, and how to see others.
+
+    Attributes:
+        outlook: What it takes.
+        plan_of: Plans another configuration of the same model and ranks.
+        machine: What a rank runs on.
+        hosts: How many.
+    """
+
+    outlook: Outlook
+    plan_of: PlanOf
+    machine: Machine
+    hosts: int
+
+    def advice(self) -> list[str]:
+        """What would fit, or be faster, in words."""
+        found = advise(self.outlook, self.plan_of, self.machine, hosts=self.hosts)
+        return [one.sentence(self.outlook) for one in found]
+
+
+def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
+    """A run on this machine.
+
+    Args:
+        config: Its configuration; `strategy: auto` stands for full_shard.
+        model: Its model, on meta.
+        world_size: All ranks.
+    """
+    local = configured_topology(config.launch).local_world_size or world_size
+
+    def plan_of(sharding: ShardConfig) -> Plan:
+        return fs.plan(model, sharding, world_size=world_size, local_world_size=local)
+
+    sharding = config.sharding
+    if sharding.strategy is Strategy.AUTO:
+        sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
+    machine = this_machine(local)
+    job = job_of(model, config.training, world_size)
+    outlook = look(plan_of(sharding), sharding, job, machine)
+    return View(outlook, plan_of, machine, -(-world_size // local))
+
+
+def outlook_of(prepared: Prepared, world_size: int) -> Outlook | None:
+    """What a run takes; None for a backend whose memory the compiler lays out."""
+    if prepared.config.backend is Backend.JAX:
+        return None
+    model = model_on_meta(prepared.config, prepared.model_config)
+    return view_of(prepared.config, model, world_size).outlook
+
+
+def with_chosen_strategy(config: RunConfig, model: nn.Module, world_size: int) -> RunConfig:
+    """`strategy: auto` as the fastest that fits, or where speed is not known the smallest.
+
+    Every rank comes to the same choice: hosts and devices of a run are taken to be alike.
+
+    Raises:
+        WillNotFitError: None fits.
+    """
+    if config.sharding.strategy is not Strategy.AUTO:
+        return config
+    view = view_of(config, model, world_size)
+    chosen = choose(view.outlook, view.plan_of, view.machine, ["strategy"], hosts=view.hosts).config
+    logger.info("strategy: auto is %s here", chosen.strategy)
+    return config.model_copy(update={"sharding": chosen})

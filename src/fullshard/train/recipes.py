@@ -1,0 +1,114 @@
+"""The recipes by their data: what is made before the ranks start, and what each rank trains on.
+
+            made once, in the command's process            on every rank
+    text    documents -> packed sequences                  PackedText
+    chat    conversations -> rows, some of it learned      Chats
+
+`fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fullshard.config.schema import RunConfig, SftConfig
+from fullshard.config.values import Command
+from fullshard.train.causal_lm import PackedText, Sequences
+from fullshard.train.chat_dataset import KIND as CHAT
+from fullshard.train.chat_dataset import ChatDataset, ChatSettings, make_chat_dataset
+from fullshard.train.chat_template import Learned, set_template, texts_of
+from fullshard.train.chats import Chats
+from fullshard.train.conversations import is_chat, read_examples
+from fullshard.train.dataset import Dataset, DatasetSettings, make_dataset
+from fullshard.train.facts import Prepared, load_facts
+from fullshard.train.order import SampleOrder
+from fullshard.train.prepared_cache import cached
+from fullshard.train.seat import Seat
+from fullshard.train.text import read_corpus
+from fullshard.train.tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_data(
+    config: RunConfig,
+    command: Command,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> Prepared:
+    """Reads, tokenizes and packs the data of a run.
+
+    Args:
+        config: Of the run.
+        command: Which recipe it is for.
+        tokenizer: None trains one on the data.
+        vocab_size: Most entries of one that is trained.
+
+    Raises:
+        DataError: The data cannot be used.
+    """
+    path = Path(config.data.path) if config.data.path else None
+    if uses_chats(config, command):
+        return _make_chats(config, path, tokenizer, vocab_size)
+    settings = DatasetSettings(
+        sequence_length=config.training.max_seq_length,
+        held_out_fraction=config.data.validation_fraction,
+        vocab_size=vocab_size,
+    )
+    return make_dataset(read_corpus(path, config.data.text_column), settings, tokenizer)
+
+
+def uses_chats(config: RunConfig, command: Command) -> bool:
+    """Whether a run's data is chat data."""
+    if command in (Command.DISTILL, Command.CACHE):
+        return config.data.path is not None and is_chat(Path(config.data.path))
+    return command is Command.SFT
+
+
+def load_data(folder: Path) -> Prepared:
+    """Maps the prepared data of a run.
+
+    Raises:
+        DataError: Nothing is there.
+    """
+    kind, _, _ = load_facts(folder)
+    return (ChatDataset if kind == CHAT else Dataset).load(folder)
+
+
+def make_recipe(
+    data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat
+) -> PackedText | Chats:
+    """What trains on prepared data, on this rank."""
+    if isinstance(data, ChatDataset):
+        return Chats(data, order, per_device_eval, seat.rank, seat.device)
+    assert isinstance(data, Dataset), "there are two kinds of data"
+    sequences = Sequences(data.train, data.held_out, per_device_eval)
+    return PackedText(sequences, order, seat.rank, seat.device)
+
+
+def _make_chats(
+    config: RunConfig,
+    path: Path | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> ChatDataset:
+    sft = config.sft or SftConfig()
+    settings = ChatSettings(
+        sequence_length=config.training.max_seq_length,
+        held_out_fraction=config.data.validation_fraction,
+        packing=bool(sft.packing),
+        learned=Learned(
+            completions_only=sft.completion_only_loss is not False,
+            assistant_only=sft.assistant_only_loss is not False,
+        ),
+        num_samples=sft.num_samples,
+    )
+    data = read_examples(path)
+    if tokenizer is None:
+        texts = (text for example in data.examples for text in texts_of(example))
+        tokenizer = train_tokenizer(texts, vocab_size)
+    set_template(tokenizer, Path(sft.chat_template_path) if sft.chat_template_path else None)
+    chosen = tokenizer
+    return cached(data, settings, chosen, lambda: make_chat_dataset(data, settings, chosen))

@@ -1,0 +1,133 @@
+"""What becomes of a run that is already where a new one shall lie.
+
+--resume        an unfinished run there    a finished one, more steps asked    a finished one
+auto            goes on                    goes on                             moved to .1, .2
+never           moved                      moved                               moved
+PATH            moved; the new run begins with the model, optimizer and position of PATH
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint.format import STATE
+from fullshard.checkpoint.retain import candidates, checkpoints_in
+from fullshard.config.load import Resolved, load_config
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.train.run_folder import RunFolder, RunStatus
+
+POSITION = "position"  # under which a checkpoint's state has [Note: data position]
+# What a run that goes on must share with what it was: its data and its model.
+SAME = ("data", "model")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run goes on from.
+
+    Attributes:
+        path: A checkpoint, or a folder of them; None: from the beginning.
+        global_batch: Samples of a step, which are kept; None: the configuration says.
+        in_place: Whether the folder's own run goes on, rather than a new one.
+        required: Whether it is an error if there is nothing at `path`: somebody named it.
+    """
+
+    path: Path | None = None
+    global_batch: int | None = None
+    in_place: bool = False
+    required: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For run.json, where the ranks find it."""
+        return {**asdict(self), "path": str(self.path) if self.path is not None else None}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> Resume:
+        """What `as_json` wrote."""
+        value = dict(record.get("resume") or {})
+        path = value.pop("path", None)
+        return cls(Path(path) if path else None, **value)
+
+    def moved(self, old: Path, new: Path | None) -> Resume:
+        """The same after the folder that holds the checkpoint was moved."""
+        if new is None or self.path is None or not self.path.is_relative_to(old.resolve()):
+            return self
+        return replace(self, path=new.resolve() / self.path.relative_to(old.resolve()))
+
+
+def find_resume(asked: str, output_dir: Path) -> Resume:
+    """What `--resume` means here, before it is known how many steps are asked for.
+
+    Raises:
+        CheckpointError: PATH holds no checkpoint.
+    """
+    if asked == "never":
+        return Resume()
+    if asked != "auto":
+        return _from_path(Path(asked))
+    folder = RunFolder(output_dir)
+    return own_resume(folder) if folder.record.is_file() else Resume()
+
+
+def own_resume(folder: RunFolder) -> Resume:
+    """What a run in its own folder goes on from.
+
+    Until it has a checkpoint of its own, that is what it began from.
+    """
+    record = folder.read_record()
+    first = Resume.of_record(record)
+    batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
+    has_own = any(found.manifest is not None for found in checkpoints_in(folder.checkpoints))
+    if first.required and not has_own:
+        return replace(first, in_place=True)
+    own = folder.checkpoints if folder.checkpoints.is_dir() else None
+    return Resume(own, batch, in_place=True)
+
+
+def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
+    """Whether the folder's own run goes on, now that the steps are known."""
+    if not resume.in_place:
+        return False
+    record = RunFolder(output_dir).read_record()
+    if record.get("status") != RunStatus.FINISHED:
+        return True
+    done = record.get("measured", {}).get("num_steps", 0)
+    return resume.path is not None and num_steps > done
+
+
+def check_same(resolved: Resolved, output_dir: Path) -> None:
+    """A run that goes on keeps its data and its model.
+
+    Raises:
+        ConfigError: Something of these changed; names the key.
+    """
+    before = load_config(RunFolder(output_dir).config, []).config
+    keys = [*SAME, "training.max_seq_length", "training.seed"]
+    for key in keys:
+        one, other = _get(before, key), _get(resolved.config, key)
+        if one != other:
+            raise ConfigError(
+                f"{key}: expected what it was in the run that goes on in '{output_dir}' ({one}); "
+                f"got {other}. Use --resume never, or another output_dir."
+            )
+
+
+def _get(config: Any, key: str) -> Any:
+    for word in key.split("."):
+        config = getattr(config, word)
+    return config
+
+
+def _from_path(path: Path) -> Resume:
+    complete = next((f for f in candidates(path) if f.manifest is not None), None)
+    if complete is None:
+        raise CheckpointError(
+            f"--resume: expected a complete checkpoint in '{path}'; there is none. "
+            "`fullshard ckpt ls` shows what a folder has."
+        )
+    state = json.loads((complete.path / STATE).read_text(encoding="utf-8"))
+    position = state.get("state", {}).get(POSITION) or {}
+    return Resume(path.resolve(), position.get("global_batch"), required=True)

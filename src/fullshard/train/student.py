@@ -1,0 +1,223 @@
+"""A student cut out of its teacher: layers dropped, experts kept by how much they are used.
+
+    layers   0 1 2 3 4 5 6 7   keep 3   ->  0, 4, 7               spread evenly, both ends kept
+    experts  tokens that a layer's router sends to each, counted on training data:
+             9 4 7 1 8 0 2 5   keep 4   ->  0, 2, 4, 7            in their own order
+
+Weights are copied tensor by tensor from the teacher's files, so that nobody holds either model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from fullshard.config.schema import DistillConfig
+from fullshard.engine.folder import INDEX, ONE_FILE
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FILE_BYTES = 4 << 30  # of the student's weights, at most
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.weight$")
+_EXPERT_KEYS = ("num_experts", "num_local_experts")
+_KNOWN = ("qwen3_moe", "mixtral")  # whose files these names are
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left of a teacher.
+
+    Attributes:
+        layers: Of its layers.
+        experts: By layer, of its experts; empty: all of them.
+        shares: By layer, of its tokens, those that its kept experts got.
+    """
+
+    layers: tuple[int, ...]
+    experts: Mapping[int, tuple[int, ...]]
+    shares: Mapping[int, float]
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"layers {', '.join(map(str, self.layers))} of the teacher are kept"
+        for layer, experts in self.experts.items():
+            yield (
+                f"layer {layer}: experts {', '.join(map(str, experts))}, which got "
+                f"{self.shares[layer]:.0%} of its tokens"
+            )
+
+
+def is_cut(distill: DistillConfig | None) -> bool:
+    """Whether the student is made of the teacher's parts."""
+    return distill is not None and (distill.experts is not None or distill.layers is not None)
+
+
+def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> PretrainedConfig:
+    """The configuration of what will be left.
+
+    Raises:
+        ConfigError: More is asked for than the teacher has, or its parts are not known.
+    """
+    made: Any = copy.deepcopy(teacher)
+    if made.model_type not in _KNOWN:
+        raise ConfigError(
+            f"distill.experts, distill.layers: expected a teacher of type {' or '.join(_KNOWN)}, "
+            f"got {made.model_type}. Give the student a configuration of its own."
+        )
+    layers = kept_layers(made.num_hidden_layers, distill.layers)
+    for name, value in list(vars(made).items()):
+        if isinstance(value, list) and len(value) == made.num_hidden_layers:
+            setattr(made, name, [value[layer] for layer in layers])  # a list by layer
+    if getattr(made, "mlp_only_layers", None):
+        made.mlp_only_layers = [n for n, old in enumerate(layers) if old in made.mlp_only_layers]
+    made.num_hidden_layers = len(layers)
+    if distill.experts is not None:
+        key = next(key for key in _EXPERT_KEYS if hasattr(made, key))
+        if not made.num_experts_per_tok <= distill.experts <= getattr(made, key):
+            raise ConfigError(
+                f"distill.experts: expected between {made.num_experts_per_tok} (that a token goes "
+                f"to) and {getattr(made, key)} (that the teacher has), got {distill.experts}."
+            )
+        setattr(made, key, distill.experts)
+    return made
+
+
+def kept_layers(num_layers: int, keep: int | None) -> tuple[int, ...]:
+    """Which layers stay: the first, the last, and others evenly between them.
+
+    Raises:
+        ConfigError: There are fewer.
+    """
+    keep = num_layers if keep is None else keep
+    if keep > num_layers:
+        raise ConfigError(
+            f"distill.layers: expected at most the teacher's {num_layers}, got {keep}."
+        )
+    if keep == 1:
+        return (0,)
+    return tuple(round(n * (num_layers - 1) / (keep - 1)) for n in range(keep))
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+    """Inside, every router of a model counts the tokens that each of its experts gets."""
+    counts: dict[int, torch.Tensor] = {}
+
+    def count(layer: int, num_experts: int, *module_args_output: Any) -> None:
+        chosen = module_args_output[-1][-1].reshape(-1)
+        found = torch.bincount(chosen, minlength=num_experts).cpu()
+        counts[layer] = counts.get(layer, torch.zeros_like(found)) + found
+
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        layer = _LAYER.search(f".{name}.")
+        if layer is not None and type(module).__name__.endswith("TopKRouter"):
+            router: Any = module
+            see = partial(count, int(layer.group(1)), router.num_experts)
+            handles.append(module.register_forward_hook(see))
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: DistillConfig) -> Kept:
+    """What stays, by what was counted."""
+    layers = kept_layers(num_layers, distill.layers)
+    experts: dict[int, tuple[int, ...]] = {}
+    shares: dict[int, float] = {}
+    for layer in layers:
+        if distill.experts is None or layer not in counts:
+            continue
+        used = counts[layer]
+        ranked = sorted(range(len(used)), key=lambda expert: (-used[expert], expert))
+        experts[layer] = tuple(sorted(ranked[: distill.experts]))
+        shares[layer] = sum(used[e] for e in experts[layer]) / max(1.0, sum(used))
+    return Kept(layers, experts, shares)
+
+
+def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: Kept) -> None:
+    """Copies what is kept from the teacher's files into a folder of the student's own.
+
+    Raises:
+        ConfigError: The teacher has no safetensors.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        file = f"part-{len(set(weight_map.values())):05d}.safetensors"
+        save_file(pending, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(pending, file))
+        pending.clear()
+
+    for name, read in _tensors(teacher):
+        new = _new_name(name, kept)
+        if new is None:
+            continue
+        pending[new] = _cut(name, read(), kept)
+        if sum(value.nbytes for value in pending.values()) > FILE_BYTES:
+            flush()
+    flush()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config.save_pretrained(folder)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Names, and what reads them."""
+    files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"teacher: expected {ONE_FILE} or {INDEX} in '{folder}', got neither. "
+            "Save the teacher with save_pretrained(FOLDER)."
+        )
+    for path in files:
+        opened: Any = safe_open(path, framework="pt")
+        with opened as file:
+            for name in file.keys():  # noqa: SIM118  (no mapping)
+                yield name, partial(file.get_tensor, name)
+
+
+def _new_name(name: str, kept: Kept) -> str | None:
+    """The student's name of a tensor; None where it is not kept."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        return name
+    number = int(layer.group(1))
+    if number not in kept.layers:
+        return None
+    expert = _EXPERT.search(name)
+    if expert is not None and number in kept.experts:
+        if int(expert.group(1)) not in kept.experts[number]:
+            return None
+        place = kept.experts[number].index(int(expert.group(1)))
+        name = _EXPERT.sub(f".experts.{place}.", name)
+    return _LAYER.sub(f".layers.{kept.layers.index(number)}.", name)
+
+
+def _cut(name: str, value: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Of a router, the rows of the experts that are kept."""
+    layer = _LAYER.search(name)
+    if layer is None or _ROUTER.search(name) is None:
+        return value
+    experts = kept.experts.get(int(layer.group(1)))
+    return value if experts is None else value[list(experts)].clone()

@@ -1,0 +1,193 @@
+"""Distillation on one rank: the teacher, the student that is cut out of it, the loss."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
+from fullshard.config.values import Command, DType
+from fullshard.engine.engine import engine_of
+from fullshard.engine.folder import INDEX
+from fullshard.engine.initial import has_weights_of
+from fullshard.train.build import build_sharded
+from fullshard.train.distill import Distillation, Teacher
+from fullshard.train.divergence import Mix
+from fullshard.train.facts import DatasetFacts
+from fullshard.train.head import Head
+from fullshard.train.loop import Recipe, TrainRows
+from fullshard.train.model import build_model, build_on_meta, config_from_folder
+from fullshard.train.order import evaluation_samples
+from fullshard.train.prepare import given_model_config
+from fullshard.train.run_folder import RunFolder
+from fullshard.train.seat import Seat
+from fullshard.train.student import choose, counting, is_cut, write_student
+from fullshard.train.team import RankTeam
+from fullshard.train.top_k import TopK, write_facts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+COUNTED_STEPS = 8  # of training data, on which the use of experts is measured
+
+
+@dataclass
+class Teaching:
+    """Distillation on one rank, set up before the student is built.
+
+    Attributes:
+        config: Of the run; its model is where the student's weights come from.
+        data: Recipe of the batches.
+        teacher: A model, or the logits that one left.
+        heads: The student's, once it is built.
+    """
+
+    config: RunConfig
+    data: Recipe
+    teacher: Teacher | TopK
+    heads: list[Head] = field(default_factory=list[Head])
+
+    @property
+    def settings(self) -> DistillConfig:
+        return settings_of(self.config)
+
+    def student(self, model_config: PretrainedConfig, seat: Seat) -> nn.Module:
+        """The sharded student, of whose head the recipe takes hold."""
+
+        def before(model: nn.Module) -> None:
+            self.heads.append(Head(model))
+
+        return build_sharded(self.config, model_config, seat.device, before)
+
+    def recipe(self) -> Distillation:
+        """The data's recipe with the loss of distillation."""
+        (head,) = self.heads
+        s = self.settings
+        mix = Mix(s.loss, s.temperature, s.alpha, s.beta)
+        return Distillation(self.data, head, self.teacher, mix, s.chunk_size)
+
+
+def settings_of(config: RunConfig) -> DistillConfig:
+    """The section, or its defaults."""
+    return config.distill or DistillConfig()
+
+
+def set_up(config: RunConfig, folder: RunFolder, data: Recipe, seat: Seat) -> Teaching:
+    """Build the teacher, and cut the student out of it where that is asked for. A collective."""
+    settings = settings_of(config)
+    if settings.cache is not None:
+        return Teaching(config, data, TopK.load(Path(settings.cache)))
+    teacher = build_teacher(config, seat)
+    if is_cut(settings):
+        student = folder.path / "student"
+        _cut(config, teacher, data, student, seat)
+        whole = settings.model_copy(update={"experts": None, "layers": None})
+        model = ModelConfig(name_or_path=str(student))
+        config = config.model_copy(update={"model": model, "distill": whole})
+    return Teaching(config, data, teacher)
+
+
+def build_teacher(config: RunConfig, seat: Seat) -> Teacher:
+    """The teacher, sharded for forwards alone, in its own dtype and strategy."""
+    settings = settings_of(config)
+    assert config.teacher is not None, "checked before"
+    folder = Path(config.teacher.name_or_path or "")
+    default = DType.BFLOAT16 if seat.device.type == "cuda" else DType.FLOAT32
+    dtype = getattr(torch, settings.teacher_dtype or default)
+    model_config = config_from_folder(folder)
+    model: Any = build_on_meta(model_config, dtype)
+    weights: Path | None = folder
+    if not has_weights_of(model, folder):
+        model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
+    model.requires_grad_(requires_grad=False)
+    head = Head(model)
+    fs.shard(model.eval(), _sharding(config, settings, dtype), weights=weights)
+    return Teacher(model, head)
+
+
+def _sharding(config: RunConfig, settings: DistillConfig, dtype: torch.dtype) -> ShardConfig:
+    """The student's, but for what concerns training."""
+    own = ("mesh", "transport", "forward_prefetch", "wrap", "replicate", "shard")
+    shared = {
+        name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
+    }
+    strategy = settings.teacher_strategy or config.sharding.strategy
+    return ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
+
+
+@torch.no_grad()
+def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat) -> None:
+    """Measure the use of experts and write the student's folder, unless it is there."""
+    settings, engine = settings_of(config), engine_of(teacher.model)
+    team = RankTeam(engine.transport, seat.rank, seat.world_size, seat.device)
+    if all(there for (there,) in team.exchange([(student / INDEX).is_file()])):
+        return
+    with counting(teacher.model) as counts:
+        for step in range(COUNTED_STEPS):
+            for batch in data.micro_batches(step):
+                inputs = {n: batch[n] for n in ("input_ids", "position_ids") if n in batch}
+                with teacher.head.asked(lambda h, _w, _b: h.new_zeros(1, 1, 1)):
+                    teacher.model(**inputs, use_cache=False)
+    layers = sorted(counts)
+    own = [float(n) for layer in layers for n in counts[layer]]
+    sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
+    width = len(sums) // max(1, len(layers))
+    used = {layer: sums[at * width : (at + 1) * width] for at, layer in enumerate(layers)}
+    origin = Path((config.teacher or config.model).name_or_path or "")
+    full = config_from_folder(origin)
+    kept = choose(used, full.num_hidden_layers, settings)
+    if seat.is_first:
+        write_student(origin, student, given_model_config(config), kept)
+        for line in kept.lines():
+            logger.info("student: %s", line)
+    team.exchange([0.0])  # nobody reads before it is there
+
+
+# ---- logits for runs without the teacher ---------------------------------------------------------
+
+
+@torch.no_grad()
+def write_cache(config: RunConfig, facts: DatasetFacts, data: TrainRows, seat: Seat) -> None:
+    """Keeps the teacher's largest logits of every training token. A collective."""
+    settings, teacher = settings_of(config), build_teacher(config, seat)
+    team = RankTeam(engine_of(teacher.model).transport, seat.rank, seat.world_size, seat.device)
+    folder = cache_folder(config)
+    lengths = data.train_lengths
+    if seat.is_first:
+        TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
+    team.exchange([0.0])  # nobody opens it before it is there
+    kept = TopK.open(folder)
+    per_device = config.training.per_device_eval_batch_size
+    for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
+        batch = data.train_rows(chosen)
+
+        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+            for at, row in enumerate(chosen.tolist()):  # noqa: B023  (asked at once)
+                if row >= 0:
+                    kept.put(row, h[at], partial(F.linear, weight=w, bias=b), settings.chunk_size)
+            return h.new_zeros(1, 1, 1)
+
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        with teacher.head.asked(answer):
+            teacher.model(**inputs, use_cache=False)
+    kept.flush()
+    team.exchange([0.0])
+    if seat.is_first:
+        write_facts(folder, facts)
+        logger.info("the teacher's logits are in %s: distill.cache=%s", folder, folder)
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """Where `distill cache` writes."""
+    default = Path(config.training.output_dir or f"runs/{Command.CACHE}", "logits")
+    return Path(settings_of(config).cache or default)

@@ -1,0 +1,145 @@
+"""The loop's counterpart on XLA, where an update is one program.
+
+The recipe's data, the rows and who is told of them are those of the other loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fullshard.errors import DivergedError
+from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.train.causal_lm import PackedText
+from fullshard.train.loop import Batch, LoopSettings, Watcher, diverged
+from fullshard.train.xla_checkpoints import XlaCheckpoints
+from fullshard.xla.step import State, Step
+
+KEYS = ("input_ids", "labels")
+
+
+@dataclass
+class XlaTrainee:
+    """What is trained, and the programs that do it.
+
+    Attributes:
+        state: Parameters and optimizer; each step uses it up and makes the next.
+        step: An update.
+        totals: (state, batch) -> summed loss and label tokens, over all ranks.
+        memory_bytes: Of this process: now, and the most so far.
+        done: Steps that were finished before.
+    """
+
+    state: State
+    step: Step
+    totals: Callable[[State, Any], tuple[Any, Any]]
+    memory_bytes: Callable[[], tuple[int, int]]
+    done: int = 0
+
+
+class XlaLoop:
+    """Runs packed text over a number of steps."""
+
+    def __init__(
+        self,
+        trainee: XlaTrainee,
+        recipe: PackedText,
+        settings: LoopSettings,
+        keeper: XlaCheckpoints,
+        watcher: Watcher,
+    ) -> None:
+        self._trainee = trainee
+        self._recipe = recipe
+        self._settings = settings
+        self._keeper = keeper
+        self._watcher = watcher
+        self._stopping = False
+
+    def run(self, done: int = 0) -> None:
+        """The steps after the first `done`, evaluations between them and one after the last.
+
+        Raises:
+            DivergedError: A loss or a gradient norm is not finite; names the step.
+            PreemptedError: The run was asked to stop, and is saved.
+        """
+        num_steps, eval_every = self._settings.num_steps, self._settings.eval_every
+        for step in range(done + 1, num_steps + 1):
+            self._watcher.stepped(self._step(step))
+            last = step == num_steps
+            if last or (eval_every and step % eval_every == 0 and not self._stopping):
+                self.evaluate(step)
+            self._keeper.state = self._trainee.state
+            self._keeper.keep(step, stopping=self._stopping and not last)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out loss; without held-out data nothing happens."""
+        self._watcher.entered("evaluation", step)
+        sums = [
+            self._trainee.totals(self._trainee.state, _arrays([batch]))
+            for batch in self._recipe.held_out()
+        ]
+        if not sums:
+            return
+        loss = sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
+        if not math.isfinite(loss):
+            raise DivergedError(diverged("held-out loss", loss, step))
+        self._watcher.evaluated(EvalRow(step, loss))
+
+    def _step(self, step: int) -> StepRow:
+        """One update and what it was like."""
+        trainee, learning_rate = self._trainee, self._settings.schedule.learning_rate(step - 1)
+        self._watcher.entered("data loading", step)
+        began = time.perf_counter()
+        batches = self._recipe.micro_batches(step - 1)
+        data_s = time.perf_counter() - began
+        self._watcher.entered("forward and backward", step)
+        trainee.state, found = trainee.step(
+            trainee.state, _arrays(batches), learning_rate=learning_rate
+        )
+        loss, norm = float(found["loss"]), float(found["grad_norm"])
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise DivergedError(diverged(what, value, step))
+        self._watcher.entered("end of step", step)
+        num_inputs = sum(batch["input_ids"].numel() for batch in batches)
+        elapsed_s = time.perf_counter() - began
+        table = _exchange(
+            [elapsed_s, data_s, *trainee.memory_bytes(), num_inputs, self._keeper.asked_to_stop()]
+        )
+        elapsed, data, memory, peak, inputs, asked = table.T
+        self._stopping = bool(asked.any())
+        step_time_s, waited_s = float(elapsed.max()), float(data.mean())
+        return StepRow(
+            step=step,
+            epoch=step / self._recipe.steps_per_epoch,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=learning_rate,
+            tokens_per_s=float(inputs.sum()) / step_time_s,
+            samples_per_s=self._recipe.samples_per_step / step_time_s,
+            step_time_s=step_time_s,
+            data_s=waited_s,
+            compute_s=max(0.0, step_time_s - waited_s),
+            comm_s=0.0,  # inside of the program: a profile shows it
+            memory_bytes=int(memory.max()),
+            memory_peak_bytes=int(peak.max()),
+        )
+
+
+def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+    """This rank's samples; micro-batches, where there are several, on an axis before."""
+    stacked = {
+        key: np.stack([batch[key].numpy().astype(np.int32) for batch in batches]) for key in KEYS
+    }
+    return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
+
+
+def _exchange(values: Sequence[float]) -> np.ndarray:
+    """(ranks, values): every rank's. Float32 is exact enough for what is shown."""
+    return np.atleast_2d(multihost_utils.process_allgather(np.array(values, np.float32)))

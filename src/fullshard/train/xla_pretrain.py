@@ -1,0 +1,244 @@
+"""Pretraining on XLA, on one rank: what job.py does, by `backend: jax`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+import torch
+
+from fullshard.config.environment import read_launch_environment
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import Command, DType, Optimizer
+from fullshard.launch import rendezvous
+from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
+from fullshard.observe import watchdog
+from fullshard.observe.memory import memory_bytes
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.render import human_bytes
+from fullshard.train.banner import DataFacts
+from fullshard.train.causal_lm import PackedText, Sequences
+from fullshard.train.console import RunConsole
+from fullshard.train.dataset import Dataset
+from fullshard.train.export import write_folder
+from fullshard.train.facts import tokenizer_texts
+from fullshard.train.loop import LoopSettings
+from fullshard.train.model import build_model, build_on_meta, freeze, quiet_libraries
+from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.train.prepare import (
+    StepPlan,
+    model_config_of,
+    plan_steps,
+    schedule_of,
+    weights_folder,
+)
+from fullshard.train.result import conclude, environment, planned
+from fullshard.train.resume import Resume
+from fullshard.train.run_folder import RunFolder, RunStatus
+from fullshard.train.schedule import Schedule
+from fullshard.train.watcher import RunWatcher
+from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
+from fullshard.train.xla_loop import XlaLoop, XlaTrainee
+from fullshard.xla import optim, processes
+from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
+from fullshard.xla.plan import XlaPlan, plan
+from fullshard.xla.step import State, eval_step, train_step, trained, whole_array, with_optimizer
+from fullshard.xla_state import read
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COORDINATOR = "fullshard/jax"  # under which the launcher's store has its address
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What follows from the configuration alone."""
+
+    config: RunConfig
+    model_config: PretrainedConfig
+    decoder: DecoderConfig
+    plan: XlaPlan
+    tx: optax.GradientTransformation
+    groups: list[dict[str, Any]]
+    schedule: Schedule
+    steps: StepPlan
+
+
+def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[], bool]) -> None:
+    """Trains on this rank, inside a process group that is there for the rendezvous alone.
+
+    Args:
+        config: Of the run, checked.
+        folder: Of the run, with the prepared data.
+        rank: This process.
+        is_ending: Whether the launcher ends the ranks because another one failed.
+    """
+    began = time.perf_counter()
+    quiet_libraries()
+    dataset, resume = Dataset.load(folder.data), Resume.of_record(folder.read_record())
+    world_size = _join(config, rank)
+    steps = plan_steps(config.training, dataset.facts, world_size, resume.global_batch)
+    built = _build(config, model_config_of(config, dataset.tokenizer), steps)
+    console = RunConsole(steps.num_steps, steps.log_every) if rank == 0 else None
+    if console is not None:
+        _announce(
+            DataFacts(Command.TRAIN, config, dataset.facts, steps),
+            folder,
+            console,
+            built.plan.table,
+        )
+    with caught_stop_signals(SAVE_SIGNALS, is_ending) as caught:
+        kept = _kept(built, tokenizer_texts(folder.data))
+        limit = config.training.save_total_limit
+        keeper = XlaCheckpoints(folder.checkpoints, kept, steps, limit, caught)
+        trainee = _trainee(built, *keeper.load(resume, partial(_initial, built), built.tx))
+        per_device = config.training.per_device_eval_batch_size
+        sequences = Sequences(dataset.train, dataset.held_out, per_device)
+        recipe = PackedText(sequences, steps.order, rank, torch.device("cpu"))
+        settings = LoopSettings(
+            steps.num_steps, steps.eval_every, config.training.max_grad_norm, built.schedule
+        )
+        with RunWatcher(console, folder, trainee.done) as watcher:
+            XlaLoop(trainee, recipe, settings, keeper, watcher).run(trainee.done)
+    watchdog.phase("saving", steps.num_steps)
+    weights = _torch_weights(trainee.state)
+    processes.leave()
+    if console is None:
+        return
+    write_folder(weights, built.model_config, dataset.tokenizer, folder.model)
+    watchdog.phase("")
+    conclude(
+        folder,
+        console,
+        watcher,
+        dataset.facts,
+        config.training.seed,
+        time.perf_counter() - began,
+    )
+
+
+def _build(config: RunConfig, model_config: PretrainedConfig, steps: StepPlan) -> _Built:
+    """Plan, optimizer and schedule. A model of torch on meta says which weights decay."""
+    training = config.training
+    decoder = DecoderConfig.of(model_config)
+    placed = plan(decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
+    processes.check_reductions(placed.table)
+    shell = build_on_meta(model_config)
+    freeze(shell, config.freeze)
+    model_config.architectures = [type(shell).__name__]
+    settings = OptimizerSettings.of(training)
+    names = {id(param): name for name, param in shell.named_parameters()}
+    groups = [
+        {**group, "params": [names[id(param)] for param in group["params"]]}
+        for group in build_optimizer(shell, settings).param_groups
+    ]
+    tx = optim.sgd()
+    if training.optim is not Optimizer.SGD:
+        decays = {name: group["weight_decay"] for group in groups for name in group["params"]}
+        decay = trained(placed, placed.map(lambda array: decays.get(array.names()[0], 0.0)))
+        betas = (training.adam_beta1, training.adam_beta2)
+        tx = optim.adamw(betas, training.adam_epsilon, decay)
+    schedule = schedule_of(training, steps)
+    return _Built(config, model_config, decoder, placed, tx, groups, schedule, steps)
+
+
+def _kept(built: _Built, tokenizer: Mapping[str, str]) -> XlaKept:
+    tied = {HEAD: EMBEDDING} if built.decoder.tie_word_embeddings else {}
+    texts = {**tokenizer, "config.json": built.model_config.to_json_string()}
+    return XlaKept(built.plan, built.groups, built.schedule, tied, texts)
+
+
+def _trainee(built: _Built, state: State, done: int) -> XlaTrainee:
+    loss = loss_fn(built.decoder, built.plan)
+    step = train_step(
+        built.plan,
+        loss,
+        built.tx,
+        max_grad_norm=built.config.training.max_grad_norm or None,
+        num_micro_batches=built.steps.order.shape.accumulation,
+    )
+    memory = partial(memory_bytes, torch.device("cpu"))
+    return XlaTrainee(state, step, eval_step(built.plan, loss), memory, done)
+
+
+def _join(config: RunConfig, rank: int) -> int:
+    """Meet the other ranks in jax; returns how many there are."""
+    launch = read_launch_environment()
+    world_size = launch.world_size if launch else 1
+
+    def publish() -> str:
+        host = launch.master_addr if launch else None
+        return rendezvous.published(COORDINATOR, partial(rendezvous.free_address, host))
+
+    wide = config.sharding.master_dtype is DType.FLOAT64
+    processes.join(rank, world_size, publish, wide=wide)
+    return world_size
+
+
+def _initial(built: _Built) -> State:
+    """Weights of a folder, each process the bytes of its devices; or those that torch draws.
+
+    The latter are drawn whole in every process, and kept in part, so that a run begins with the
+    numbers that it begins with on torch.
+    """
+    config, placed, tx = built.config, built.plan, built.tx
+    folder = weights_folder(config)
+    if folder is not None:
+        return read.load(placed, folder, tx)[0]
+    dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
+    weights = build_model(built.model_config, None, dtype, config.training.seed).state_dict()
+
+    def place(array: Any, sharding: Any) -> jax.Array:
+        tensors = [weights[name].numpy() for name in array.names()]
+        whole = np.stack(tensors) if array.block else tensors[0]
+        pairs = zip(array.stored_shape, whole.shape, strict=True)
+        whole = np.pad(whole, [(0, to - here) for to, here in pairs])
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return with_optimizer(placed, placed.with_arrays(place, placed.shardings), tx)
+
+
+def _torch_weights(state: State) -> dict[str, torch.Tensor]:
+    """All weights by name, whole. A collective."""
+    found: dict[str, torch.Tensor] = {}
+    for array, leaf in zip(state.plan.table.arrays, jax.tree.leaves(state.params), strict=True):
+        whole = np.array(whole_array(array, leaf), copy=True)
+        layers = whole if array.block else [whole]
+        for name, values in zip(array.names(), layers, strict=True):
+            found[name] = torch.from_numpy(values)
+    return found
+
+
+def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, table: ArraysPlan) -> None:
+    """Writes what is planned and shows it."""
+    mesh = table.mesh
+    folder.plan.write_text(table.to_json(), encoding="utf-8")
+    folder.update_record(
+        status=RunStatus.RUNNING, planned=planned(table, facts.steps), environment=environment()
+    )
+    moved = ", ".join(
+        f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
+        for kind, c in table.collectives(facts.steps.order.shape.accumulation).items()
+        if c.count
+    )
+    rows = ", ".join(f"{row.name} {human_bytes(row.num_bytes)}" for row in table.memory)
+    device = jax.devices()[0].platform
+    lines = [
+        ("model", f"{table.num_parameters:,} parameters, {facts.weights()}"),
+        (
+            "mesh",
+            f"{mesh.world_size} device(s) of jax on {device}: replicate {mesh.replicate} x "
+            f"shard {mesh.shard}, {table.strategy}",
+        ),
+        ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),
+        ("state", f"{human_bytes(table.peak_bytes['device'])} a device: {rows}"),
+    ]
+    console.print_banner(f"fullshard train  {folder.path}", [*lines, *facts.lines()])

@@ -1,0 +1,279 @@
+"""A decoder on plain trees of arrays: Llama, Qwen2 and Qwen3 (dense), by Hugging Face's names.
+
+    model.embed_tokens.weight                       (vocabulary, hidden)
+    model.layers.self_attn.q_proj.weight            (layers, heads x head_dim, hidden)     stacked
+    ...
+    model.norm.weight                               (hidden,)
+    lm_head.weight                                  (vocabulary, hidden), unless tied
+
+Weights keep torch's orientation, (out, in): a checkpoint is neither transposed nor renamed, and
+XLA folds the transpose into the product. Norms and softmax compute in float32 or wider.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fullshard.config.schema import RunConfig
+from fullshard.errors import ConfigError
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.mesh import Topology, resolve_mesh
+from fullshard.planner.strategy import row_of
+from fullshard.xla.gather import scan_blocks
+from fullshard.xla.plan import Tree, XlaPlan, table_of
+
+BLOCKS = ("model.layers",)
+IGNORED = -100  # a label that counts nothing
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What the decoder is built from; names as in Hugging Face's configurations.
+
+    Attributes:
+        qkv_bias: Whether queries, keys and values have biases; `o_bias`, `mlp_bias` likewise.
+        qk_norm: Whether each head's queries and keys are normed.
+        rope: rope_theta, rope_type and that type's numbers.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> DecoderConfig:
+        """From a Hugging Face configuration.
+
+        Raises:
+            ConfigError: It has something that this decoder does not compute.
+        """
+        kind = config.model_type
+        _expect("model_type", kind, MODEL_TYPES)
+        _expect("hidden_act", config.hidden_act, ("silu",))
+        _expect("attention_dropout", config.attention_dropout, (0.0,))
+        rope = dict(config.rope_parameters)
+        _expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
+        for layer in getattr(config, "layer_types", None) or ():
+            _expect("layer_types", layer, ("full_attention",))
+        bias = bool(getattr(config, "attention_bias", False))
+        heads = config.num_attention_heads
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=bias or kind == "qwen2",
+            o_bias=bias and kind != "qwen2",
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            rope=rope,
+        )
+
+    def shapes(self, dtype: Any = jnp.float32) -> Tree:
+        """The tree of parameters, as shapes."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        layer = {
+            "input_layernorm": {"weight": (hidden,)},
+            "post_attention_layernorm": {"weight": (hidden,)},
+            "self_attn": {
+                "q_proj": _linear(queries, hidden, bias=self.qkv_bias),
+                "k_proj": _linear(keys, hidden, bias=self.qkv_bias),
+                "v_proj": _linear(keys, hidden, bias=self.qkv_bias),
+                "o_proj": _linear(hidden, queries, bias=self.o_bias),
+            },
+            "mlp": {
+                "gate_proj": _linear(inner, hidden, bias=self.mlp_bias),
+                "up_proj": _linear(inner, hidden, bias=self.mlp_bias),
+                "down_proj": _linear(hidden, inner, bias=self.mlp_bias),
+            },
+        }
+        if self.qk_norm:
+            layer["self_attn"] |= {n: {"weight": (self.head_dim,)} for n in ("q_norm", "k_norm")}
+        stacked = jax.tree.map(lambda s: (self.num_hidden_layers, *s), layer, is_leaf=_is_shape)
+        tree: dict[str, Any] = {
+            "model": {
+                "embed_tokens": {"weight": (self.vocab_size, hidden)},
+                "layers": stacked,
+                "norm": {"weight": (hidden,)},
+            }
+        }
+        if not self.tie_word_embeddings:
+            tree["lm_head"] = {"weight": (self.vocab_size, hidden)}
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=_is_shape)
+
+
+def plan_table(model_config: Any, run: RunConfig, world_size: int) -> ArraysPlan:
+    """What a run on this backend will hold and move; needs no device.
+
+    Raises:
+        ConfigError: The decoder does not compute this model, or the mesh is impossible.
+    """
+    decoder, sharding = DecoderConfig.of(model_config), run.sharding
+    row = row_of(sharding.strategy)
+    mesh = resolve_mesh(row, Topology(world_size), sharding.replicate, sharding.shard)
+    table = table_of(decoder.shapes(), sharding, mesh, BLOCKS, run.freeze)
+    return replace(table, model_kind=model_config.model_type)
+
+
+def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, ids: jax.Array) -> jax.Array:
+    """(batch, length, vocabulary) logits of (batch, length) token ids."""
+    model = params["model"]
+    embedding = model["embed_tokens"]["weight"]
+    x = embedding[ids]
+    turns = _rotations(config, ids.shape[1], x.dtype)
+    x = scan_blocks(partial(_block, config, turns), x, model["layers"], plan, BLOCKS[0])
+    x = _norm(x, model["norm"]["weight"], config.rms_norm_eps)
+    head = embedding if config.tie_word_embeddings else params["lm_head"]["weight"]
+    return x @ head.T
+
+
+def loss_fn(config: DecoderConfig, plan: XlaPlan) -> Callable[[Tree, Any], Any]:
+    """(parameters, batch) -> next-token loss, summed, and the number of label tokens.
+
+    The batch has `input_ids` and `labels`, (batch, length), -100 where nothing is predicted.
+    """
+
+    def loss(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
+        logits = logits_of(config, plan, params, batch["input_ids"])[:, :-1]
+        return token_loss(logits, batch["labels"][:, 1:])
+
+    return loss
+
+
+def token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Summed cross-entropy in float32 or wider over labels that are not -100; and their number."""
+    logits = _wide(logits)
+    counts = labels != IGNORED
+    chosen = jnp.where(counts, labels, 0)[..., None]
+    likely = jnp.take_along_axis(logits, chosen, axis=-1)[..., 0]
+    each = jax.nn.logsumexp(logits, axis=-1) - likely
+    return jnp.sum(jnp.where(counts, each, 0.0)), jnp.sum(counts)
+
+
+def _block(config: DecoderConfig, turns: Any, layer: Tree, x: jax.Array) -> jax.Array:
+    eps = config.rms_norm_eps
+    x = x + _attention(
+        config, turns, layer["self_attn"], _norm_of(layer, "input_layernorm", x, eps)
+    )
+    h, mlp = _norm_of(layer, "post_attention_layernorm", x, eps), layer["mlp"]
+    inner = jax.nn.silu(_apply(mlp["gate_proj"], h)) * _apply(mlp["up_proj"], h)
+    return x + _apply(mlp["down_proj"], inner)
+
+
+def _attention(config: DecoderConfig, turns: Any, attn: Tree, x: jax.Array) -> jax.Array:
+    """Causal, grouped: several heads of queries share one of keys and values."""
+    batch, length, _ = x.shape
+    groups, dim = config.num_key_value_heads, config.head_dim
+    q, k, v = (
+        _apply(attn[f"{name}_proj"], x).reshape(batch, length, -1, dim) for name in ("q", "k", "v")
+    )
+    if config.qk_norm:
+        q = _norm(q, attn["q_norm"]["weight"], config.rms_norm_eps)
+        k = _norm(k, attn["k_norm"]["weight"], config.rms_norm_eps)
+    q, k = _rotate(q, turns), _rotate(k, turns)
+    q = q.reshape(batch, length, groups, -1, dim)
+    scores = _wide(jnp.einsum("bqghd,bkgd->bghqk", q, k) * dim**-0.5)
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(x.dtype)
+    found = jnp.einsum("bghqk,bkgd->bqghd", weights, v)
+    return _apply(attn["o_proj"], found.reshape(batch, length, -1))
+
+
+def _apply(linear: Tree, x: jax.Array) -> jax.Array:
+    out = x @ linear["weight"].T
+    return out + linear["bias"] if "bias" in linear else out
+
+
+def _norm_of(layer: Tree, name: str, x: jax.Array, eps: float) -> jax.Array:
+    return _norm(x, layer[name]["weight"], eps)
+
+
+def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    wide = _wide(x)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+def _rotate(x: jax.Array, turns: tuple[Any, Any]) -> jax.Array:
+    """Rotary positions on (batch, length, heads, head_dim): halves are the pairs."""
+    cos, sin = (turn[:, None, :] for turn in turns)
+    first, second = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
+
+
+def _rotations(config: DecoderConfig, length: int, dtype: Any) -> tuple[Any, Any]:
+    """Cosines and sines (length, head_dim), in float32 or wider: constants of the program."""
+    wide = np.promote_types(np.float32, np.float32 if dtype.itemsize < 4 else dtype)
+    steps = np.arange(0, config.head_dim, 2, dtype=wide) / wide.type(config.head_dim)
+    frequencies = wide.type(1) / wide.type(config.rope["rope_theta"]) ** steps
+    frequencies = _scaled(frequencies, config.rope)
+    angles = np.arange(length, dtype=wide)[:, None] * frequencies.astype(wide)
+    angles = np.concatenate([angles, angles], axis=-1)
+    return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+
+
+def _scaled(frequencies: np.ndarray, rope: dict[str, Any]) -> np.ndarray:
+    """Frequencies for longer texts than those of pretraining.
+
+    References:
+        transformers/modeling_rope_utils.py: `linear` and `llama3`.
+    """
+    match rope.get("rope_type", "default"):
+        case "linear":
+            return frequencies / rope["factor"]
+        case "llama3":
+            before = rope["original_max_position_embeddings"]
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            waves = 2 * math.pi / frequencies
+            share = np.clip((before / waves - low) / (high - low), 0, 1)
+            return (1 - share) * frequencies / rope["factor"] + share * frequencies
+        case _:
+            return frequencies
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _linear(rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    return {"weight": (rows, columns)} | ({"bias": (rows,)} if bias else {})
+
+
+def _is_shape(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def _expect(key: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"model.config.{key}: expected one of {', '.join(map(str, known))} with backend: jax, "
+            f"whose decoder computes no other; got {value}. Use backend: torch."
+        )

@@ -1,0 +1,204 @@
+"""Gathers, and the scan over blocks that gathers one at a time. For use inside of `shard_map`.
+
+[Note: gathers on XLA]
+A gather and its reduction are one function with a gradient of its own, so that both are those of
+the plan on every backend. The shard is cast before it travels; the gradient travels in the reduce
+dtype. It is scattered over the shard axis first, and what the replicate axis then sums is a slice:
+the gradient that jax would derive sums whole gradients there.
+
+Under `shard_map` without varying types a model may scan from a constant, as it does on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from fullshard.config.values import Recompute, RecomputeKind
+from fullshard.errors import ConfigError
+from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.mesh import Mesh
+from fullshard.xla.mesh import REPLICATE, SHARD
+from fullshard.xla.plan import Tree, XlaPlan, unpad
+
+BLOCK_INPUT = "fullshard.block_input"
+# Cheap to compute again; saved, they would keep a gathered weight alive in another shape.
+_MOVES = (
+    *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
+    *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type"),
+)
+
+
+def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
+    """Whole arrays, in the compute dtype, of an array or a subtree given as shards.
+
+    Args:
+        plan: Of the model.
+        unit: Dotted path of the array or subtree.
+        shards: This device's parts; of stacked arrays those of one layer.
+    """
+    return gather_arrays(plan.under(unit), shards, plan.table.mesh)
+
+
+def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree:
+    """The same, of given arrays in the order of the tree's leaves."""
+    leaves, structure = jax.tree.flatten(shards)
+    pairs = zip(arrays, leaves, strict=True)
+    return jax.tree.unflatten(structure, [_gather(a, leaf, mesh) for a, leaf in pairs])
+
+
+def _gather(array: ArrayPlan, shard: jax.Array, mesh: Mesh) -> jax.Array:
+    """See [Note: gathers on XLA]."""
+    whole = jax.custom_vjp(lambda shard: _collect(array, shard))
+    whole.defvjp(
+        lambda shard: (_collect(array, shard), None),
+        lambda _, grad: (_reduce(array, grad, mesh).astype(shard.dtype),),
+    )
+    return unpad(array, whole(shard))
+
+
+def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
+    """An array that is not stacked, whole; its gradient is the caller's affair: `reduce`."""
+    return unpad(array, _collect(array, shard))
+
+
+def reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
+    """This device's part of the sum of all devices' gradients, in the accumulate dtype."""
+    widths = [(0, to - here) for here, to in zip(grad.shape, array.padded_shape, strict=True)]
+    return _reduce(array, jnp.pad(grad, widths) if array.cut.padding else grad, mesh)
+
+
+def _collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
+    shard = shard.astype(array.dtypes.compute)
+    if array.cut.dim is None:
+        return shard
+    return lax.all_gather(shard, SHARD, axis=array.cut.dim, tiled=True)
+
+
+def _reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
+    dim, dtypes = array.cut.dim, array.dtypes
+    if not array.trainable:  # nobody reads it
+        parts = [mesh.shard if at == dim else 1 for at in range(grad.ndim)]
+        sizes = [size // part for size, part in zip(grad.shape, parts, strict=True)]
+        return jnp.zeros(sizes, dtypes.accumulate)
+    grad = grad.astype(dtypes.reduce)
+    axes = ((SHARD, mesh.shard), (REPLICATE, mesh.replicate))
+    if dim is not None:
+        grad = lax.psum_scatter(grad, SHARD, scatter_dimension=dim, tiled=True)
+        grad, axes = grad.astype(dtypes.accumulate), axes[1:]
+    live = tuple(axis for axis, size in axes if size > 1)
+    return (lax.psum(grad, live) if live else grad).astype(dtypes.accumulate)
+
+
+def scan_blocks(
+    block: Callable[[Tree, Any], Any],
+    x: Any,
+    stacked: Tree,
+    plan: XlaPlan,
+    unit: str | None = None,
+) -> Any:
+    """Run like blocks one after another, each gathered when it is its turn.
+
+        forward    gather 0, block 0, gather 1, block 1 ...
+        backward   gather 1, block 1, reduce 1, gather 0 ...     under a strategy that reshards
+
+    Args:
+        block: (parameters of one layer, x) -> x, of the same shapes and dtypes.
+        x: Input of the first block.
+        stacked: Shards, with a first axis of layers.
+        plan: Of the model; its `activation_checkpointing` says what backward computes anew.
+        unit: Path of the stacked subtree; None: the only one.
+
+    Returns:
+        The last block's x.
+    """
+    if unit is None and len(plan.blocks) != 1:
+        raise ConfigError(
+            f"scan_blocks: expected the unit, because the plan has {len(plan.blocks)} stacked "
+            "subtrees. Name it, or give fullshard.jax.plan its path in `blocks`."
+        )
+    arrays, mesh = plan.under(unit or plan.blocks[0]), plan.table.mesh
+    recompute, num_layers = plan.table.recompute, arrays[0].num_layers
+
+    def body(x: Any, shards: Tree) -> Any:
+        return block(gather_arrays(arrays, shards, mesh), checkpoint_name(x, BLOCK_INPUT))
+
+    def run(x: Any, first: int, num_groups: int, size: int) -> Any:
+        """`num_groups` groups of `size` layers; the first of each is the one recomputed."""
+        unrolled = num_groups == 1  # XLA drops a loop of one turn, and might share its work
+        bodies = _bodies(body, plan, size, prevent_cse=unrolled)
+
+        def turn(x: Any, group: Tree) -> tuple[Any, None]:
+            for at, run_block in enumerate(bodies):
+                x = run_block(x, jax.tree.map(lambda leaf: leaf[at], group))  # noqa: B023
+            return x, None
+
+        def grouped(leaf: jax.Array) -> jax.Array:
+            part = leaf[first : first + num_groups * size]
+            return part.reshape(num_groups, size, *leaf.shape[1:])
+
+        return lax.scan(turn, x, jax.tree.map(grouped, stacked))[0]
+
+    every = recompute.every
+    whole, rest = divmod(num_layers, every)
+    x = run(x, 0, whole, every) if whole else x
+    return run(x, whole * every, 1, rest) if rest else x
+
+
+def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[Any]:
+    """A group's bodies: the first with the activation checkpointing that was asked for."""
+    table = plan.table
+
+    def kept(recompute: Recompute) -> Any:
+        policy = _policy(recompute.kind, reshards=table.reshards)
+        if policy is None:
+            return body
+        return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
+
+    others = kept(Recompute(RecomputeKind.NONE))
+    return [kept(table.recompute), *(others for _ in range(size - 1))]
+
+
+def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
+    """What backward finds again, by the primitive that made it; None: everything."""
+    policies = jax.checkpoint_policies
+    match kind:
+        case RecomputeKind.NONE:
+            return _all_but_gathered if reshards else None
+        case RecomputeKind.BLOCK:
+            chosen = policies.nothing_saveable
+        case RecomputeKind.SELECTIVE:
+            chosen = policies.dots_with_no_batch_dims_saveable
+        case RecomputeKind.OFFLOAD:
+            chosen = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[BLOCK_INPUT],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        if _is_gather(primitive, params):
+            return not reshards
+        return chosen(primitive, *args, **params)
+
+    return policy
+
+
+def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether it is a gather, or the function with a gradient of its own around it."""
+    if primitive.name == "all_gather":
+        return True
+    if not primitive.name.startswith("custom_vjp"):
+        return False
+    inner = params.get("call_jaxpr")
+    return any(step.primitive.name == "all_gather" for step in getattr(inner, "eqns", ()))
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name not in _MOVES and not _is_gather(primitive, params)

@@ -1,0 +1,64 @@
+"""The mesh of XLA devices, by the names and in the order of the planner's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh as DeviceMesh
+
+from fullshard.config.values import Strategy
+from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.strategy import row_of
+
+REPLICATE, SHARD = "replicate", "shard"
+AXES = (REPLICATE, SHARD)
+
+
+def make_mesh(
+    replicate: int | None = None,
+    shard: int | None = None,
+    *,
+    strategy: Strategy = Strategy.FULL_SHARD,
+    devices: Sequence[Any] | None = None,
+) -> DeviceMesh:
+    """Devices over the axes ('replicate', 'shard'); neighbours share a shard group.
+
+    Args:
+        replicate: Copies of the same shard. None: it follows from the strategy.
+        shard: Devices that share one copy. None: likewise.
+        strategy: no_shard has one device a copy; hybrid ones shard inside a process's devices.
+        devices: None: all that jax sees.
+
+    Raises:
+        ConfigError: The sizes do not multiply to the number of devices.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    local = len([device for device in found if device.process_index == found[0].process_index])
+    topology = Topology(len(found), local if len(found) % local == 0 else None)
+    sizes = resolve_mesh(row_of(strategy), topology, replicate, shard)
+    shaped = np.array(found).reshape(sizes.replicate, sizes.shard)
+    return DeviceMesh(shaped, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def sizes_of(mesh: DeviceMesh) -> Mesh:
+    """The planner's mesh of a device mesh.
+
+    Raises:
+        ConfigError: It has other axes.
+    """
+    if tuple(mesh.axis_names) != AXES:
+        raise ConfigError(
+            f"mesh: expected the axes {AXES}; got {tuple(mesh.axis_names)}. Make it with "
+            "fullshard.jax.make_mesh; for axes of your own there are shard_fsdp and jax.jit."
+        )
+    return Mesh(mesh.shape[REPLICATE], mesh.shape[SHARD])
+
+
+def live_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The axes that are longer than 1: over the others there is nothing to do."""
+    return tuple(axis for axis in AXES if mesh.shape[axis] > 1)

@@ -1,0 +1,224 @@
+"""A plan for a tree of arrays on a mesh of devices: shardings by a pure rule, padding by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh as DeviceMesh
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Backend, DType
+from fullshard.errors import ConfigError
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
+from fullshard.planner.mesh import Mesh
+from fullshard.planner.spec import ParamSpec, check_globs, matches
+from fullshard.planner.units import ContractRule
+from fullshard.xla.mesh import SHARD, live_axes, make_mesh, sizes_of
+
+Tree = Any  # any pytree
+
+
+@dataclass(frozen=True, eq=False)
+class XlaPlan:
+    """What `plan` made. Steps, loads and saves take it.
+
+    Attributes:
+        table: Arrays, cuts, collectives and memory as plain data.
+        mesh: Devices over ('replicate', 'shard').
+        structure: Of the tree of parameters.
+    """
+
+    table: ArraysPlan
+    mesh: DeviceMesh
+    structure: Any
+
+    @cached_property
+    def shardings(self) -> Tree:
+        """A NamedSharding a parameter."""
+        return self.map(lambda array: NamedSharding(self.mesh, spec_of(array)))
+
+    @cached_property
+    def specs(self) -> Tree:
+        """A PartitionSpec a parameter."""
+        return self.map(spec_of)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def batch_sharding(self, num_micro_batches: int = 1) -> NamedSharding:
+        """Of a batch: samples over all devices, behind the axis of micro-batches."""
+        return NamedSharding(self.mesh, batch_spec(self.mesh, num_micro_batches))
+
+    def map(self, function: Any) -> Tree:
+        """A tree like the parameters' from each array's plan."""
+        return jax.tree.unflatten(self.structure, [function(a) for a in self.table.arrays])
+
+    def with_arrays(self, function: Any, tree: Tree) -> Tree:
+        """A tree like the parameters' from each (array's plan, leaf)."""
+        leaves = jax.tree.leaves(tree)
+        pairs = zip(self.table.arrays, leaves, strict=True)
+        return jax.tree.unflatten(self.structure, [function(a, leaf) for a, leaf in pairs])
+
+    def under(self, prefix: str) -> list[ArrayPlan]:
+        """The arrays of a subtree, in the order of its leaves.
+
+        Raises:
+            ConfigError: There is no such subtree.
+        """
+        found = [a for a in self.table.arrays if f"{a.name}.".startswith(f"{prefix}.")]
+        if not found:
+            names = ", ".join(array.name for array in self.table.arrays[:3])
+            raise ConfigError(
+                f"unit: expected the name of an array or of a subtree; got {prefix!r}. "
+                f"Names look like {names}."
+            )
+        return found
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of the stacked subtrees."""
+        return tuple(dict.fromkeys(a.block for a in self.table.arrays if a.block))
+
+    def __repr__(self) -> str:
+        return f"XlaPlan:\n{self.table.tree()}"
+
+
+def plan(
+    shapes: Tree,
+    config: ShardConfig | dict[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    blocks: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+) -> XlaPlan:
+    """Say where every array of a model will lie, and what a step will move.
+
+    Args:
+        shapes: Arrays, or what `jax.eval_shape(init_fn, key)` gives: any pytree.
+        config: A ShardConfig, a mapping of its fields, or None for the defaults.
+        mesh: Of `make_mesh`; None: all devices, as the config's strategy wants them.
+        blocks: Dotted paths of subtrees whose arrays have a first axis of layers. Their loss
+            function meets shards there, and runs them by `scan_blocks`; all else it meets whole.
+        freeze: Names (globs) of arrays that are not updated.
+
+    Raises:
+        ConfigError: Something asked for is impossible or not yet built on this backend.
+    """
+    settings = ShardConfig.of(config)
+    check_supported(settings, backend=Backend.JAX)
+    if mesh is None:
+        mesh = make_mesh(settings.replicate, settings.shard, strategy=settings.strategy)
+    sizes = sizes_of(mesh)
+    _check_sizes(settings, sizes)
+    table = table_of(shapes, settings, sizes, blocks, freeze)
+    return XlaPlan(table, mesh, jax.tree.structure(shapes))
+
+
+def table_of(
+    shapes: Tree,
+    settings: ShardConfig,
+    sizes: Mesh,
+    blocks: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+) -> ArraysPlan:
+    """The plan as data, for which no device is needed; arguments as for `plan`."""
+    contract = ContractRule(
+        settings.master_dtype, settings.param_dtype, settings.reduce_dtype, settings.fp32_modules
+    )
+    paths = jax.tree.leaves_with_path(shapes)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in paths]
+    check_globs("freeze", freeze, [name for name, _ in named], "arrays")
+    arrays = [
+        _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze)))
+        for name, leaf in named
+    ]
+    return ArraysPlan(
+        type(shapes).__name__,
+        settings.strategy,
+        sizes,
+        tuple(arrays),
+        settings.activation_checkpointing,
+    )
+
+
+def spec_of(array: ArrayPlan) -> PartitionSpec:
+    """How an array lies on the mesh."""
+    axes: list[str | None] = [None] * len(array.stored_shape)
+    if array.cut.dim is not None:
+        axes[array.cut.dim + bool(array.block)] = SHARD
+    return PartitionSpec(*axes)
+
+
+def batch_spec(mesh: DeviceMesh, num_micro_batches: int) -> PartitionSpec:
+    """Samples over all devices; micro-batches, if there are several, on an axis before."""
+    axes = live_axes(mesh) or None
+    return PartitionSpec(axes) if num_micro_batches == 1 else PartitionSpec(None, axes)
+
+
+def pad(array: ArrayPlan, leaf: jax.Array) -> jax.Array:
+    """With the zeros that make it divide; of the whole array."""
+    if not array.cut.padding:
+        return leaf
+    widths = [(0, there - here) for here, there in zip(leaf.shape, array.stored_shape, strict=True)]
+    return jnp.pad(leaf, widths)
+
+
+def unpad(array: ArrayPlan, leaf: Any) -> Any:
+    """Without them; of the whole array or of one layer."""
+    if not array.cut.padding:
+        return leaf
+    own = array.shape
+    lead = (slice(None),) * (leaf.ndim - len(own))
+    return leaf[(*lead, *(slice(0, size) for size in own))]
+
+
+def _array(
+    name: str,
+    leaf: Any,
+    block: str,
+    rules: tuple[ContractRule, Mesh, tuple[str, ...]],
+) -> ArrayPlan:
+    contract, sizes, freeze = rules
+    shape = tuple(leaf.shape)
+    if block and not shape:
+        raise ConfigError(f"blocks: expected arrays with an axis of layers; {name} is a scalar.")
+    own = shape[1:] if block else shape
+    try:
+        dtype = DType(str(leaf.dtype))
+    except ValueError:
+        raise ConfigError(
+            f"{name}: expected a floating point array; got {leaf.dtype}. Keep what is not trained "
+            "(keys, counters) out of the parameters."
+        ) from None
+    trainable = not matches(name, freeze)
+    spec = ParamSpec((name,), own, dtype, trainable)
+    cut = cut_of(own, sizes.shard)
+    layers = shape[0] if block else 0
+    return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
+
+
+def _block_of(name: str, blocks: Sequence[str]) -> str:
+    return next((block for block in blocks if name.startswith(f"{block}.")), "")
+
+
+def _check_sizes(settings: ShardConfig, sizes: Mesh) -> None:
+    for key in ("replicate", "shard"):
+        asked = getattr(settings, key)
+        if asked not in (None, getattr(sizes, key)):
+            raise ConfigError(
+                f"{key}: expected {getattr(sizes, key)}, the mesh's; got {asked}. Leave it out."
+            )
+    if settings.strategy == "no_shard" and sizes.shard > 1:
+        raise ConfigError(
+            f"mesh: expected shard 1 under no_shard; got {sizes.shard}. Make it with "
+            "make_mesh(shard=1), or choose a sharded strategy."
+        )

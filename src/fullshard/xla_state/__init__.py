@@ -1,0 +1,6 @@
+"""Checkpoints and Hugging Face folders of XLA's arrays, in the one format of all engines.
+
+write    stacked arrays become a tensor a layer; each process writes one range of every tensor
+read     each device asks for its box; only the bytes of the box are read
+states   an optimizer's state by the names of parameters, as torch names it
+"""

@@ -1,0 +1,32 @@
+"""`fullshard bench compile`: every engine's blocks are one graph, and none is compiled twice."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch._dynamo
+
+from fullshard.bench.cases import find_case
+from fullshard.bench.compile import Job
+from fullshard.bench.compile_rank import measure
+
+
+def measured() -> dict:
+    torch._dynamo.reset()
+    try:
+        with warnings.catch_warnings():
+            return measure(Job(find_case("tiny"), num_rounds=3, backend="aot_eager"))
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_blocks_are_one_graph_under_both_engines(ranks):
+    for found in ranks(2)(measured, timeout=100):
+        compiled = {"fullshard": 0, "fullshard compiled": 1, "fsdp2": 0, "fsdp2 compiled": 1}
+        assert found["graphs"] == compiled
+        assert found["recompiled"] == 0
+        assert {len(times) for times in found["times"].values()} == {3}
+        for losses in found["losses"].values():
+            assert losses == found["losses"]["fsdp2"]

@@ -1,0 +1,33 @@
+"""`fullshard bench gpu`: it runs where there is no GPU, and says that it measured nothing there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fullshard.bench import gpu
+
+
+def test_tiny_blocks_run_in_both_worlds_under_every_engine():
+    command = [sys.executable, "-m", "fullshard", "bench", "gpu", "--tiny", "--rounds", "3"]
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    found = [(row["world_size"], row["name"]) for row in rows]
+    assert found == [(world, name) for world in gpu.WIRES for name in gpu.ENGINES]
+    assert all(row["step_s"] >= row["host_s"] > 0 for row in rows)
+    plain, ours, fsdp2 = (row["num_copies"] for row in rows[:3])
+    assert plain < ours < fsdp2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says something about its absence")
+def test_without_a_gpu_nothing_is_measured_and_the_results_say_so():
+    page = gpu.run(3, tiny=False, command="", say=lambda _: None)
+    assert not page.rows
+    assert "Absent: gpu. torch sees no CUDA device" in page.to_markdown()

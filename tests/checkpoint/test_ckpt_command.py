@@ -1,0 +1,183 @@
+"""`fullshard ckpt` sees what is there: every tensor, one flipped byte, the tensor that differs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import fullshard as fs
+from support.models import perturbed
+from support.scripts import Tiny, tokens_of
+
+POSITION = {"samples_seen": 6, "epoch": 0.5}
+
+
+def write(root: str, steps: int) -> None:
+    """A tied model after 1, 2, ... steps."""
+    torch.manual_seed(0)
+    model = fs.shard(perturbed(Tiny(tied=True)), wrap=["Block"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, steps + 1):
+        model(tokens_of(step, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fs.save(root, model, optimizer, step=step, position=POSITION)
+
+
+@pytest.fixture(scope="module")
+def written(ranks, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    ranks(2)(write, str(root / "checkpoints"), 3)
+    return root
+
+
+@pytest.fixture
+def run_dir(written, tmp_path) -> Path:
+    """A run's folder with three checkpoints that a test may damage."""
+    return shutil.copytree(written, tmp_path / "run")
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_lists_the_newest_first_and_says_what_is_not_complete(fullshard, run_dir):
+    folder = run_dir / "checkpoints"
+    (folder / "step-00000003" / "COMPLETE.json").unlink()
+    done = fullshard("ckpt", "ls", run_dir, "--json")
+    assert done.exit_code == 0
+    assert [entry["step"] for entry in done.json["checkpoints"]] == [3, 2, 1]
+    assert [entry["complete"] for entry in done.json["checkpoints"]] == [False, True, True]
+    assert done.json["newest"] == str(folder / "step-00000002")
+    assert "NOT COMPLETE: it has no COMPLETE.json" in fullshard("ckpt", "ls", folder).out
+
+
+def test_inspect_shows_tensors_optimizer_step_ranks_and_position(fullshard, written):
+    facts = fullshard("ckpt", "inspect", written, "--json").json
+    tensors = {row["name"]: row for row in facts["tensors"] if row["kind"] == "model"}
+    state = Tiny(tied=True).state_dict()
+    assert tensors.keys() == state.keys() - {"head.weight"}
+    assert all(tensors[name]["shape"] == list(state[name].shape) for name in tensors)
+    # Of Block's 1,344 elements 672 are on each rank; the cut falls into a matrix.
+    assert max(row["num_slices"] for row in tensors.values()) == 2
+    assert (facts["step"], facts["world_size"], facts["position"]) == (3, 2, POSITION)
+    assert facts["optimizer"] == "AdamW"
+    assert {row["name"] for row in facts["optimizer_states"]} == {"exp_avg", "exp_avg_sq", "step"}
+    text = fullshard("ckpt", "inspect", written).out
+    assert "blocks.0.mid.weight" in text
+    assert "head.weight = embed.weight" in text
+    assert "samples_seen 6" in text
+
+
+@pytest.mark.parametrize("name", ["model-00001", "optimizer-00000"])
+def test_verify_names_file_and_tensor_of_one_flipped_byte(fullshard, run_dir, name):
+    assert fullshard("ckpt", "verify", run_dir).exit_code == 0
+    newest = run_dir / "checkpoints" / "step-00000003"
+    file = newest / f"{name}.safetensors"
+    before = {key: value.clone() for key, value in load_file(file).items()}  # it is mapped
+    flip(file, file.stat().st_size - 1)
+    damaged = [key for key, value in load_file(file).items() if not torch.equal(value, before[key])]
+    done = fullshard("ckpt", "verify", run_dir, "--json")
+    assert done.exit_code == 7
+    (damage,) = done.json["damaged"]
+    assert damage["file"] == file.name
+    assert damage["tensors"] == [f"{name.partition('-')[0]}/{key}" for key in damaged]
+    assert len(damaged) == 1
+    text = fullshard("ckpt", "verify", newest).out
+    assert file.name in text
+    assert damaged[0] in text
+
+
+def test_verify_names_texts_headers_and_the_index_too(fullshard, run_dir):
+    newest = run_dir / "checkpoints" / "step-00000003"
+    flip(newest / "plan.json", 20)
+    flip(newest / "model-00000.safetensors", 12)
+    done = fullshard("ckpt", "verify", newest, "--json")
+    assert done.exit_code == 7
+    damages = {damage["file"]: damage["tensors"] for damage in done.json["damaged"]}
+    assert damages.keys() == {"plan.json", "model-00000.safetensors"}
+    assert damages["plan.json"] == []
+    assert len(damages["model-00000.safetensors"]) > 1
+    flip(newest / "index.json", 40)
+    done = fullshard("ckpt", "verify", newest)
+    assert done.exit_code == 7
+    assert "index.json: expected the bytes that were written" in done.err
+
+
+def test_diff_names_what_differs_and_by_how_much(fullshard, written, tmp_path):
+    one, two = (written / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    assert fullshard("ckpt", "diff", one, one).exit_code == 0
+    done = fullshard("ckpt", "diff", one, two, "--json")
+    assert done.exit_code == 8
+    rows = {row["name"]: row for row in done.json["rows"]}
+    # AdamW's second step moves by at most lr, and by about that in its first steps.
+    assert 0.005 < rows["embed.weight"]["max_abs"] < 0.02
+    assert rows["embed.weight/step"]["max_abs"] == 1.0
+    assert not {"steps", "shift", "unused"} & rows.keys()
+
+
+def test_diff_compares_a_checkpoint_with_a_hugging_face_folder(fullshard, written, tmp_path):
+    torch.manual_seed(0)
+    state = perturbed(Tiny(tied=True)).state_dict()
+    one = written / "checkpoints" / "step-00000001"
+    for name, tensor in state.items():  # what the checkpoint holds, read by safetensors alone
+        if name not in ("head.weight",):
+            tensor.copy_(whole(one, name, tensor.shape))
+    theirs = {name: value.clone() for name, value in state.items()}
+    save_file(theirs, tmp_path / "model.safetensors")
+    done = fullshard("ckpt", "diff", one, tmp_path)
+    assert done.exit_code == 0, done.out
+    assert "only A has an optimizer (AdamW): not compared" in done.out
+    theirs["scale"] += 0.25
+    theirs["blocks.1.up.weight"] = theirs["blocks.1.up.weight"].bfloat16()
+    theirs["shift"] = theirs["shift"][:-1].clone()
+    theirs["new"] = theirs.pop("unused")
+    save_file(theirs, tmp_path / "model.safetensors")
+    done = fullshard("ckpt", "diff", tmp_path, one, "--json")
+    assert done.exit_code == 8
+    rows = {row["name"]: row for row in done.json["rows"]}
+    assert {name: row["verdict"] for name, row in rows.items()} == {
+        "scale": "different values",
+        "blocks.1.up.weight": "same but for rounding to the other's dtype",
+        "shift": "different shapes",
+        "new": "only in A",
+        "unused": "only in B",
+    }
+    assert rows["scale"]["max_abs"] == pytest.approx(0.25, abs=1e-6)
+
+
+def whole(checkpoint: Path, name: str, shape: torch.Size) -> torch.Tensor:
+    """A tensor from its slices as the format's page says, without our reader."""
+    index = json.loads((checkpoint / "index.json").read_text())
+    entry = index["tensors"][f"model/{name}"]
+    parts = [load_file(checkpoint / index["files"][p[0]])[name] for p in entry["slices"]]
+    return torch.cat([part.reshape(-1) for part in parts]).view(shape)
+
+
+def test_prune_keeps_the_newest_and_removes_what_crashes_left(fullshard, run_dir):
+    folder = run_dir / "checkpoints"
+    left = folder / ".step-00000002.saving-ab12"
+    left.mkdir()
+    gone = [str(folder / "step-00000001"), str(left)]
+    done = fullshard("ckpt", "prune", run_dir, "--keep", 2, "--dry-run", "--json")
+    assert sorted(done.json["removed"]) == sorted(gone)
+    assert len(list(folder.iterdir())) == 4
+    assert fullshard("ckpt", "prune", run_dir, "--keep", 2).exit_code == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000002", "step-00000003"]
+    assert fullshard("ckpt", "prune", run_dir).exit_code == 0
+    assert [p.name for p in folder.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune"])
+def test_a_folder_without_checkpoints_is_a_checkpoint_error(fullshard, tmp_path, command):
+    done = fullshard("ckpt", command, tmp_path / "nothing")
+    assert done.exit_code == 7
+    assert "CheckpointError: checkpoint: expected a checkpoint or a folder of step-*" in done.err

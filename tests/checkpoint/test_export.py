@@ -1,0 +1,133 @@
+"""Exported folders open in transformers and in torch's own tools, and give the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM
+
+import fullshard as fs
+from support.models import CASES
+
+MODELS = ["tied llama", "llama", "mixture of experts"]
+TOKENS = torch.arange(14).view(2, 7)
+
+
+def whole(name: str) -> Any:
+    return CASES[name].build().float()
+
+
+def write(root: str) -> None:
+    """A checkpoint of each model after a step of SGD, and the logits of one process after it."""
+    for name in MODELS:
+        sharded, one = fs.shard(whole(name)), whole(name)
+        for model in (sharded, one):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+        fs.save(Path(root) / name, sharded, optimizer=None)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                torch.save(one.eval()(TOKENS).logits, Path(root) / f"{name}.logits")
+
+
+@pytest.fixture(scope="module")
+def written(ranks, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    ranks(2)(write, str(root))
+    return root
+
+
+def logits_of(folder: Path, **settings: Any) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_folder_gives_the_logits_of_the_model(fullshard, written, tmp_path, name):
+    folder = tmp_path / "exported"
+    done = fullshard("ckpt", "export", written / name, folder, "--max-shard-size", "20KB", "--json")
+    assert done.exit_code == 0, done.err
+    assert done.json["left_out"] == []
+    wanted = torch.load(written / f"{name}.logits")
+    assert torch.allclose(logits_of(folder), wanted, atol=1e-5)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    assert len(sizes) == len(set(index["weight_map"].values())) > 3
+    assert all(size < 26_000 for size in sizes)  # 20 KB, or one tensor, and a header
+    state = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert state.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in state.values())
+    whole(name).save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_an_export_in_bf16_is_the_rounded_model_in_one_file(fullshard, written, tmp_path):
+    folder = tmp_path / "exported"
+    done = fullshard("ckpt", "export", written / "llama", folder, "--dtype", "bf16")
+    assert done.exit_code == 0, done.err
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype is torch.bfloat16
+    assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
+    done = fullshard("ckpt", "diff", written / "llama", folder, "--json")
+    assert done.exit_code == 8
+    assert {row["verdict"] for row in done.json["rows"]} == {
+        "same but for rounding to the other's dtype"
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_dcp_load_reads_an_export_with_its_optimizer(fullshard, tmp_path):
+    model = fs.shard(whole("tied llama"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    fs.save(tmp_path / "ours", model, optimizer, step=1)
+    words = ("ckpt", "export", tmp_path / "ours", tmp_path / "dcp", "--format", "dcp")
+    done = fullshard(*words)
+    assert done.exit_code == 0, done.err
+    theirs = whole("tied llama")
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=3.0)
+    state, states = get_state_dict(theirs, adamw)
+    dcp.load({"model": state, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(theirs, adamw, model_state_dict=state, optim_state_dict=states)
+    for name, value in fs.full_state_dict(model).items():
+        assert torch.equal(theirs.state_dict()[name], value), name
+    assert adamw.param_groups[0]["lr"] == 1e-2
+    for mine, its in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(
+            adamw.state[its]["exp_avg"], optimizer.state[mine]["exp_avg"].view_as(its)
+        )
+        assert adamw.state[its]["step"] == 1
+    # And ours reads it back.
+    done = fullshard("ckpt", "diff", tmp_path / "ours", tmp_path / "dcp", "--json")
+    assert [row["name"] for row in done.json["rows"]] == []
+
+
+def test_what_cannot_be_exported_says_so_and_leaves_nothing(fullshard, written, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = fullshard("ckpt", "export", written / "llama", tmp_path / "full")
+    assert done.exit_code == 7
+    assert "expected a new or empty folder" in done.err
+    other = whole("mixture of experts")
+    other.config.save_pretrained(tmp_path / "config")
+    words = ("ckpt", "export", written / "llama", tmp_path / "new")
+    done = fullshard(*words, "--config", tmp_path / "config")
+    assert done.exit_code == 7
+    assert "as the model of config.json has it" in done.err
+    assert fullshard(*words, "--dtype", "int3").exit_code == 2
+    assert fullshard(*words, "--max-shard-size", "5 apples").exit_code == 2
+    assert fullshard(*words, "--dry-run").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "full"]

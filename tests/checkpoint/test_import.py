@@ -1,0 +1,225 @@
+"""What other tools wrote becomes a checkpoint that computes and trains on as their model did."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+
+import fullshard as fs
+from support.models import CASES, perturbed
+from support.scripts import NUM_TOKENS, Tiny, differences
+
+WRITERS = {
+    "fsdp2 dcp": (4, "AdamW"),
+    "fsdp2 dcp, model alone": (4, None),
+    "accelerate, sharded": (4, "AdamW"),
+    "fsdp2 ranks": (4, None),
+    "fsdp2 ranks, replicated": (4, None),
+    "fsdp1 ranks, sharded tensors": (2, None),
+    "fsdp1 whole": (2, None),
+}
+
+
+def tokens(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, NUM_TOKENS, (4, 5), generator=generator)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        model(tokens(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Tiny(tied=False)
+    model.scale = nn.Parameter(torch.ones(1))  # FSDP2 takes no parameter without dimensions
+    return perturbed(model)
+
+
+def adamw_of(model: nn.Module, lr: float = 1e-2) -> Any:
+    """Without decay: FSDP1 gives an unused parameter a gradient of zeros, others none."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+
+
+def one_process(steps: int) -> tuple[nn.Module, Any]:
+    """The same on one process: all ranks see the same batch."""
+    model = model_of()
+    optimizer = adamw_of(model)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def write_fsdp2(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = model_of()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw_of(model)
+    train(model, optimizer, range(2))
+    state, states = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": states}, checkpoint_id=root / "fsdp2 dcp")
+    dcp.save(state, checkpoint_id=root / "fsdp2 dcp, model alone")
+    folder = root / "accelerate, sharded"  # two folders of these names: what Accelerate makes
+    dcp.save({"model": state}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+    dcp.save({"optimizer": states}, checkpoint_id=folder / "optimizer_0")
+    save_rank(root / "fsdp2 ranks", state)
+
+
+def write_replicated(root: Path) -> None:
+    """Ranks 0 and 1 hold the shards, ranks 2 and 3 the same again."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = model_of()
+    fully_shard(model, mesh=mesh)
+    train(model, adamw_of(model), range(2))
+    save_rank(root / "fsdp2 ranks, replicated", model.state_dict())
+
+
+def write_fsdp1(root: Path) -> None:
+    model = FullyShardedDataParallel(
+        model_of(), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    train(model, adamw_of(model), range(2))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        save_rank(root / "fsdp1 ranks, sharded tensors", model.state_dict())
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+    if dist.get_rank() == 0:  # the name under which Accelerate saves it
+        (root / "fsdp1 whole").mkdir()
+        torch.save(state, root / "fsdp1 whole" / "pytorch_model_fsdp.bin")
+
+
+def save_rank(folder: Path, state: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    torch.save(state, folder / f"model_world_size_{world_size}_rank_{rank}.pt")
+
+
+def write_two(root: str) -> None:
+    write_fsdp2(Path(root))
+    with warnings.catch_warnings():  # FSDP1 warns of itself in many places
+        warnings.simplefilter("ignore")
+        write_fsdp1(Path(root))
+
+
+def write_four(root: str) -> None:
+    write_replicated(Path(root))
+
+
+@pytest.fixture(scope="module")
+def written(ranks, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("theirs")
+    ranks(2)(write_two, str(root))
+    ranks(4)(write_four, str(root))
+    return root
+
+
+def loaded(checkpoint: Path, optimizer: bool) -> tuple[nn.Module, Any]:
+    model = fs.shard(model_of(seed=1))
+    adamw = adamw_of(model, lr=7.0)
+    fs.load(checkpoint, model, adamw if optimizer else None)
+    return model, adamw
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_import_has_their_weights_and_trains_on_with_their_optimizer(
+    fullshard, written, tmp_path, name
+):
+    optimizer = WRITERS[name][1]
+    done = fullshard("ckpt", "import", written / name, tmp_path / "ours", "--json")
+    assert done.exit_code == 0, done.err
+    assert done.json["optimizer"] == optimizer
+    assert fullshard("ckpt", "verify", tmp_path / "ours").exit_code == 0
+    model, adamw = loaded(tmp_path / "ours", optimizer is not None)
+    one, theirs = one_process(2)
+    assert not list(differences(fs.full_state_dict(model), one.state_dict(), 1e-5))
+    if optimizer is not None:
+        assert adamw.param_groups[0]["lr"] == 1e-2
+        train(model, adamw, range(2, 4))
+        train(one, theirs, range(2, 4))
+        assert not list(differences(fs.full_state_dict(model), one.state_dict(), 1e-5))
+
+
+def test_a_missing_ranks_file_is_named(fullshard, written, tmp_path):
+    folder = shutil.copytree(written / "fsdp2 ranks", tmp_path / "theirs")
+    (folder / "model_world_size_2_rank_1.pt").unlink()
+    done = fullshard("ckpt", "import", folder, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert "expected the files of 2 ranks; got those of 0" in done.err
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("name", ["tied llama", "llama"])
+def test_a_hugging_face_folder_goes_in_and_out_with_the_same_logits(
+    fullshard, tmp_path, name, kind
+):
+    from transformers import AutoModelForCausalLM
+
+    theirs = CASES[name].build().float().eval()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    if kind == "bin":
+        for file in tmp_path.glob("theirs/model*"):
+            file.unlink()
+        torch.save(theirs.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
+    done = fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours")
+    assert done.exit_code == 0, done.err
+    assert fullshard("ckpt", "diff", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
+    ours = fs.shard(CASES[name].build().float())
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.fill_(1.0)
+    fs.load(tmp_path / "ours", ours)
+    done = fullshard("ckpt", "export", tmp_path / "ours", tmp_path / "back")
+    assert done.exit_code == 0, done.err
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        wanted = theirs(ids).logits
+        assert torch.equal(back(ids).logits, wanted)
+        assert torch.allclose(ours.eval()(ids).logits, wanted, atol=1e-6)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def test_a_pickle_that_could_execute_code_is_refused_by_name(fullshard, tmp_path, capfd):
+    torch.save({"weight": torch.ones(2), "more": Evil()}, tmp_path / "pytorch_model.bin")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert "it names print, and what could execute code is not read" in done.err
+    assert "executed" not in done.out
+    assert not (tmp_path / "ours").exists()
+
+
+def test_other_folders_and_damaged_files_are_refused(fullshard, tmp_path):
+    assert fullshard("ckpt", "import", tmp_path / "none", tmp_path / "o").exit_code == 7
+    (tmp_path / "empty").mkdir()
+    done = fullshard("ckpt", "import", tmp_path / "empty", tmp_path / "o")
+    assert done.exit_code == 7
+    assert "a folder with nothing of these" in done.err
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 and then nothing")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "o")
+    assert done.exit_code == 7
+    assert "expected a whole file of torch.save" in done.err
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    done = fullshard("ckpt", "import", tmp_path / "dcp", tmp_path / "o")
+    assert done.exit_code == 7
+    assert "it names builtins.print" in done.err

@@ -1,0 +1,240 @@
+"""What else a model, an optimizer and a caller may hold; what must not be lost or mixed up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.checkpoint.retain import prune
+from support.scripts import error_of
+
+
+class Odd(nn.Module):
+    """Buffers and parameters that lie in odd ways, and a module with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.free = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.register_buffer("across", torch.arange(12.0).view(3, 4).t())
+        self.counter = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) + self.free.weight.sum() * 0
+
+
+class Counter(nn.Module):
+    seen = 3
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.seen, 7])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = int(state[0])
+
+
+def odd(**config: Any) -> Odd:
+    model = Odd()
+    fs.shard(model, ignore=["free"], **config)
+    return model
+
+
+def restores_all(folder: str) -> None:
+    model = odd()
+    wanted = {
+        name: value.clone() for name, value in fs.full_state_dict(model, rank0_only=False).items()
+    }
+    fs.save(folder, model)
+    model.counter.seen = 0
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+        model.across.zero_()
+    fs.load(folder, model)
+    found = fs.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert model.counter.seen == 3
+    assert not model.across.is_contiguous()
+
+
+def test_buffers_ignored_parameters_and_extra_states_come_back(ranks, tmp_path):
+    ranks(2)(restores_all, str(tmp_path / "c"))
+
+
+class Blocks(torch.optim.SGD):
+    """States that are neither sliced nor scalars: one number a block, and one a rank."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                own = float(10 * dist.get_rank() + 1)
+                self.state[param]["scales"] = torch.full((2,), own)
+                self.state[param]["one"] = torch.full((1,), own)
+
+
+def opaque(folder: str) -> list[Any]:
+    model = odd()
+    optimizer = Blocks(
+        [p for n, p in model.named_parameters() if "free" not in n], lr=0.1, momentum=0.9
+    )
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    fs.save(folder, model, optimizer)
+    saved = {id(p): dict(s) for p, s in optimizer.state.items()}
+    optimizer.state.clear()
+    fs.load(folder, model, optimizer)
+    for param, states in optimizer.state.items():
+        assert states.keys() == saved[id(param)].keys()
+        for key in ("scales", "one"):
+            assert torch.equal(states[key], saved[id(param)][key]), key
+    other = odd(strategy="no_shard")
+    params = [p for n, p in other.named_parameters() if "free" not in n]
+    return [error_of(lambda: fs.load(folder, other, Blocks(params, lr=0.1, momentum=0.9)))]
+
+
+def opaque_on_three(folder: str) -> str:
+    model = odd()
+    params = [p for n, p in model.named_parameters() if "free" not in n]
+    return error_of(lambda: fs.load(folder, model, Blocks(params, lr=0.1, momentum=0.9)))
+
+
+def test_states_that_nobody_can_cut_are_each_ranks_own(ranks, tmp_path):
+    folder = str(tmp_path / "c")
+    for (said,) in ranks(2)(opaque, folder):
+        assert "expected the same strategy, because optimizer/" in said
+    for said in ranks(3)(opaque_on_three, folder):
+        assert "expected 2 ranks" in said
+
+
+def values(folder: str) -> None:
+    model = odd()
+    state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    mixed = {1: "one", "1": "text", "$rank": 5}
+    fs.save(folder, model, nested=state, mixed=mixed, random="mine", own=dist.get_rank())
+    found = fs.load(folder, model)
+    assert torch.equal(found["nested"]["a.b"], torch.ones(2))
+    assert torch.equal(found["nested"]["a"]["b"], torch.zeros(2))
+    assert found["mixed"] == mixed
+    assert (found["random"], found["own"]) == ("mine", dist.get_rank())
+
+
+def test_names_that_look_alike_and_marks_of_our_own_are_kept_apart(ranks, tmp_path):
+    ranks(2)(values, str(tmp_path / "c"))
+
+
+def groups(folder: str) -> list[str]:
+    model = odd()
+    weights, biases = [model.first.weight, model.second.weight], [model.first.bias]
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1)
+    fs.save(folder, model, optimizer)
+    with torch.no_grad():
+        model.first.weight.add_(1.0)
+    before = model.first.weight.to_local().clone()
+    texts = [
+        error_of(lambda: fs.load(folder, model, torch.optim.SGD(weights + biases, lr=0.1))),
+        error_of(lambda: fs.load(folder, model, torch.optim.SGD(weights, lr=0.1))),
+        error_of(lambda: fs.load(folder, model, torch.optim.Adam(weights, lr=0.1))),
+    ]
+    assert torch.equal(model.first.weight.to_local(), before)
+    return texts
+
+
+def test_an_optimizer_of_another_kind_or_other_groups_changes_nothing(ranks, tmp_path):
+    one, two = ranks(2)(groups, str(tmp_path / "c"))
+    assert one == two
+    assert all(
+        "expected the groups of the checkpoint, which have 2, 1 parameters" in t for t in one[:2]
+    )
+    assert "expected the states of Adam; it has SGD" in one[2]
+
+
+def over(folder: str) -> list[str]:
+    model = odd()
+    root = Path(folder)
+    fs.save(root / "steps", model, step=1)
+    os.chdir(root)
+    link = root / "link"
+    if dist.get_rank() == 0:
+        link.symlink_to(root / "real")
+    dist.barrier()
+    fs.save("link", model)
+    fs.save("link", model, wait=False)
+    os.chdir("/")
+    fs.wait()
+    dist.barrier()
+    assert link.is_symlink()
+    assert (root / "real" / "COMPLETE.json").is_file()
+    return [
+        error_of(lambda: fs.save(root / "steps", model)),
+        error_of(lambda: fs.save(root / "file", model)),
+        error_of(lambda: fs.save(root / "steps", model, step=-1)),
+    ]
+
+
+def test_nothing_is_lost_that_is_no_checkpoint(ranks, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for first, second, third in ranks(2)(over, str(tmp_path)):
+        assert "it holds something else, which would be lost" in first
+        assert "it holds something else, which would be lost" in second
+        assert "expected a step that is an integer >= 0, or None; got -1" in third
+    assert (tmp_path / "steps" / "step-00000001" / "COMPLETE.json").is_file()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def many(folder: str) -> int:
+    model = odd()
+    for step in (10, 20, 30):
+        fs.save(folder, model, step=step)
+    fs.save(folder, model, step=40, wait=False)
+    return fs.load(folder, model)["step"]
+
+
+def test_pruning_counts_from_the_step_that_was_saved_and_leaves_what_is_not_ours(ranks, tmp_path):
+    assert ranks(2)(many, str(tmp_path)) == [40, 40]
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "step-00000005" / "precious.txt").write_text("mine")
+    (tmp_path / ".step-00000010.saving-abc").mkdir()
+    removed = prune(tmp_path, 1, newest=20)
+    assert sorted(path.name for path in removed) == [".step-00000010.saving-abc", "step-00000010"]
+    left = sorted(path.name[-2:] for path in tmp_path.iterdir())
+    assert left == ["05", "20", "30", "40"]
+
+
+def from_meta(folder: str) -> None:
+    model = odd(strategy="no_shard")
+    fs.save(folder, model)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    full = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    torch.manual_seed(3)
+    for param in full.parameters():
+        nn.init.normal_(param)
+    fs.save(folder + "2", fs.shard(full))
+    torch.manual_seed(4)
+    fs.shard(empty, weights=folder + "2")
+    found, wanted = (fs.full_state_dict(m, rank0_only=False) for m in (empty, full))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_on_meta_takes_its_weights_from_a_checkpoint(ranks, tmp_path):
+    ranks(2)(from_meta, str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_one_process_without_a_group_saves_and_loads(tmp_path, wait):
+    model = fs.shard(nn.Linear(4, 4))
+    wanted = model.weight.detach().clone()
+    fs.save(tmp_path / "c", model, wait=wait, note="hello")
+    with torch.no_grad():
+        model.weight.zero_()
+    assert fs.load(tmp_path / "c", model) == {"note": "hello", "step": None}
+    assert torch.equal(model.weight.to_local().view(4, 4), wanted.to_local().view(4, 4))

@@ -1,0 +1,289 @@
+"""A save that fails, at whatever call: one error on all ranks, the last good one untouched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import CheckpointError
+from support.models import perturbed
+from support.scripts import Tiny, error_of
+
+CALLS = ("open", "posix_fallocate", "write", "fsync", "mkdir", "rename", "replace")
+MANY = 200  # more calls than a save makes
+
+
+@contextmanager
+def at_call(number: int, do: Callable[[str], None]) -> Iterator[list[str]]:
+    """Let the `number`-th call of the writer to the system meet something; lists the calls."""
+    made: list[str] = []
+    kept = {name: getattr(os, name) for name in CALLS}
+
+    def wrap(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made.append(name)
+            if len(made) == number:
+                do(name)
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, wrap(name))
+    try:
+        yield made
+    finally:
+        for name, function in kept.items():
+            setattr(os, name, function)
+
+
+def disk_full(_name: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = fs.shard(perturbed(Tiny().double()))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().clone() for p in model.parameters()]
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fails_at_every_call(root: str, wait: bool) -> int:
+    """Each call of each rank meets a full disk once."""
+    rank, folder = dist.get_rank(), Path(root) / "steps"
+    model, optimizer = model_and_optimizer()
+    fs.save(folder, model, optimizer, step=1)
+    good = weights(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+    failures = 0
+    for whose in range(dist.get_world_size()):
+        for number in range(1, MANY):
+            with at_call(number if rank == whose else 0, disk_full) as made:
+                try:
+                    fs.save(folder, model, optimizer, step=2, wait=wait)
+                    fs.wait()
+                    said = ""
+                except CheckpointError as error:
+                    said = str(error)
+            told: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, (said, len(made) >= number))
+            reached = told[whose][1]
+            if not reached:
+                assert told == [("", told[0][1]), ("", told[1][1])], told
+                break
+            assert len({text for text, _ in told}) == 1, told
+            if said:
+                assert "No space left on device" in said
+                assert f"rank {whose} could not" in said
+                assert left_in(folder)[-1] in ("step-00000001", "step-00000002"), left_in(folder)
+            failures += bool(said)
+            if rank == 0 and (folder / "step-00000002").exists():
+                shutil.rmtree(folder / "step-00000002")
+            dist.barrier()
+            assert fs.load(folder, model, optimizer)["step"] == 1
+            assert all(map(torch.equal, weights(model), good))
+            dist.barrier()
+    fs.save(folder, model, optimizer, step=2)
+    dist.barrier()  # the first rank tidies up last
+    assert left_in(folder) == ["step-00000001", "step-00000002"]
+    return failures
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk_at_any_call_is_one_error_on_all_ranks(ranks, tmp_path, wait):
+    found = ranks(2)(fails_at_every_call, str(tmp_path), wait)
+    assert found[0] == found[1]
+    assert found[0] > 25
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import fullshard as fs
+from checkpoint.test_save_failures import CALLS, at_call, left_in, model_and_optimizer, weights
+
+folder, own = Path({root!r}), os.getpid()
+model, optimizer = model_and_optimizer()
+fs.save(folder / "0", model, optimizer, step=1)
+first = weights(model)
+number, ends = 0, set()
+while True:
+    number += 1
+    place = folder / str(number)
+    child = os.fork()
+    if child == 0:
+        fs.save(place, model, optimizer, step=1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        with at_call(number, lambda name: os.kill(os.getpid(), signal.SIGKILL)) as made:
+            fs.save(place, model, optimizer, step={step})
+        os._exit(0 if len(made) < number else 9)
+    status = os.waitpid(child, 0)[1]
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL, status
+    state = fs.load(place, model, optimizer)
+    same = all(map(torch.equal, weights(model), first))
+    ends.add(same)
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), first):
+            p.copy_(value)
+    fs.save(place, model, optimizer, step=2)
+    assert left_in(place) == ["step-00000001", "step-00000002"], left_in(place)
+print(number, sorted(ends))
+"""
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_process_killed_at_any_call_leaves_a_checkpoint_that_loads(tmp_path, step):
+    """One that saves a new step, and one that saves a step again."""
+    script = KILLED.format(tests=str(Path(__file__).parents[1]), root=str(tmp_path), step=step)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    number, ends = result.stdout.split(maxsplit=1)
+    assert int(number) > 20
+    assert ends.strip() == "[False, True]"  # some deaths were before the end, some after
+
+
+def full(folder: str) -> tuple[str, str]:
+    model, optimizer = model_and_optimizer()
+    fs.save(folder, model, optimizer, step=1)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(folder) / "ballast").write_bytes(bytes(os.statvfs(folder).f_bavail * 4096 - 30_000))
+    dist.barrier()
+    said = error_of(lambda: fs.save(folder, model, optimizer, step=2))
+    before = weights(model)
+    assert fs.load(folder, model, optimizer)["step"] == 1
+    assert all(map(torch.equal, weights(model), before))
+    return said, sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount a small file system")
+def test_a_disk_that_is_really_full_is_said_and_the_last_checkpoint_stays(ranks, tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], check=True)
+    try:
+        for said, left in ranks(2)(full, str(tmp_path)):
+            assert said.startswith("CheckpointError: ")
+            assert "No space left on device" in said
+            assert left == ["ballast", "step-00000001"]
+    finally:
+        ranks(2)(forget)  # the first rank holds the folder, which keeps it mounted
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def forget() -> None:
+    from fullshard.saving import SAVES
+
+    for descriptor in SAVES._claims.values():
+        os.close(descriptor)
+    SAVES._claims.clear()
+
+
+def read_only(folder: str) -> str:
+    model, _ = model_and_optimizer()
+    return error_of(lambda: fs.save(folder, model))
+
+
+def test_a_folder_that_cannot_be_written_is_said_on_all_ranks(ranks, tmp_path):
+    place = tmp_path / "file"
+    place.write_text("")
+    for said in ranks(2)(read_only, str(place / "below")):
+        assert said.startswith("CheckpointError: ")
+        assert "rank 0 could not: " in said
+        assert str(place) in said
+
+
+NODE_LOCAL = """
+import ctypes, os, subprocess, sys
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+import fullshard as fs
+from checkpoint.test_save_failures import model_and_optimizer
+from support.scripts import error_of
+
+rank, root = int(sys.argv[1]), {root!r}
+dist.init_process_group("gloo", store=dist.FileStore(root + "/store", 2), rank=rank, world_size=2)
+if rank == 1:  # another machine's disk under the same name
+    assert ctypes.CDLL(None).unshare(0x00020000) == 0  # CLONE_NEWNS: a view of mounts of its own
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root + "/local"], check=True)
+model, _ = model_and_optimizer()
+print(error_of(lambda: fs.save(root + "/local/checkpoint", model)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
+def test_a_folder_that_not_all_ranks_share_is_said_on_all_ranks(tmp_path):
+    (tmp_path / "local").mkdir()
+    script = NODE_LOCAL.format(tests=str(Path(__file__).parents[1]), root=str(tmp_path))
+    command = [sys.executable, "-c", script]
+    with (
+        subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as first,
+        subprocess.Popen([*command, "1"], stdout=subprocess.PIPE, text=True) as second,
+    ):
+        said = [process.communicate(timeout=100)[0] for process in (first, second)]
+    for text in said:
+        assert "expected a folder that all ranks share; rank 1 does not see" in text
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+def test_two_runs_cannot_save_steps_into_one_folder(ranks, tmp_path):
+    ranks(1)(save_step, str(tmp_path), 1)
+    for said in ranks(2)(save_step, str(tmp_path), 2):
+        assert "expected a folder of one run; another process saves its steps there" in said
+    assert left_in(tmp_path) == ["step-00000001"]
+
+
+def save_step(folder: str, step: int) -> str:
+    model, _ = model_and_optimizer()
+    return error_of(lambda: fs.save(folder, model, step=step))
+
+
+class Odd:
+    pass
+
+
+def unsavable() -> list[str]:
+    model, optimizer = model_and_optimizer()
+    return [
+        error_of(lambda: fs.save("x", model, optimizer, thing={"a": [Odd()]})),
+        error_of(lambda: fs.save("x", model, optimizer, thing={(1, 2): 3})),
+        error_of(lambda: fs.save("x", model, weights=list(model.parameters()))),
+        error_of(lambda: fs.save("x", model, torch.optim.SGD([nn.Parameter(torch.ones(2))]))),
+    ]
+
+
+def test_what_only_a_pickle_could_hold_is_refused_by_its_path(ranks, tmp_path, snapshot):
+    first, second = ranks(2)(unsavable)
+    assert first == second
+    assert first == snapshot
+    assert not Path("x").exists()

@@ -1,0 +1,166 @@
+"""What users do to wrapped models between steps, and from inside of hooks."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard as fs
+from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy
+from fullshard.errors import ShardedTensorError
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 7))
+
+
+def replaced() -> None:
+    reference, model = stack(), FSDP(stack())
+    for net in (reference, model.module):
+        net[0].weight = nn.Parameter(torch.ones_like(net[0].weight) * 2)
+        net[1].weight.data = torch.ones_like(net[1].weight) * 3
+    x = torch.ones(2, 5)
+    torch.testing.assert_close(model(x), reference(x))
+    for net in (reference, model.module):  # there is an engine now
+        net[1].weight = nn.Parameter(torch.ones_like(net[1].weight))
+    torch.testing.assert_close(model(x), reference(x))
+    for seen in (False, True):
+        model = FSDP(stack())
+        if seen:
+            model(x)
+        model.module[0].weight = nn.Parameter(torch.ones(6, 6))
+        with pytest.raises(
+            RuntimeError, match=r"Cannot writeback .* 0.weight .*\(5, 5\).*\(6, 6\)"
+        ):
+            model(x)
+
+
+def test_parameters_are_replaced_by_what_was_made_of_shards(ranks):
+    ranks(2)(replaced)
+
+
+def compared() -> None:
+    one, two = FSDP(stack()), FSDP(stack())
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    if dist.get_rank() == 0:  # no collective: each rank looks at its own
+        near = torch.isclose(one.module[0].weight, two.module[0].weight + 1)
+        assert type(near) is torch.Tensor
+        assert not near.any()
+    with pytest.raises(ShardedTensorError, match="expected operands of the shard's own shape"):
+        torch.isclose(one.module[0].weight, copy.deepcopy(stack()[0].weight))
+    out = one(torch.ones(2, 5))
+
+    def hook(_: torch.Tensor) -> None:
+        with FSDP.summon_full_params(one):
+            pass
+
+    out.register_hook(hook)
+    with pytest.raises(AssertionError, match="Cannot manually unshard parameters during"):
+        out.sum().backward()
+
+
+def test_shards_are_compared_and_not_shown_whole_in_backward(ranks):
+    ranks(2)(compared)
+
+
+class Tower(nn.Module):
+    """Two sharded models in one recomputed part that is not sharded itself."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2)]
+        self.inside = nn.Sequential(*map(wrap, blocks))
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.inside, x, use_reentrant=False))
+
+
+def recomputed() -> None:
+    linears = ModuleWrapPolicy({nn.Linear})
+    plain, model = Tower(lambda block: block), Tower(lambda b: FSDP(b, auto_wrap_policy=linears))
+    for step in range(3):
+        x = torch.full((2, 5), 0.1 * (step + 1), requires_grad=True)
+        for net in (plain, model):
+            net.zero_grad()
+            net(x).sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            grad = ours.grad if type(ours) is nn.Parameter else ours.grad.full_tensor()
+            torch.testing.assert_close(grad, theirs.grad)
+
+
+def test_several_models_in_one_recomputed_part(ranks):
+    ranks(2)(recomputed)
+
+
+class Noted(nn.Module):
+    """Notes what it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(5, 5)
+        self.register_buffer("shift", torch.ones(5))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += [x.dtype, self.line(x).dtype, self.shift.dtype]
+        return self.line(x) + self.shift
+
+
+def evaluated() -> None:
+    low = torch.bfloat16
+    precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32, buffer_dtype=low)
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    try:
+        torch.manual_seed(0)
+        net = Noted()
+        reference = copy.deepcopy(net)
+        linears = ModuleWrapPolicy({nn.Linear})
+        model = FSDP(net, mixed_precision=precision, auto_wrap_policy=linears)
+    finally:
+        del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    x = torch.linspace(0, 1, 10).view(2, 5)
+    model(x).sum().backward()
+    grads = [param.grad.full_tensor() for param in model.parameters()]
+    model.eval()
+    torch.testing.assert_close(model(x), reference(x))
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), grad)  # kept
+    model.train()
+    model(x)
+    assert net.seen == [low] * 3 + [torch.float32] * 3 + [low] * 3
+
+
+def test_evaluation_in_full_precision_where_the_environment_asks(ranks):
+    ranks(2)(evaluated)
+
+
+def profiled() -> None:
+    """The profiler's tables name gathers and reductions, by unit."""
+    for wrap in (
+        lambda net: fs.shard(net, wrap=("Linear",), transport="direct"),
+        lambda net: FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+    ):
+        model = wrap(stack())
+        with torch.profiler.profile() as profile:
+            model(torch.ones(2, 5)).sum().backward()
+        names = {row.key for row in profile.key_averages() if row.key.startswith("fullshard ")}
+        kinds = {name.split()[1] for name in names}
+        assert {"reduce", "accumulate", "settle"} <= kinds, names
+        assert "fullshard gather 0" in names or isinstance(model, FSDP), names
+        assert "fullshard reduce" in profile.key_averages().table()
+
+
+def test_a_profiler_names_gathers_and_reductions(ranks):
+    ranks(2)(profiled)

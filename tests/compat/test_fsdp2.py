@@ -1,0 +1,319 @@
+"""torch's FSDP2 calls, only imports changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fullshard.compat.fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from support.compat import (
+    Net,
+    assert_same_state,
+    assert_trains_as_one,
+    build,
+    loss_of,
+    train,
+    train_alone,
+)
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def bottom_up(model: nn.Module, **settings) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+
+
+def settings() -> None:
+    model = assert_trains_as_one(bottom_up)
+    assert type(model).__name__ == "FSDPNet"
+    assert isinstance(model.layers[0], FSDPModule)
+    assert isinstance(model, Net)
+    reference = build()
+    train_alone(reference)
+    assert_same_state(whole(model), reference.state_dict())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    for given in (
+        {"reshard_after_forward": False, "mesh": mesh},
+        {"reshard_after_forward": 2},
+        {"mesh": hybrid},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"shard_placement_fn": lambda param: None},
+    ):
+        model = assert_trains_as_one(lambda net, g=given: bottom_up(net, **g))
+    assert model.state_dict()["head.weight"].to_local().shape == (7 - rank(), 16)
+
+
+def test_fully_shard_bottom_up_with_every_setting(ranks):
+    ranks(2)(settings)
+
+
+class Recorder(nn.Module):
+    """Says which dtypes it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (x.dtype, self.inner.weight.dtype)
+        return self.inner(x)
+
+
+def precision() -> None:
+    bf16, full = torch.bfloat16, torch.float32
+    model = nn.Sequential(Recorder(), Recorder(), Recorder())
+    fully_shard(model[0], mp_policy=MixedPrecisionPolicy(bf16, output_dtype=full))
+    fully_shard(model[1])
+    fully_shard(model[2], mp_policy=MixedPrecisionPolicy(bf16, reduce_dtype=full))
+    fully_shard(model)
+    out = model(torch.ones(2, 4))
+    assert [module.seen for module in model] == [(bf16, bf16), (full, full), (bf16, bf16)]
+    assert out.dtype is bf16
+    out.float().sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {full}
+    casts = MixedPrecisionPolicy(bf16, torch.float32)
+    assert_trains_as_one(lambda net: bottom_up(net.float(), mp_policy=casts), tolerance=0.05)
+
+
+def test_mixed_precision_is_each_units_own(ranks):
+    ranks(2)(precision)
+
+
+def from_meta() -> None:
+    """As torchtitan does."""
+    reference = build()
+    with torch.device("meta"):
+        model = Net()
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard([model.embed, model.head], reshard_after_forward=False)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"meta device: \['embed.weight'\] and those of 4"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
+    model.layers[2].set_modules_to_backward_prefetch([model.layers[1]])
+    model.to_empty(device="cpu")
+    torch.manual_seed(3 + rank())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    set_model_state_dict(
+        model,
+        reference.state_dict(),
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    wanted = [losses[rank()] for losses in train_alone(reference)]
+    found = train(model)
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 2e-6
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    assert_same_state(state, reference.state_dict() if rank() == 0 else {})
+    with torch.device("meta"):
+        other = bottom_up(Net())
+    other.load_state_dict(reference.state_dict(), assign=True)
+    assert_same_state(whole(other), reference.state_dict())
+    other.load_state_dict(model.state_dict())  # DTensors
+
+
+def test_meta_init_and_state_dicts_as_torchtitan_has_them(ranks):
+    ranks(2)(from_meta)
+
+
+def accumulation() -> None:
+    model, reference = bottom_up(build()), build()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(2):
+        for micro in range(3):
+            last = micro == 2
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last)
+            loss_of(model, 10 * step + micro, rank()).backward()
+            assert (next(model.parameters()).grad is not None) is last
+            for other in range(2):
+                (loss_of(reference, 10 * step + micro, other) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(whole(model), reference.state_dict())
+    model.set_gradient_divide_factor(1.0)
+    loss_of(model, 5, rank()).backward()
+    grad = model.head.bias.grad.full_tensor().clone()
+    model.zero_grad()
+    model.set_gradient_divide_factor(4.0)
+    loss_of(model, 5, rank()).backward()
+    assert torch.allclose(grad, 4.0 * model.head.bias.grad.full_tensor(), rtol=1e-5)
+
+
+def test_gradient_sync_setters(ranks):
+    ranks(2)(accumulation)
+
+
+def between_steps() -> None:
+    """What users change between steps is adopted: see engine/adopt.py."""
+    model, reference = bottom_up(build()), build()
+    wanted = [losses[rank()] for losses in train_alone(reference, steps=1)]
+    assert abs(train(model, steps=1)[0] - wanted[0]) < 2e-6
+    model.double(), reference.double()
+    for step in (1, 2):
+        loss_of(model, step, rank()).backward()
+        for other in range(2):
+            (loss_of(reference, step, other) / 2).backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+    for name, param in model.named_parameters():
+        theirs = reference.get_parameter(name).grad
+        assert torch.allclose(param.grad.full_tensor(), theirs, atol=1e-7), name
+    model.set_reshard_after_forward(False)
+    loss_of(model, 3, rank()).backward()
+    frozen = model.layers[1].up.weight
+    frozen.requires_grad_(False)
+    loss_of(model, 4, rank()).backward()
+    frozen.requires_grad_(True)
+    with torch.no_grad():
+        new = nn.Parameter(reference.head.weight.detach().clone())
+    model.head.weight = new  # a whole one
+    reference.head.weight = nn.Parameter(new.detach().clone())
+    model.embed.weight.data = model.embed.weight.data.clone()
+    model.zero_grad(), reference.zero_grad()
+    loss_of(model, 5, rank()).backward()
+    for other in range(2):
+        (loss_of(reference, 5, other) / 2).backward()
+    assert new.grad is not None
+    for name, param in model.named_parameters():
+        theirs = reference.get_parameter(name).grad
+        assert torch.allclose(param.grad.full_tensor(), theirs, atol=1e-6), name
+
+
+def test_changes_between_steps_are_adopted(ranks):
+    ranks(2)(between_steps)
+
+
+class TwoMethods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x)
+
+    def encode(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return scale * self.a(x)
+
+
+def surface() -> None:
+    torch.manual_seed(0)
+    model = TwoMethods()
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    x = torch.ones(2, 4)
+    out = model.encode(x, scale=2.0)
+    assert torch.allclose(out, plain.encode(x, 2.0))
+    out.sum().backward()
+    assert model.a.weight.grad is not None
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    assert torch.equal(model.a.weight, plain.a.weight)
+    model.reshard()
+    assert "elements [" in repr(model.a.weight)
+    model.unshard()
+    assert torch.allclose(model(x), plain(x))  # and is gathered by the plan again
+    share_comm_ctx([model])
+    layers = fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    stack = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert type(stack).__name__ == "FSDPSequential"
+    assert type(stack[:2]) is nn.Sequential
+    kept = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(kept, ignored_params=set(kept[1].parameters()))
+    kept(x).sum().backward()
+    assert type(kept[1].weight) is nn.Parameter
+    assert kept[1].weight.shape == (4, 4)
+
+
+def test_methods_of_modules(ranks):
+    ranks(2)(surface)
+
+
+def refusals() -> None:
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 5).t())
+
+    line = nn.Linear(2, 2)
+    fully_shard(line)
+    cases = [
+        (ValueError, "scalar parameters", lambda: fully_shard(Scalar())),
+        (NotImplementedError, "non-contiguous", lambda: fully_shard(Strided())),
+        (ValueError, "containers", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]))),
+        (AssertionError, "applied to a module once", lambda: fully_shard(line)),
+        (AssertionError, "does not support deepcopy", lambda: copy.deepcopy(line)),
+        (ValueError, "factor of 2, not 3", lambda: _reshard(3)),
+        (ValueError, "bool or an int", lambda: _reshard("always")),
+        (ValueError, "Expects FSDPModule", lambda: _prefetch(line)),
+        (NotImplementedError, "set_all_reduce_hook", lambda: line.set_all_reduce_hook(print)),
+        (NotImplementedError, "set_custom", lambda: line.set_custom_all_gather(None)),
+        (NotImplementedError, "set_custom", lambda: line.set_custom_reduce_scatter(None)),
+        (NotImplementedError, "dp_mesh_dims", lambda: fully_shard(Net(), dp_mesh_dims=1)),
+        (AssertionError, "Shard dim 1 is invalid for 1D", lambda: _place(1)),
+        (ValueError, "should be a bool", lambda: line.set_reshard_after_forward(2)),
+        (ValueError, "does not have a method", lambda: register_fsdp_forward_method(line, "no")),
+    ]
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text):
+            call()
+    _place(0)
+    assert type(line).__name__ == "FSDPLinear"
+    assert fully_shard.state(line) is not None
+    assert fully_shard.state(nn.Linear(2, 2)) is None
+
+
+def _reshard(value) -> None:
+    fully_shard(nn.Linear(2, 2), reshard_after_forward=value)
+
+
+def _place(dim: int) -> None:
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(dim))
+
+
+def _prefetch(line) -> None:
+    line.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+
+
+def test_what_is_refused(ranks):
+    ranks(2)(refusals)

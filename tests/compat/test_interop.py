@@ -1,0 +1,171 @@
+"""With other parts of torch: its checkpoint wrappers, distributed checkpoints, its own helpers."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from fullshard.compat.fsdp1 import OptimStateKeyType, StateDictType, always_wrap_policy
+from fullshard.compat.fsdp2 import fully_shard
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 4))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def torchs_wrappers() -> None:
+    for wrap in (checkpoint_wrapper, offload_wrapper):
+        for inside in (True, False):
+            net = layers()
+            if inside:
+                model = FSDP(nn.Sequential(*[FSDP(wrap(layer)) for layer in net]))
+                root = model
+            else:
+                root = FSDP(nn.Sequential(*[FSDP(layer) for layer in net]))
+                model = wrap(root)
+            reference = layers()
+            for _ in range(3):
+                model(torch.ones(2, 4).requires_grad_()).sum().backward()
+                reference(torch.ones(2, 4)).sum().backward()
+            assert list(model.state_dict()) == list(reference.state_dict())
+            with FSDP.summon_full_params(model, with_grads=True):
+                for ours, theirs in zip(root.parameters(), reference.parameters(), strict=True):
+                    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5)
+
+
+def test_torchs_checkpoint_wrappers_inside_and_around(ranks):
+    ranks(2)(torchs_wrappers)
+
+
+def fsdp2_dcp(folder: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = layers()
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    step(model, optimizer)
+    ours, state = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of pickles in its own files
+        dcp.save({"model": ours, "optim": state}, checkpoint_id=folder)
+        other, twin = make()
+        theirs, begun = get_state_dict(other, twin)
+        loaded = {"model": theirs, "optim": begun}
+        dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(other, twin, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    full = StateDictOptions(full_state_dict=True)
+    whole = get_optimizer_state_dict(model, optimizer, options=full)
+    assert whole["state"]["0.weight"]["exp_avg"].shape == (5, 4)
+    assert_same_steps(model, optimizer, other, twin)
+    set_optimizer_state_dict(
+        other, twin, get_optimizer_state_dict(model, optimizer, options=full), options=full
+    )
+    assert_same_steps(model, optimizer, other, twin)
+
+
+def assert_same_steps(model, optimizer, other, twin) -> None:
+    for one, by in ((model, optimizer), (other, twin)):
+        step(one, by)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(ours.to_local(), theirs.to_local())
+
+
+def test_distributed_checkpoints_of_fsdp2(ranks, tmp_path):
+    ranks(2)(fsdp2_dcp, str(tmp_path / "dcp"))
+
+
+def fsdp1_dcp(folder: str) -> None:
+    model = FSDP(layers(), auto_wrap_policy=always_wrap_policy)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        saved = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(saved, checkpoint_id=folder)
+        wanted = [param.full_tensor() for param in model.parameters()]
+        step(model, optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(saved, checkpoint_id=folder)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"]))
+    for param, theirs in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(param.full_tensor(), theirs)
+
+
+def test_distributed_checkpoints_of_fsdp1(ranks, tmp_path):
+    ranks(2)(fsdp1_dcp, str(Path(tmp_path) / "dcp"))
+
+
+def partly_wrapped() -> None:
+    """States of a local run, and of a model of which only a part is wrapped."""
+    model = layers()
+    model[0] = FSDP(model[0])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    local = layers()
+    alone = torch.optim.Adam(local.parameters(), lr=0.1)
+    for one, by in ((model, optimizer), (local, alone)):
+        step(one, by)
+    named = FSDP.rekey_optim_state_dict(
+        alone.state_dict(), OptimStateKeyType.PARAM_NAME, local, optim=alone
+    )
+    ours = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    for name, values in named["state"].items():
+        assert torch.allclose(ours["state"][name]["exp_avg"], values["exp_avg"], rtol=1e-5)
+    optimizer.load_state_dict(FSDP.shard_full_optim_state_dict(named, model, optim=optimizer))
+    step(model, optimizer), step(local, alone)
+    assert torch.allclose(model[0].weight.full_tensor(), local[0].weight, rtol=1e-5)
+    state = model.state_dict()
+    assert list(state) == list(local.state_dict())
+    state["0.more"] = state.pop("0.bias")
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["0.more"])
+
+
+def test_models_that_are_wrapped_in_part(ranks):
+    ranks(2)(partly_wrapped)
+
+
+def test_one_process_without_a_process_group():
+    model = FSDP(layers(), auto_wrap_policy=always_wrap_policy)
+    reference = layers()
+    for one in (model, reference):
+        step(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    for ours, theirs in zip(
+        model.state_dict().values(), reference.state_dict().values(), strict=True
+    ):
+        assert torch.allclose(ours, theirs)
+    assert not dist.is_initialized()
+    sharded = fully_shard(layers())
+    assert sharded.state_dict()["0.weight"].shape == (5, 4)
+    with pytest.raises(NotImplementedError, match="set_all_reduce_hook"):
+        sharded.set_all_reduce_hook(None)

@@ -1,0 +1,187 @@
+"""Steps out of the ordinary, of both interfaces: frozen, unused and repeated parts, odd inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from fullshard.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, always_wrap_policy
+from fullshard.compat.fsdp2 import fully_shard
+from support.compat import TOLERANCE, TransformerBlock, build, loss_of
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def bottom_up(model: nn.Module) -> nn.Module:
+    for child in model.children():
+        fully_shard(child)
+    return fully_shard(model)
+
+
+WRAPS: list[Callable[[nn.Module], nn.Module]] = [
+    lambda net: FSDP(net, auto_wrap_policy=always_wrap_policy, use_orig_params=True),
+    lambda net: FSDP(net, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    lambda net: FSDP(net, sharding_strategy=ShardingStrategy.NO_SHARD),
+    bottom_up,
+]
+
+
+class Parts(nn.Module):
+    """Three layers; what runs, and how often, is the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, mode: str = "all") -> Any:
+        x = x["x"] if isinstance(x, dict) else x
+        x = x[0] if isinstance(x, list) else x
+        x = x.x if isinstance(x, Boxed) else x
+        match mode:
+            case "all":
+                return self.c(self.b(self.a(x)))
+            case "skip":  # b is not used
+                return self.c(self.a(x))
+            case "twice":
+                return self.c(self.b(self.b(self.a(x))))
+            case "detached":
+                return self.c(self.b(self.a(x)).detach())
+        return Boxed(self.c(self.a(x)))  # b unused, and no plain output
+
+
+@dataclass
+class Boxed:
+    x: torch.Tensor
+
+
+def losses(model: nn.Module, mode: str, ranks: list[int]) -> torch.Tensor:
+    found = []
+    for number in ranks:
+        out = model(torch.full((2, 4), 1.0 + number), mode)
+        found.append((out.x if isinstance(out, Boxed) else out).square().mean())
+    return torch.stack(found).mean()
+
+
+def modes() -> None:
+    for wrap in WRAPS:
+        torch.manual_seed(0)
+        net = Parts()
+        reference = copy.deepcopy(net)
+        model = wrap(net)
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, reference)]
+        for mode in ("all", "skip", "boxed", "twice", "detached", "all"):
+            losses(model, mode, [rank()]).backward()
+            losses(reference, mode, [0, 1]).backward()
+            with torch.no_grad():
+                model.eval()
+                losses(model, "all", [rank()])
+                model.train()
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (ours.grad is None) is (theirs.grad is None), mode
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE), mode
+        for boxed in ({"x": torch.ones(1, 4)}, [torch.ones(1, 4)], Boxed(torch.ones(1, 4))):
+            assert torch.allclose(model(boxed), reference(boxed), atol=1e-5)
+
+
+def test_units_that_are_unused_repeated_or_cut_off(ranks):
+    ranks(2)(modes)
+
+
+def frozen() -> None:
+    for wrap in WRAPS:
+        torch.manual_seed(0)
+        net = Parts()
+        net.a.requires_grad_(False)
+        net.b.bias.requires_grad_(False)
+        reference = copy.deepcopy(net)
+        model = wrap(net)
+        trained = [[p for p in m.parameters() if p.requires_grad] for m in (model, reference)]
+        optimizers = [torch.optim.SGD(params, lr=0.1) for params in trained]
+        for _ in range(3):
+            losses(model, "all", [rank()]).backward()
+            losses(reference, "all", [0, 1]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*has both parameters with requires_grad")
+def test_frozen_parameters_train_as_in_one_process(ranks):
+    ranks(2)(frozen)
+
+
+def groups_and_ties() -> None:
+    """Optimizer groups by name; a tied head; two forwards before one backward; late steps."""
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        named = list(model.named_parameters())
+        return torch.optim.AdamW(
+            [
+                {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+                {"params": [p for _, p in named if p.ndim >= 2], "lr": 3e-3},
+            ],
+            lr=1e-3,
+            weight_decay=0.1,
+        )
+
+    blocks = ModuleWrapPolicy({TransformerBlock})
+    for wrap in (lambda net: FSDP(net, auto_wrap_policy=blocks), fully_shard):
+        reference = build(tied=True)
+        model = wrap(build(tied=True))
+        optimizers = [optimizer_of(model), optimizer_of(reference)]
+        assert [n for n, _ in model.named_parameters()] == [
+            n for n, _ in reference.named_parameters()
+        ]
+        for step in range(3):
+            (loss_of(model, 2 * step, rank()) + loss_of(model, 2 * step + 1, rank())).backward()
+            for other in range(2):
+                both = loss_of(reference, 2 * step, other) + loss_of(reference, 2 * step + 1, other)
+                (both / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(ours.full_tensor(), theirs, atol=2e-5)
+        half = model.half()
+        loss_of(half, 9, rank()).backward()
+        assert {param.grad.dtype for param in half.parameters()} == {torch.float16}
+
+
+def test_optimizer_groups_ties_and_half_after_wrapping(ranks):
+    ranks(2)(groups_and_ties)
+
+
+def empty_states() -> None:
+    model = FSDP(Parts(), auto_wrap_policy=always_wrap_policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses(model, "all", [rank()]).backward()
+    optimizer.step()
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert state["state"] == {}
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+    assert model.rank == rank()
+    assert model.world_size == 2
+    assert model.process_group is dist.group.WORLD
+    assert model.compute_device == torch.device("cpu")
+    assert model.mixed_precision.param_dtype is None
+    assert model.cpu_offload.offload_params is False
+
+
+def test_optimizers_without_states_and_what_a_wrapper_says(ranks):
+    ranks(2)(empty_states)

@@ -1,0 +1,134 @@
+"""transformers' Trainer and TRL's SFTTrainer on two ranks do what they do on one without us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from fullshard.config.values import DType, Strategy
+from fullshard.errors import ConfigError
+from fullshard.integrations.settings import sharding_of
+
+pytestmark = pytest.mark.timeout(300)  # two runs before the first test, each with its own limit
+
+SCRIPT = Path(__file__).with_name("trainer_job.py")
+ACCELERATE = """\
+distributed_type: FSDP
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: true
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_state_dict_type: FULL_STATE_DICT
+"""
+
+
+def run(folder, *words):
+    """In a process of its own: a trainer's state is the process's."""
+    folder.mkdir()
+    command = [sys.executable, *map(str, words), str(folder)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Results of one process as the libraries ship, and of two ranks."""
+    folder = tmp_path_factory.mktemp("trainers")
+    (folder / "fsdp.yaml").write_text(ACCELERATE)
+    plain = run(folder / "plain", SCRIPT, "plain")
+    launch = ["-m", "fullshard", "launch", "--config_file", folder / "fsdp.yaml"]
+    launch += ["--log-dir", folder / "logs"]
+    return folder, plain, run(folder / "sharded", *launch, SCRIPT, "sharded")
+
+
+def assert_same(found, wanted, tolerance):
+    assert [row.keys() for row in found] == [row.keys() for row in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+def test_losses_norms_and_evaluation_are_those_of_one_process(runs):
+    _, plain, sharded = runs
+    # transformers sums losses in float32, whatever the model's dtype.
+    assert_same(sharded["trainer"]["history"], plain["trainer"]["history"], 1e-6)
+    assert any("eval_loss" in row for row in plain["trainer"]["history"])
+    assert sharded["trainer"]["parameters"] == plain["trainer"]["parameters"]
+
+
+def test_the_saved_folder_has_the_weights_of_one_process(runs):
+    folder, _, _ = runs
+    ours, theirs = (
+        load_file(folder / who / "trainer" / "final" / "model.safetensors")
+        for who in ("sharded", "plain")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-12)
+    AutoModelForCausalLM.from_pretrained(folder / "sharded" / "trainer" / "final")
+
+
+def test_a_resumed_run_has_the_same_losses(runs):
+    _, _, sharded = runs
+    assert sharded["resumed"]["history"] == sharded["trainer"]["history"]
+
+
+def test_old_checkpoints_go_and_ours_lies_beside_the_folder(runs):
+    folder, _, _ = runs
+    saved = sorted(path.name for path in (folder / "sharded" / "trainer").glob("checkpoint-*"))
+    assert saved == ["checkpoint-3", "checkpoint-6"]
+    newest = folder / "sharded" / "trainer" / "checkpoint-6"
+    assert (newest / "fullshard" / "COMPLETE.json").is_file()
+    assert not (newest / "optimizer.pt").exists()
+
+
+def test_an_adapter_trains_as_in_one_process_and_is_saved_alone(runs):
+    folder, plain, sharded = runs
+    assert_same(sharded["sft"]["history"], plain["sft"]["history"], 1e-4)
+    assert sharded["sft"]["strategy"] == "shard_grad_op"  # of the file that the launcher got
+    ours, theirs = (
+        load_file(folder / who / "sft" / "final" / "adapter_model.safetensors")
+        for who in ("sharded", "plain")
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-4)
+    assert not (folder / "sharded" / "sft" / "final" / "model.safetensors").exists()
+
+
+def arguments(tmp_path, **more):
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **more)
+
+
+def test_the_arguments_of_a_trainer_say_how_to_shard(tmp_path):
+    assert sharding_of(arguments(tmp_path)).strategy is Strategy.FULL_SHARD
+    found = sharding_of(
+        arguments(
+            tmp_path,
+            bf16=True,
+            fsdp=True,
+            fsdp_config={"reshard_after_forward": False, "transformer_layer_cls_to_wrap": "Block"},
+        )
+    )
+    assert found.strategy is Strategy.SHARD_GRAD_OP
+    assert found.param_dtype is DType.BFLOAT16
+    assert found.wrap == ("Block",)
+
+
+def test_a_misspelt_key_of_fsdp_config_is_an_error(tmp_path):
+    given = arguments(tmp_path, fsdp=True, fsdp_config={"reshard_after_foward": True})
+    with pytest.raises(ConfigError, match=r"Did you mean.*reshard_after_forward"):
+        sharding_of(given)

@@ -1,0 +1,86 @@
+"""The page of a plan is one file that needs nothing else, and shows what the plan says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fullshard.cli.app import invoke
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = "examples/plan_llama_405b.yaml"
+GPUS = ("--gpus", "8xH100-80GB", "--nodes", "128")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    target = tmp_path_factory.mktemp("page") / "plan.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        outcome = invoke(
+            ["plan", EXAMPLE, *GPUS, "model.config.num_hidden_layers=4", "--out", str(target)]
+        )
+    assert outcome.exit_code == 0
+    return outcome.result, target.read_text(encoding="utf-8")
+
+
+def test_it_needs_no_network_and_no_script(page):
+    _, text = page
+    assert not re.search(r"(src|href)\s*=|@import|url\(|<script", text)
+
+
+def test_it_shows_the_verdict_every_row_of_memory_and_every_scale(page):
+    found, text = page
+    assert f">{found['fits']}</b>" in text
+    for row in found["rows"]:
+        assert row["name"].replace("'", "&#39;") in text
+    for point in found["scaling"]:
+        assert f'<td class="num">{point["world_size"]:,}</td>' in text
+
+
+def test_its_schedule_has_a_bar_for_every_unit_in_every_lane_that_the_unit_uses(page):
+    found, text = page
+    blocks = sum(unit["role"] == "block" for unit in found["plan"]["units"])
+    for color in (1, 2, 3, 4):
+        assert text.count(f'<rect class="bar c{color}"') >= blocks
+
+
+def test_colours_of_text_stand_out_from_their_background_in_both_schemes(page):
+    _, text = page
+    schemes = re.findall(r"--page: (#\w+); --card: (#\w+); --text: (#\w+); --soft: (#\w+)", text)
+    assert len(schemes) == 2
+    for ground, card, ink, soft in schemes:
+        for back in (ground, card):
+            assert contrast(ink, back) >= 7
+            assert contrast(soft, back) >= 4.5
+
+
+def test_a_page_that_cannot_be_written_is_a_typed_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    target = tmp_path / "nowhere" / "plan.html"
+    small = [f"model.config.{key}={value}" for key, value in SMALL.items()]
+    outcome = invoke(["plan", EXAMPLE, *small, "--gpus", "8xH100", "--out", str(target)])
+    assert outcome.exit_code == 2
+
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, as WCAG 2 defines it: 1 to 21."""
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,262 @@
+"""Files of other tools, in the form of their documentation, say in our keys what they said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fullshard.config.dialects.fsdp import FSDP
+from fullshard.config.dialects.rules import Status
+from fullshard.config.dialects.translate import DIALECTS
+from fullshard.config.explain import text_of
+from fullshard.config.load import load_config
+from fullshard.config.origins import read_entries
+from fullshard.config.values import DType, Home, Strategy, WrapKind
+from fullshard.errors import ConfigError
+
+FOLDER = Path(__file__).parent / "dialects"
+FILES = sorted(path.name for path in FOLDER.iterdir() if path.name != "fsdp_config.json")
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """`load(text, *overrides)` reads a file of that text; several texts are several files."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(texts, *overrides):
+        paths = []
+        for number, text in enumerate([texts] if isinstance(texts, str) else texts):
+            paths.append(Path(f"{'abc'[number]}.yaml"))
+            paths[-1].write_text(text)
+        return load_config(paths, overrides, needs_model=False)
+
+    return load
+
+
+def accelerate(*lines: str, top: str = "") -> str:
+    return "\n".join(["distributed_type: FSDP", top, "fsdp_config:", *(f"  {x}" for x in lines)])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_reads_as_before(name, snapshot, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    resolved = load_config(Path(name), needs_model=False)
+    shown = [line for line in text_of(resolved).splitlines() if not line.endswith("# default")]
+    assert "\n".join(shown) == snapshot
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_of_another_tool_has_a_note(name, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    entries = read_entries(Path(name).read_text().expandtabs(), name)
+    resolved = load_config(Path(name), needs_model=False)
+    noted = {note.key for note in resolved.notes if note.place.startswith(f"{name}:")}
+    kept = {origin.written for origin in resolved.origins.values() if origin.kind == "file"}
+    holders = {entry.key.rpartition(".")[0] for entry in entries}
+    silent = [
+        entry.key
+        for entry in entries
+        if entry.key not in holders | kept
+        and not any(entry.key == key or entry.key.startswith(f"{key}.") for key in noted)
+    ]
+    assert silent == []
+    assert all(note.why for note in resolved.notes)
+
+
+@pytest.mark.parametrize(
+    ("written", "strategy"),
+    [
+        ("FULL_SHARD", Strategy.FULL_SHARD),
+        ("1", Strategy.FULL_SHARD),
+        ("shard_grad_op", Strategy.SHARD_GRAD_OP),
+        ("'2'", Strategy.SHARD_GRAD_OP),
+        ("NO_SHARD", Strategy.NO_SHARD),
+        ("3", Strategy.NO_SHARD),
+        ("Hybrid_Shard", Strategy.HYBRID_SHARD),
+        ("4", Strategy.HYBRID_SHARD),
+        ("HYBRID_SHARD_ZERO2", Strategy.HYBRID_SHARD_ZERO2),
+        ("5", Strategy.HYBRID_SHARD_ZERO2),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["fsdp_", "", "FSDP_"])
+def test_a_strategy_stays_what_it_is(load, prefix, written, strategy):
+    in_accelerate = load(accelerate(f"{prefix}sharding_strategy: {written}"))
+    assert in_accelerate.config.strategy is strategy
+    in_trainer = load(f"training: {{fsdp_config: {{{prefix}sharding_strategy: {written}}}}}")
+    assert in_trainer.config.strategy is strategy
+
+
+@pytest.mark.parametrize(
+    ("written", "strategy", "offload"),
+    [
+        ("full_shard", Strategy.FULL_SHARD, None),
+        ("full_shard auto_wrap offload", Strategy.FULL_SHARD, Home.CPU),
+        ("[shard_grad_op, auto_wrap]", Strategy.SHARD_GRAD_OP, None),
+        ("no_shard", Strategy.NO_SHARD, None),
+        ("hybrid_shard,auto_wrap", Strategy.HYBRID_SHARD, None),
+        ("[hybrid_shard_zero2, offload]", Strategy.HYBRID_SHARD_ZERO2, Home.CPU),
+        ("true", Strategy.FULL_SHARD, None),
+        ("{fsdp_sharding_strategy: 2, offload_params: 'true'}", Strategy.SHARD_GRAD_OP, Home.CPU),
+    ],
+)
+@pytest.mark.parametrize("form", ["fsdp: {}", "training: {{fsdp: {}}}"])
+def test_fsdp_of_the_trainer_is_text_or_list_or_mapping(load, form, written, strategy, offload):
+    text = form.format(written if written[0] in "[{" or written == "true" else f'"{written}"')
+    sharding = load(text if "training" in form else f"{text}\noutput_dir: x").config.sharding
+    assert sharding.strategy is strategy
+    assert (sharding.offload and sharding.offload.optimizer) == offload
+
+
+def test_no_is_a_word_to_accelerate_and_one_process(load):
+    config = load("distributed_type: NO\nmixed_precision: no\nfsdp_config:\n").config
+    assert (config.strategy, config.launch.num_processes) == (Strategy.NO_SHARD, 1)
+    assert config.sharding.param_dtype is None
+    assert load("distributed_type: NO\nnum_processes: 2\n").config.launch.num_processes == 2
+
+
+def test_the_wrap_is_that_of_the_policy(load):
+    def wrap(*lines):
+        sharding = load(accelerate(*lines)).config.sharding
+        return sharding.wrap, sharding.wrap_min_params
+
+    assert wrap("auto_wrap_policy: NO_WRAP") == (WrapKind.NONE, 100_000_000)
+    assert wrap("auto_wrap_policy: 2", "min_num_params: 1e6") == (WrapKind.SIZE, 1_000_000)
+    assert wrap("min_num_params: '2000'") == (WrapKind.SIZE, 2000)
+    named = "transformer_layer_cls_to_wrap: A, B"
+    assert wrap("auto_wrap_policy: TRANSFORMER_BASED_WRAP", named)[0] == ("A", "B")
+    assert wrap("auto_wrap_policy: NO_WRAP", named)[0] is WrapKind.NONE
+    assert wrap("auto_wrap_policy: transformer_based_wrap")[0] is WrapKind.TRANSFORMER
+
+
+def test_a_flag_of_fsdp2_beside_a_hybrid_strategy_agrees_or_is_refused(load):
+    hybrid = "fsdp_sharding_strategy: HYBRID_SHARD"
+    assert load(accelerate(hybrid, "reshard_after_forward: true")).config.strategy == "hybrid_shard"
+    with pytest.raises(ConfigError, match=r"a.yaml:5: .*: expected what sharding_strategy says"):
+        load(accelerate(hybrid, "reshard_after_forward: false"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy"),
+    [
+        ("0", Strategy.NO_SHARD),
+        ("1", Strategy.SHARD_GRAD_OP),
+        ("2", Strategy.SHARD_GRAD_OP),
+        ("3", Strategy.FULL_SHARD),
+    ],
+)
+def test_a_stage_of_zero_is_a_strategy(load, stage, strategy):
+    assert load(f'{{"zero_optimization": {{"stage": {stage}}}}}').config.strategy is strategy
+    plugin = f"distributed_type: DEEPSPEED\ndeepspeed_config: {{zero_stage: {stage}}}\n"
+    assert load(plugin).config.strategy is strategy
+    inline = f"training: {{deepspeed: {{zero_optimization: {{stage: {stage}}}}}}}"
+    assert load(inline).config.strategy is strategy
+
+
+def test_nvme_is_understood_and_refused_with_its_line(load):
+    resolved = load('{"zero_optimization":\n {"stage": 3, "offload_param": {"device": "nvme"}}}')
+    assert resolved.config.sharding.offload.parameters is Home.NVME
+    with pytest.raises(ConfigError, match=r"^a.yaml:2: .*'nvme' is not yet supported. Use cpu"):
+        resolved.check_supported()
+
+
+def test_the_batch_of_all_ranks_is_divided(load):
+    def batch(text, ranks, *overrides):
+        training = load(text, *overrides).for_ranks(ranks).config.training
+        return training.per_device_train_batch_size, training.gradient_accumulation_steps
+
+    both = '{"train_batch_size": 16, "gradient_accumulation_steps": 2}'
+    assert batch(both, 2) == (4, 2)
+    assert batch(both, 2, "per_device_train_batch_size=3") == (3, 2)  # typed: it decides
+    assert batch('{"train_batch_size": 16}', 4) == (4, 1)
+    micro = '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}'
+    assert batch(micro, 2) == (2, 4)
+    with pytest.raises(ConfigError, match=r"^a.yaml:1: train_batch_size: expected a multiple of 6"):
+        batch(both, 3)
+
+
+def test_a_recipe_is_laid_over_a_machine_file_and_the_command_line_over_both(load):
+    machine = accelerate("fsdp_offload_params: true", top="mixed_precision: bf16\nnum_processes: 4")
+    recipe = "model_name_or_path: x\nlearning_rate: 1e-4\nmax_steps: 9\nbf16: false\n"
+    resolved = load([machine, recipe], "max_steps=100", "num_processes=2")
+    config = resolved.config
+    assert (config.model.name_or_path, config.training.learning_rate) == ("x", 1e-4)
+    assert (config.training.max_steps, config.launch.num_processes) == (100, 2)
+    assert config.sharding.param_dtype is None  # the recipe's bf16: false
+    assert config.sharding.offload.parameters is Home.CPU
+    assert resolved.dialects == ("Accelerate", "TrainingArguments")
+    notes = {note.key: note for note in resolved.notes}
+    assert notes["num_processes"].status is Status.NO_EFFECT
+    assert notes["num_processes"].why == "num_processes (command line) decides"
+
+
+def test_sections_of_ours_may_stand_in_any_file(load):
+    own = "model: {config: {model_type: llama}}\ntraining: {max_steps: 2, fsdp: zero2}\n"
+    config = load(own + "distributed_type: FSDP\nnum_processes: 2\n").config
+    assert config.model.config == {"model_type": "llama"}
+    assert (config.training.max_steps, config.launch.num_processes) == (2, 2)
+    assert config.strategy is Strategy.SHARD_GRAD_OP
+
+
+def test_the_command_line_speaks_hugging_face_too(load):
+    file = "model: x\ntraining: {fsdp: full_shard offload, bf16: true}\n"
+    sharding = load(file, "training.fsdp=no_shard", "fp16=true", "bf16=false").config.sharding
+    assert (sharding.strategy, sharding.offload) == (Strategy.NO_SHARD, None)
+    assert sharding.param_dtype is DType.FLOAT16
+    typed = load(file, "distillation.training.fsdp=hybrid_shard", "fsdp_config.offload_params=yes")
+    assert typed.config.strategy is Strategy.HYBRID_SHARD
+    assert typed.config.sharding.offload.parameters is Home.CPU
+
+
+def test_a_typed_file_does_not_replace_what_another_file_says_in_silence(load, tmp_path):
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.5, "zero_optimization": true}')
+    assert load("model: x", "deepspeed=ds.json").config.training.max_grad_norm == 0.5
+    with pytest.raises(ConfigError, match=r"^ds.json:1: gradient_clipping: expected what training"):
+        load("model: x\ntraining: {max_grad_norm: 1}", "deepspeed=ds.json")
+
+
+def test_what_stands_for_something_is_read_before_it_is_translated(load):
+    text = "base: 3\ntraining: {seed: 4}\n"
+    with pytest.raises(ConfigError, match="base: unknown key"):
+        load(text)
+    assert (
+        load(
+            "training: {seed: 4, fsdp_config: {forward_prefetch: '${training.bf16}'}, bf16: true}"
+        ).config.sharding.forward_prefetch
+        == 1
+    )
+
+
+@pytest.mark.parametrize("page", ["accelerate", "deepspeed", "trainer"])
+def test_before_and_after_of_the_migration_pages_are_the_same(load, page):
+    text = (Path(__file__).parents[3] / "docs" / "migrate" / f"{page}.md").read_text()
+    before, after = re.findall(r"```(?:yaml|json)\n(.*?)```", text, re.DOTALL)[:2]
+    theirs, ours = load(before), load(after)
+    assert theirs.config.to_dict() == ours.config.to_dict()
+    assert theirs.notes
+    assert not ours.notes or page == "trainer"  # whose names are ours too
+
+
+def test_every_key_that_the_installed_transformers_documents_is_known():
+    transformers = pytest.importorskip("transformers")
+    text = transformers.TrainingArguments.__doc__
+    section = text[text.index("fsdp_config (`str`") : text.index("> DeepSpeed")]
+    documented = re.findall(r"^ +- (\w+) \(", section, re.MULTILINE)
+    assert len(documented) > 8
+    assert [key for key in documented if key not in FSDP] == []
+
+
+def test_marks_tell_dialects_apart_and_from_ours():
+    from fullshard.config.schema import RunConfig
+
+    for dialect in DIALECTS:
+        assert dialect.marks <= set(dialect.table)
+        assert not dialect.marks & set(RunConfig.known_names())
+
+
+def test_json_with_tabs_is_read(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}, indent="\t"))
+    assert load_config(path, needs_model=False).config.strategy is Strategy.SHARD_GRAD_OP

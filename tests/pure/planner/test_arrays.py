@@ -1,0 +1,41 @@
+"""Where arrays are cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.planner.arrays import PADDED_ABOVE, Cut, cut_of
+
+SHAPES = st.lists(st.integers(1, 400), max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_parts", "cut"),
+    [
+        ((50257, 768), 8, Cut(1)),  # the larger does not divide
+        ((64, 64), 2, Cut(0)),  # the first of equals
+        ((257, 257), 2, Cut(0, 1)),
+        ((7,), 2, Cut()),
+        ((), 2, Cut()),
+        ((64, 64), 1, Cut()),
+        ((0, 8), 2, Cut()),
+    ],
+)
+def test_the_largest_dimension_that_divides_is_cut(shape, num_parts, cut):
+    assert cut_of(shape, num_parts) == cut
+
+
+@given(SHAPES, st.integers(1, 9))
+def test_parts_are_equal_and_only_small_arrays_stay_whole(shape, num_parts):
+    cut = cut_of(shape, num_parts)
+    if cut.dim is None:
+        divides = any(size % num_parts == 0 for size in shape)
+        assert num_parts == 1 or not (divides or math.prod(shape) >= PADDED_ABOVE)
+        return
+    assert (shape[cut.dim] + cut.padding) % num_parts == 0
+    assert cut.padding < num_parts
+    assert cut.padding == 0 or not any(size % num_parts == 0 for size in shape)

@@ -1,0 +1,157 @@
+"""What is advised fits, is faster, and trains the same model."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from fullshard.config.sharding import ShardConfig
+from fullshard.config.values import DType, Strategy
+from fullshard.errors import WillNotFitError
+from fullshard.planner.forecast.architecture import Shapes, decoder
+from fullshard.planner.forecast.devices import DEVICES
+from fullshard.planner.forecast.memory import GIB
+from fullshard.planner.forecast.workload import Batch
+from fullshard.planner.hardware import Fit
+from fullshard.planner.mesh import Topology
+from fullshard.planner.outlook import Job, Machine, look
+from fullshard.planner.plan import make_plan
+from fullshard.planner.search import advise, choose
+from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
+from fullshard.planner.study import study
+
+WIDTH, LAYERS, VOCAB = 2048, 24, 32000
+H100 = Machine(DEVICES["H100"], 80 * GIB)
+
+
+def decoder_spec() -> ModelSpec:
+    """Blocks of two matrices between an embedding and a head."""
+    modules = [
+        ModuleSpec("", "Decoder"),
+        ModuleSpec("embed", "Embedding", reads_weight_in_backward=False),
+    ]
+    params = [ParamSpec(("embed.weight",), (VOCAB, WIDTH), DType.FLOAT32, trainable=True)]
+    modules.append(ModuleSpec("layers", "ModuleList", is_container=True, can_be_unit=False))
+    for index in range(LAYERS):
+        modules.append(ModuleSpec(f"layers.{index}", "Block"))
+        for name, shape in (("up", (6 * WIDTH, WIDTH)), ("down", (WIDTH, 6 * WIDTH))):
+            modules.append(ModuleSpec(f"layers.{index}.{name}", "Linear"))
+            names = (f"layers.{index}.{name}.weight",)
+            params.append(ParamSpec(names, shape, DType.FLOAT32, trainable=True))
+    modules.append(ModuleSpec("head", "Linear"))
+    params.append(ParamSpec(("head.weight",), (VOCAB, WIDTH), DType.FLOAT32, trainable=True))
+    return ModelSpec("Decoder", tuple(modules), tuple(params))
+
+
+SPEC = decoder_spec()
+TOPOLOGY = Topology(8, 8)
+
+
+@functools.cache
+def _plan(strategy, offload, recompute):
+    return make_plan(
+        SPEC,
+        ShardConfig(
+            strategy=strategy,
+            offload="cpu" if offload else None,
+            activation_checkpointing=str(recompute),
+            param_dtype="bf16",
+        ),
+        TOPOLOGY,
+    )
+
+
+def plan_of(config: ShardConfig):
+    return _plan(config.strategy, config.offload is not None, config.activation_checkpointing)
+
+
+def job(micro_batch: int, seq_len: int = 2048) -> Job:
+    shapes = Shapes(SPEC.numel, LAYERS, WIDTH, 16, 16, 4 * WIDTH, VOCAB)
+    return Job(decoder(shapes), Batch(seq_len, micro_batch, 1))
+
+
+def current(micro_batch: int, machine: Machine = H100, **changes):
+    config = ShardConfig(**{"strategy": "full_shard", "param_dtype": "bf16", **changes})
+    return look(plan_of(config), config, job(micro_batch), machine)
+
+
+def samples(outlook) -> float:
+    return outlook.job.batch.micro_batch * outlook.job.batch.accumulation
+
+
+def test_what_does_not_fit_is_answered_by_what_does_cheapest_first():
+    before = current(64)
+    assert before.fit is Fit.NO
+    advice = advise(before, plan_of, H100)
+    assert advice
+    assert [len(one.changes) for one in advice] == sorted(len(one.changes) for one in advice)
+    for one in advice:
+        assert one.outlook.fit is not Fit.NO
+        assert samples(one.outlook) == samples(before)
+
+
+def test_what_fits_is_answered_by_what_is_faster_and_fits():
+    before = current(8, activation_checkpointing="block")
+    assert before.fit is Fit.FITS
+    for one in advise(before, plan_of, H100):
+        assert one.outlook.fit is Fit.FITS
+        assert one.outlook.step_time_s < before.step_time_s
+        assert samples(one.outlook) == samples(before)
+    assert advise(before, plan_of, H100)
+
+
+def test_advice_says_the_words_to_add():
+    (first, *_) = advise(current(64), plan_of, H100)
+    assert all("=" in word for word in first.words.split())
+    assert first.sentence(current(64)).startswith(first.words)
+
+
+def test_offload_is_advised_only_where_nothing_else_fits():
+    roomy = advise(current(64), plan_of, H100)
+    assert not any("sharding.offload" in one.changes for one in roomy)
+    small = Machine(DEVICES["H100"], 5 * GIB)
+    tight = advise(current(1, small), plan_of, small)
+    assert all("sharding.offload" in one.changes for one in tight)
+
+
+def test_nothing_is_advised_for_a_device_that_nobody_named():
+    unknown = Machine(None, None)
+    assert advise(current(64, unknown), plan_of, unknown) == []
+    assert current(64, unknown).fit is None
+    assert current(64, unknown).step_time_s is None
+
+
+def test_a_choice_changes_only_what_is_free():
+    chosen = choose(current(4), plan_of, H100, ["strategy"])
+    assert chosen.config.activation_checkpointing == current(4).config.activation_checkpointing
+    assert chosen.job == current(4).job
+    assert chosen.step_time_s <= current(4).step_time_s
+
+
+def test_a_choice_that_nothing_fits_is_refused_with_the_smallest():
+    small = Machine(DEVICES["H100"], GIB)
+    with pytest.raises(WillNotFitError, match=r"expected a choice of strategy that fits 1\.0 GiB"):
+        choose(current(64, small), plan_of, small, ["strategy"])
+
+
+def test_rows_of_memory_add_up_and_keep_the_plans_own():
+    outlook = current(4)
+    assert sum(row.num_bytes for row in outlook.rows) == outlook.peak_bytes["device"]
+    assert outlook.rows[: len(outlook.plan.memory)] == outlook.plan.memory
+    assert outlook.reserved_bytes >= outlook.peak_bytes["device"]
+
+
+def test_a_study_of_auto_is_one_of_the_strategy_that_it_chose():
+    config = ShardConfig(strategy="auto", param_dtype="bf16")
+    found = study(config, plan_of, job(4), H100, TOPOLOGY)
+    assert found.outlook.config.strategy is not Strategy.AUTO
+    assert found.outlook.fit is Fit.FITS
+
+
+def test_scaling_loses_to_traffic_and_says_so():
+    config = ShardConfig(param_dtype="bf16")
+    points = study(config, plan_of, job(1, 512), H100, TOPOLOGY).scaling
+    assert points[-1].efficiency < 0.9
+    assert "traffic" in points[-1].reason
+    assert points[-1].peak_bytes < points[0].peak_bytes

@@ -1,0 +1,188 @@
+"""Chat data: the forms it is kept in, what of it is learned, and how rows are made of it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.errors import DataError
+from fullshard.train.chat_dataset import ChatDataset, ChatSettings, make_chat_dataset
+from fullshard.train.chat_packing import best_fit, dealt
+from fullshard.train.chat_template import Learned, encode, set_template
+from fullshard.train.conversations import Examples, Pair, Turns, read_examples
+from fullshard.train.order import BatchShape, SampleOrder
+from fullshard.train.tokenizer import train_tokenizer
+
+# Marks nothing, and writes a turn in another way once there is a later one.
+UNMARKED = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if loop.last and m['role'] == 'assistant' %} (now)"
+    "{% endif %}{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "two and two?"},
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = train_tokenizer(["two and two is four, sure, yes. Question: Answer:"] * 3, 300)
+    set_template(made, None)
+    return made
+
+
+def learned_text(example, tokenizer, **learned) -> str:
+    found = encode(example, tokenizer, Learned(**learned))
+    ids = [i for i, flag in zip(found.ids, found.learned, strict=True) if flag]
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": CHAT[:2]}, ["user: two and two?", "assistant: four"]),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            ["user: a", "assistant: b"],
+        ),
+        (
+            {"system": "s", "conversations": [{"role": "user", "content": "a"}]},
+            ["system: s", "user: a"],
+        ),
+        (
+            {"instruction": "add", "input": "1, 2", "output": "3"},
+            ["user: add\n\n1, 2", "assistant: 3"],
+        ),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, ["user: two and two?", "assistant: four"]),
+        ({"question": "q", "answer": "a"}, ["user: q", "assistant: a"]),
+    ],
+)
+def test_every_form_becomes_turns(tmp_path, record, messages):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    (example,) = read_examples(path).examples
+    assert [f"{m['role']}: {m['content']}" for m in example.messages] == messages
+
+
+def test_parquet_and_datasets_folders_are_read_as_jsonl_is(tmp_path):
+    import datasets
+
+    rows = [{"messages": CHAT[:2]}, {"messages": CHAT}]
+    made = datasets.Dataset.from_list(rows)
+    made.to_parquet(tmp_path / "chat.parquet")
+    datasets.DatasetDict(train=made).save_to_disk(tmp_path / "saved")
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [
+        [e.messages for e in read_examples(tmp_path / name).examples]
+        for name in ("chat.jsonl", "chat.parquet", "saved")
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"txt": "a"}', "expected columns among messages, "),
+        ('{"messages": []}', "expected a list of messages at "),
+        ('{"messages": [{"role": "user"}]}', "expected 'role' and 'content' in a message at "),
+        ('{"instruction": 3, "output": "a"}', "expected text in 'instruction', got int at "),
+    ],
+)
+def test_a_wrong_record_is_named_with_its_line(tmp_path, line, said):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
+    with pytest.raises(DataError) as caught:
+        read_examples(path)
+    assert said in str(caught.value)
+    assert f"{path}:2" in str(caught.value)
+
+
+def test_answers_alone_are_learned_with_marks_and_without(tokenizer):
+    turns = Turns(tuple(CHAT), 0, is_completion=False, place="here")
+    assert learned_text(turns, tokenizer) == " four<|endoftext|> yes<|endoftext|>"
+    everything = learned_text(turns, tokenizer, assistant_only=False)
+    assert everything.startswith("Question: two and two?\nAnswer: four<|endoftext|>")
+    plain = train_tokenizer(["two and two is four"], 300)
+    plain.chat_template = UNMARKED
+    assert learned_text(turns, plain) == "four (now)yes</s>"
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer):
+    pair = Pair("two and ", "two", "here")
+    assert learned_text(pair, tokenizer) == "two<|endoftext|>"
+    assert learned_text(pair, tokenizer, completions_only=False) == "two and two<|endoftext|>"
+
+
+def test_what_is_cut_and_left_out_is_counted_and_said(tokenizer):
+    answers = ["four", "yes " * 40, "two"]
+    pairs = tuple(
+        Pair("two and two " * n, a, "x") for n, a in zip((1, 1, 60), answers, strict=True)
+    )
+    settings = ChatSettings(40, 0.0, True, Learned(), 0)
+    made = make_chat_dataset(Examples(pairs, "a test", None), settings, tokenizer)
+    assert made.facts.num_train_sequences == len(made.train) == 2
+    assert made.train.lengths.max() == 40
+    said = "; ".join(made.facts.notes)
+    assert "2 examples are cut to 40 tokens" in said
+    assert "1 examples have nothing to learn: left out" in said
+    total = sum(len(encode(pair, tokenizer, Learned()).ids) for pair in pairs)
+    assert made.facts.num_dropped_tokens == total - made.facts.num_train_tokens > 0
+
+
+def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
+    pairs = tuple(Pair("two " * n, "four", "x") for n in range(1, 9))
+    settings = ChatSettings(32, 0.25, True, Learned(), 2)
+    made = make_chat_dataset(Examples(pairs, "a test", None), settings, tokenizer)
+    made.save(tmp_path)
+    loaded = ChatDataset.load(tmp_path)
+    assert (loaded.facts, loaded.samples) == (made.facts, made.samples)
+    assert len(loaded.samples) == 2
+    for part in ("train", "held_out"):
+        for name, array in vars(getattr(made, part)).items():
+            np.testing.assert_array_equal(getattr(getattr(loaded, part), name), array)
+
+
+def test_nothing_to_learn_is_an_error(tokenizer):
+    settings = ChatSettings(8, 0.0, False, Learned(), 0)
+    data = Examples((Pair("two and two " * 30, "four", "x"),), "a test", None)
+    with pytest.raises(DataError, match="Raise training"):
+        make_chat_dataset(data, settings, tokenizer)
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+def test_best_fit_holds_every_example_once_and_never_overfills(lengths):
+    rows = best_fit(lengths, 40)
+    assert sorted(example for row in rows for example in row) == list(range(len(lengths)))
+    sums = [sum(lengths[example] for example in row) for row in rows]
+    assert all(0 < total <= 40 for total in sums)
+    assert sum(total <= 20 for total in sums) <= 1  # two half-empty rows would be one
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 9))
+def test_dealing_keeps_the_rows_of_a_step_whatever_the_ranks(world, micro, accumulation, step):
+    lengths = np.arange(60) * 7 % 31 + 1
+    samples = 12
+    shape = BatchShape(micro, -(-samples // (micro * world)) + accumulation - 1, world, samples)
+    chosen = SampleOrder(60, shape, seed=3).of_step(step)
+    found = dealt(chosen, lengths)
+    assert found.shape == chosen.shape
+    one = SampleOrder(60, BatchShape(12, 1, 1), seed=3).of_step(step)
+    assert sorted(found[found >= 0]) == sorted(one.reshape(-1))
+
+
+def test_ranks_of_a_micro_batch_get_rows_of_like_length():
+    lengths = np.arange(64) * 37 % 61 + 1
+    chosen = SampleOrder(64, BatchShape(1, 8, 4), seed=0).of_step(0)
+
+    def waiting(rows):
+        by_micro = lengths[rows].reshape(8, 4)
+        return (by_micro.max(axis=1, keepdims=True) - by_micro).sum()
+
+    assert waiting(dealt(chosen, lengths)) < waiting(chosen) / 3

@@ -1,0 +1,106 @@
+"""What a run goes on from, by what lies in its folder; how a kept batch is divided anew."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
+from fullshard.config.training import TrainingConfig
+from fullshard.errors import CheckpointError
+from fullshard.train.order import BatchShape, SampleOrder
+from fullshard.train.resume import Resume, find_resume, goes_on, own_resume
+from fullshard.train.run_folder import RunFolder
+
+
+def run_folder(path: Path, **record: object) -> RunFolder:
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps({"status": "failed", **record}))
+    return RunFolder(path)
+
+
+def checkpoint(path: Path) -> None:
+    """A real one, without tensors."""
+    place = claim(path)
+    join(place, 0)
+    report(place, 0, [])
+    state = {"state": {"position": {"global_batch": 6}}}
+    conclude(place, 1, Documents(int(path.name[-1]), {"state.json": json.dumps(state)}, {}))
+
+
+def test_a_run_that_began_from_a_path_keeps_it_until_it_has_a_checkpoint(tmp_path):
+    named = Resume(tmp_path / "other", 6, required=True)
+    folder = run_folder(tmp_path / "run", resume=named.as_json())
+    found = own_resume(folder)
+    assert (found.path, found.global_batch) == (tmp_path / "other", 6)
+    assert found.in_place
+    assert found.required
+    folder.checkpoints.mkdir()
+    assert own_resume(folder) == found
+    checkpoint(folder.checkpoints / "step-00000003")
+    assert own_resume(folder) == Resume(folder.checkpoints, 6, in_place=True)
+
+
+def test_the_batch_is_kept_when_a_rank_never_came_to_say_it(tmp_path):
+    before = Resume(None, 12, in_place=True)
+    folder = run_folder(tmp_path / "run", planned={}, resume=before.as_json())
+    assert own_resume(folder).global_batch == 12
+    folder.update_record(planned={"samples_per_step": 8})
+    assert own_resume(folder).global_batch == 8
+
+
+def test_a_path_tells_its_batch_and_one_without_a_checkpoint_is_an_error(tmp_path):
+    checkpoint(tmp_path / "step-00000003")
+    found = find_resume(str(tmp_path), tmp_path / "run")
+    assert (found.global_batch, found.required, found.in_place) == (6, True, False)
+    with pytest.raises(CheckpointError, match="which does not exist"):
+        find_resume(str(tmp_path / "nothing"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("status", "asked", "expected"),
+    [("failed", 5, True), ("interrupted", 5, True), ("finished", 5, False), ("finished", 9, True)],
+)
+def test_an_unfinished_run_goes_on_and_a_finished_one_for_more_steps(
+    tmp_path, status, asked, expected
+):
+    folder = run_folder(tmp_path / "run", status=status, measured={"num_steps": 5})
+    folder.checkpoints.mkdir()
+    resume = find_resume("auto", folder.path)
+    assert goes_on(resume, folder.path, asked) is expected
+    assert goes_on(find_resume("never", folder.path), folder.path, asked) is False
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        (None, None),
+        (True, "auto"),
+        (False, "never"),
+        ("no", "never"),
+        ("never", "never"),
+        ("a/b",) * 2,
+    ],
+)
+def test_resume_from_checkpoint_is_read_as_people_write_it(written, found):
+    assert TrainingConfig(resume_from_checkpoint=written).resume_from_checkpoint == found
+
+
+@given(st.integers(1, 24), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
+def test_a_kept_batch_has_each_sample_once_whatever_divides_it(batch, per_device, ranks, step):
+    shape = BatchShape.of_batch(batch, per_device, ranks)
+    found = SampleOrder(60, shape, seed=1).of_step(step)
+    assert found.shape == (shape.accumulation, ranks, shape.per_device)
+    assert shape.per_device <= per_device
+    assert shape.accumulation == math.ceil(batch / (per_device * ranks))
+    reference = SampleOrder(60, BatchShape(batch, 1, 1), seed=1).of_step(step).ravel()
+    assert sorted(found[found >= 0].tolist()) == sorted(reference.tolist())
+    assert shape.global_batch == batch
+    assert shape.places - batch < shape.accumulation * ranks, (
+        "a rank has none, though others have more"
+    )

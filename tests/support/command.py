@@ -1,0 +1,53 @@
+"""`fullshard` called in this process, with what it and its children write kept apart."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, and what it and its ranks wrote."""
+
+    exit_code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """What --json printed."""
+        return json.loads(self.out)
+
+
+def call(folder: Path, *words: object) -> Done:
+    """Run a command; its output goes through files in `folder`."""
+    from fullshard.cli.app import run
+
+    with output_in(folder):
+        exit_code = run([str(word) for word in words])
+    return Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
+
+
+@contextlib.contextmanager
+def output_in(folder: Path) -> Iterator[None]:
+    """Everything that this process and its children write goes to files `out` and `err`."""
+    saved = [os.dup(number) for number in (1, 2)]
+    with contextlib.ExitStack() as stack:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(stack.enter_context((folder / name).open("w")).fileno(), number)
+        # Streams of their own, which follow the descriptor when the command moves it for --json.
+        streams = [stack.enter_context(open(number, "w", closefd=False)) for number in (1, 2)]
+        try:
+            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+                yield
+        finally:
+            for stream, number, old in zip(streams, (1, 2), saved, strict=True):
+                stream.flush()
+                os.dup2(old, number)
+                os.close(old)

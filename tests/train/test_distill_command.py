@@ -1,0 +1,88 @@
+"""`fullshard distill` on real ranks: a student cut out of its teacher, going on, kept logits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from fullshard.observe.metrics import read_rows
+from fullshard.train.tokenizer import train_tokenizer
+from support.text import seeded_text
+
+pytestmark = pytest.mark.timeout(400)
+
+CONFIG = """\
+teacher: {folder}/teacher
+data: {{path: {folder}/text.txt, validation_fraction: 0.1}}
+distill: {{temperature: 2.0, kd_ratio: 0.5}}
+training:
+  max_steps: 3
+  per_device_train_batch_size: 2
+  max_seq_length: 32
+  learning_rate: 5e-3
+  eval_steps: 2
+  save_steps: 2
+launch: {{num_processes: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distill")
+    (folder / "text.txt").write_text(seeded_text(300))
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "teacher")
+    train_tokenizer([seeded_text(50)], 300).save_pretrained(folder / "teacher")
+    (folder / "distill.yaml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(fullshard, files):
+    words = ("distill", files / "distill.yaml", "experts=2", "layers=2")
+    run = files / "run"
+    first = fullshard(*words, f"output_dir={run}")
+    assert first.exit_code == 0, first.err
+    assert "layers 0, 2 of the teacher are kept" in first.out + first.err
+    again = fullshard(*words, f"output_dir={run}", "max_steps=5")
+    assert again.exit_code == 0, again.err
+    steps = [row["step"] for row in read_rows(run / "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4, 5]
+    student = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert (student.config.num_hidden_layers, student.config.num_experts) == (2, 2)
+    assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+
+
+def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
+    config = files / "distill.yaml"
+    cache = files / "logits"
+    done = fullshard(
+        *("distill", "cache", config, f"distill.cache={cache}", "top_k=300"),
+        f"output_dir={files / 'caching'}",
+    )
+    assert done.exit_code == 0, done.err
+    losses = []
+    for name, words in (("beside", []), ("kept", [f"distill.cache={cache}"])):
+        run = files / name
+        done = fullshard("distill", config, *words, f"output_dir={run}", "layers=null")
+        assert done.exit_code == 0, done.err
+        losses.append([row["loss"] for row in read_rows(run / "metrics.jsonl") if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # logits are kept in float16
+    facts = json.loads((cache / "cache.json").read_text())
+    (cache / "cache.json").write_text(json.dumps(facts | {"num_train_tokens": 1}))
+    done = fullshard("distill", config, f"distill.cache={cache}", f"output_dir={files / 'no'}")
+    assert (done.exit_code, "expected logits of this run's data" in done.err) == (6, True), done.err

@@ -1,0 +1,48 @@
+"""Running out of memory is answered with the plan and what would help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from fullshard.config.schema import RunConfig
+from fullshard.errors import OutOfMemoryError
+from fullshard.train.model import build_on_meta
+from fullshard.train.out_of_memory import answered
+from fullshard.train.outlook import view_of
+
+SHAPE = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+)
+
+
+def view():
+    config = RunConfig(model="x", strategy="full_shard")
+    return view_of(config, build_on_meta(SHAPE), 2)
+
+
+def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilty_row():
+    with pytest.raises(OutOfMemoryError) as caught, answered(view):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    said = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert "memory: expected to need " in said
+    assert "optimizer (AdamW)" in said
+    assert said.count("<- the largest") == 1
+    assert "what would help:" in said
+
+
+def test_other_errors_pass_as_they_are_and_the_plan_is_not_asked():
+    def never():
+        raise AssertionError("asked")
+
+    with pytest.raises(RuntimeError, match="shape"), answered(never):
+        raise RuntimeError("shape mismatch")
+    with answered(never):
+        pass

@@ -1,0 +1,164 @@
+"""Runs that end early go on by themselves, with the losses of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fullshard.observe.metrics import read_rows
+
+pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
+
+STEPS = 24
+KILLED = ("rank 1", "all")
+CONFIG = """\
+model:
+  config: {{model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 64,
+            num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2,
+            max_position_embeddings: 64}}
+data: {{path: {text}, validation_fraction: 0.1}}
+training: {{output_dir: {folder}/run, max_steps: {steps}, per_device_train_batch_size: 3,
+            max_seq_length: 32, learning_rate: 1e-3, save_steps: 8, eval_steps: 12}}
+launch: {{num_processes: 2}}
+"""
+
+
+def write(folder: Path, text: Path | None = None) -> Path:
+    text = text or folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"{i} and {i} is {i + i}.\n" for i in range(500)))
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(folder=folder, text=text, steps=STEPS))
+    return path
+
+
+def start(config: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fullshard", "train", str(config), *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+    )
+
+
+def finish(config: Path, *words: str, code: int = 0) -> str:
+    process = start(config, *words)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == code, said
+    return said
+
+
+def numbers(config: Path) -> dict[str, float]:
+    """Losses by step, and held-out losses."""
+    rows = list(read_rows(config.parent / "run" / "metrics.jsonl"))
+    return {
+        f"{kind} {row['step']}": row[kind]
+        for row in rows
+        for kind in ("loss", "eval_loss")
+        if kind in row
+    }
+
+
+def at_step(config: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Return once a step's row is written."""
+    while f"loss {step}" not in numbers(config):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """The undisturbed run."""
+    config = write(tmp_path_factory.mktemp("calm"))
+    finish(config)
+    return config
+
+
+def test_a_run_saves_its_last_step_and_every_few(calm):
+    checkpoints = calm.parent / "run" / "checkpoints"
+    names = ["step-00000008", "step-00000016", "step-00000024"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == names
+    state = json.loads((checkpoints / names[1] / "state.json").read_text())["state"]
+    assert state["position"]["samples_seen"] == 16 * 6
+    assert state["position"]["global_batch"] == 6
+
+
+@pytest.mark.parametrize(
+    "whom", ["sigterm", *(pytest.param(w, marks=pytest.mark.slow) for w in KILLED)]
+)
+def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
+    config = write(tmp_path)
+    restarts = ("--max-restarts", "1") if whom == "rank 1" else ()
+    process = start(config, *restarts)
+    at_step(config, 6, process)
+    if whom == "sigterm":
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, said
+        record = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert (record["status"], record["exit_code"]) == ("interrupted", 75)
+        saved = max(int(path.name[-2:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
+        assert 6 <= saved < STEPS
+        assert f"resumed after step {saved}" in finish(config)
+    elif whom == "rank 1":
+        os.kill(psutil.Process(process.pid).children()[-1].pid, signal.SIGKILL)
+        said, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, said
+        assert "restart 1 of 1 after: rank" in said
+        assert "was killed by SIGKILL" in said
+    else:
+        process.kill()
+        process.communicate()
+        said = finish(config)
+        assert "going on with the run" in said
+    assert numbers(config) == numbers(calm)
+
+
+def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
+    """The newest checkpoint is damaged, and the run goes on for longer on three ranks."""
+    config = write(tmp_path, calm.parent / "text.txt")
+    shutil.copytree(calm.parent / "run", tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000024"
+    with (newest / "model-00001.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    said = finish(config, "num_processes=3", "max_steps=26")
+    assert f"skipped checkpoint {newest}" in said
+    assert "model-00001.safetensors has other bytes" in said
+    assert "resumed after step 16" in said
+    assert "2 a rank x 1 micro-batch(es) x 3 rank(s) = 6 sequences" in said
+    found, wanted = numbers(config), numbers(calm)
+    assert sorted(int(key.split()[1]) for key in found if key.startswith("loss")) == [*range(1, 27)]
+    for step in range(1, 17):
+        assert found[f"loss {step}"] == wanted[f"loss {step}"]
+    # The rate's decay ends later now; the first loss after the resume still has the old weights.
+    assert found["loss 17"] == pytest.approx(wanted["loss 17"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
+    config = write(tmp_path)
+    path = calm.parent / "run" / "checkpoints" / "step-00000008"
+    finish(config, "--resume", str(path))
+    found, wanted = numbers(config), numbers(calm)
+    late = {key: value for key, value in wanted.items() if int(key.split()[1]) > 8}
+    assert found == late
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
+    config = write(tmp_path)
+    finish(config, "max_steps=4")
+    said = finish(config, "max_steps=8", "seed=1", code=2)
+    assert "training.seed: expected what it was in the run that goes on" in said
+    said = finish(config, "max_steps=4")
+    assert f"the older run in {tmp_path / 'run'} is now in {tmp_path / 'run.1'}" in said

@@ -1,0 +1,129 @@
+"""`fullshard sft` on real ranks: adapters alone and merged, going on, the recipe of other tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fullshard.observe.metrics import read_rows
+from fullshard.train.tokenizer import train_tokenizer
+
+pytestmark = pytest.mark.timeout(300)
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: FULL_STATE_DICT
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+RECIPE = """\
+model_name_or_path: {base}
+dataset_name: {data}
+learning_rate: 5.0e-2
+packing: true
+max_length: 64
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+logging_steps: 1
+save_steps: 2
+use_peft: true
+lora_r: 4
+lora_alpha: 8
+lora_target_modules: [q_proj, down_proj]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A model folder, chat data, and the two files of the command."""
+    folder = tmp_path_factory.mktemp("sft")
+    lines = [
+        {"messages": [{"role": "user", "content": f"{n} and one?"}, _answer(n)]} for n in range(96)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    train_tokenizer([json.dumps(lines)], 300).save_pretrained(folder / "base")
+    (folder / "fsdp.yaml").write_text(ACCELERATE)
+    data, base = folder / "chat.jsonl", folder / "base"
+    (folder / "recipe.yaml").write_text(RECIPE.format(base=base, data=data))
+    return folder
+
+
+def _answer(n: int) -> dict[str, str]:
+    return {"role": "assistant", "content": f"{n + 1}, of course"}
+
+
+def command(folder: Path) -> list[str]:
+    config_file, recipe = str(folder / "fsdp.yaml"), str(folder / "recipe.yaml")
+    return ["sft", "--config_file", config_file, "--config", recipe, "--output_dir"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
+def test_the_recipe_of_other_tools_trains_adapters_and_goes_on(fullshard, files, monkeypatch):
+    from peft import PeftModel
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
+    run = files / "run"
+    first = fullshard(*command(files), run, "--max_steps", "4")
+    assert first.exit_code == 0, first.err
+    assert "examples in" in first.out
+    assert "asked" in first.out
+    assert "answers" in first.out
+    again = fullshard(*command(files), run, "--max_steps", "6")
+    assert again.exit_code == 0, again.err
+    assert "prepared before" in again.err
+    rows = list(read_rows(run / "metrics.jsonl"))
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert losses[-1] < losses[0] - 0.1
+    record = json.loads((run / "run.json").read_text())
+    assert (record["command"], record["status"]) == ("sft", "finished")
+
+    ids = torch.arange(3, 40)[None]
+    base = AutoModelForCausalLM.from_pretrained(files / "base")
+    before = base(input_ids=ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(run / "model")(input_ids=ids).logits
+    adapted = PeftModel.from_pretrained(base, str(run / "adapter"))(input_ids=ids).logits
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-5)
+    assert (merged - before).abs().max() > 1e-2
+
+
+def test_deepspeed_beside_fsdp_is_refused_with_the_reason(fullshard, files):
+    zero3 = files / "zero3.yaml"
+    zero3.write_text("zero_optimization: {stage: 3}\n")
+    done = fullshard(*command(files), files / "refused", "--deepspeed", zero3)
+    assert done.exit_code == 2
+    assert "expected one of FSDP and DeepSpeed" in done.err
+    assert not (files / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lora_target_modules", "[q_prj]"], "lora.target_modules: expected ends of layers'"),
+        (["--chat_template_path", "nowhere"], "sft.chat_template_path: expected a Jinja file"),
+    ],
+)
+def test_mistakes_are_found_before_a_rank_starts(fullshard, files, monkeypatch, words, said):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
+    done = fullshard(*command(files), files / "wrong", *words, "--dry-run")
+    assert (done.exit_code, said in done.err) == (2, True), done.err

@@ -1,0 +1,90 @@
+"""`backend: jax` trains what torch trains: the same data and losses, and files that torch reads."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+from fullshard.observe.metrics import read_rows
+
+pytestmark = pytest.mark.timeout(300)  # three runs before the first test
+
+# A large epsilon: rounding noise of gradients that should be zero must not decide a step.
+CONFIG = """\
+model:
+  config: {{model_type: qwen2, vocab_size: 300, hidden_size: 32, intermediate_size: 64,
+            num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2,
+            max_position_embeddings: 64, tie_word_embeddings: true}}
+data: {{path: {folder}/text.txt, validation_fraction: 0.1}}
+training: {{output_dir: {folder}/run, max_steps: 20, per_device_train_batch_size: 3,
+            per_device_eval_batch_size: 5, gradient_accumulation_steps: 2, max_seq_length: 32,
+            learning_rate: 1e-3, adam_epsilon: 1e-4, weight_decay: 0.1, max_grad_norm: 0.5,
+            warmup_steps: 3, eval_steps: 10, save_steps: 10}}
+launch: {{num_processes: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engines")
+    (folder / "text.txt").write_text("".join(f"{i} and {i} is {i + i}.\n" for i in range(500)))
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(folder=folder))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(config, fullshard):
+    """Folders of the whole run on torch, on jax, and on torch from jax's middle."""
+    folder = config.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        for name, *words in (
+            ("torch",),
+            ("jax", "backend=jax"),
+            ("joined", "--resume", str(folder / "jax" / "checkpoints" / "step-00000010")),
+        ):
+            done = fullshard("train", str(config), f"training.output_dir={folder / name}", *words)
+            assert done.exit_code == 0, done.err
+    return folder
+
+
+def losses(run):
+    return [row.get("loss", row.get("eval_loss")) for row in read_rows(run / "metrics.jsonl")]
+
+
+def test_twenty_steps_have_the_losses_of_torch(runs):
+    wanted = losses(runs / "torch")
+    assert len(wanted) == 22
+    assert losses(runs / "jax") == pytest.approx(wanted, rel=1e-5)
+
+
+def test_torch_goes_on_from_a_checkpoint_of_jax(runs):
+    wanted, found = losses(runs / "torch"), losses(runs / "joined")
+    assert found == pytest.approx(wanted[11:], rel=1e-5)
+
+
+def test_a_run_leaves_the_files_that_every_run_leaves(runs):
+    names = [{path.name for path in (runs / name).iterdir()} for name in ("torch", "jax")]
+    assert names[0] == names[1]
+    record = json.loads((runs / "jax" / "run.json").read_text())
+    assert record["status"] == "finished"
+    assert record["environment"]["jax"] == metadata.version("jax")
+    assert "model.layers.mlp.down_proj.weight" in (runs / "jax" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("sharding.transport=direct",), "sharding.transport: 'direct' is not yet supported"),
+        (("sharding.grad_sync=last_micro_batch",), "sharding.grad_sync: 'last_micro_batch'"),
+        (("model.config.attention_dropout=0.5",), "attention_dropout: expected one of 0.0"),
+        (("freeze=[nonsense]",), "freeze: expected names (globs) of arrays; got 'nonsense'"),
+    ],
+)
+def test_what_the_backend_cannot_do_is_refused_before_ranks_start(config, fullshard, words, said):
+    done = fullshard("train", str(config), "backend=jax", "--dry-run", *words)
+    assert done.exit_code == 2
+    assert said in done.err

@@ -1,0 +1,35 @@
+"""A standing process with eight CPU devices, for every test of XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from support.ranks import RankPool
+
+NUM_DEVICES = 8
+# Most of a test's time is XLA's compiler; what it makes need not be fast here.
+FLAGS = (
+    f"--xla_force_host_platform_device_count={NUM_DEVICES} --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
+TIMEOUT_S = 110.0
+
+
+@pytest.fixture(scope="session")
+def devices(pytestconfig: pytest.Config) -> Iterator[Callable[..., Any]]:
+    """`devices(function, *args)` runs a module-level function where jax has eight devices."""
+    filters = [*pytestconfig.getini("filterwarnings"), *(pytestconfig.option.pythonwarnings or [])]
+    pool = RankPool(1, filters or ["error"])
+
+    def run(function: Callable[..., Any], *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:  # read when the process starts
+            patch.setenv("XLA_FLAGS", FLAGS)
+            patch.setenv("JAX_ENABLE_X64", "1")
+            patch.setenv("JAX_PLATFORMS", "cpu")
+            return pool(function, *args, timeout=TIMEOUT_S)[0]
+
+    yield run
+    pool.close()

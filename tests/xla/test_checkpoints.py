@@ -1,0 +1,113 @@
+"""One checkpoint for both engines: no bit changes on the way there and back."""
+
+from __future__ import annotations
+
+import pytest
+
+NUM_STEPS = 2
+
+
+def train_in_torch(folder, config_folder):
+    """Some steps of AdamW in float32, saved."""
+    import torch
+
+    import fullshard as fs
+    from support import decoders
+
+    config = decoders.config_of("qwen3", tie_word_embeddings=True)
+    config.save_pretrained(config_folder)
+    model = fs.shard(decoders.build(config).float())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(NUM_STEPS):
+        ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fs.save(folder, model, optimizer, step=NUM_STEPS)
+
+
+def load_in_torch(folder, config_folder):
+    """Whole parameters and states of a checkpoint, as torch's engine reads them."""
+    import torch
+    from transformers import AutoConfig
+
+    import fullshard as fs
+    from support import decoders
+
+    config = AutoConfig.from_pretrained(config_folder)
+    model = fs.shard(decoders.build(config, seed=1).float())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = fs.load(folder, model, optimizer)["step"]
+    found = {
+        name: value.numpy() for name, value in fs.full_state_dict(model, rank0_only=False).items()
+    }
+    for name, param in model.named_parameters():
+        for word in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}/{word}"] = optimizer.state[param][word].full_tensor().numpy()
+        assert float(optimizer.state[param]["step"]) == NUM_STEPS
+    return step, found
+
+
+def through_jax(source, target, config_folder, meshes):
+    """Load on one mesh, save; load that on the next, and so on; the last is in the target."""
+    import jax
+    import optax
+    from transformers import AutoConfig
+
+    import fullshard.jax as fj
+    from fullshard.saving import SaveSettings
+    from fullshard.xla.decoder import BLOCKS, DecoderConfig
+    from fullshard.xla_state import read, write
+
+    config = DecoderConfig.of(AutoConfig.from_pretrained(config_folder))
+    tx = optax.scale_by_adam()
+    for at, (replicate, shard) in enumerate(meshes):
+        mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
+        plan = fj.plan(config.shapes(), None, mesh, blocks=BLOCKS)
+        state, beside = read.load(plan, source, tx)
+        assert int(state.step) == NUM_STEPS
+        assert int(state.opt_state.count) == NUM_STEPS
+        source = write.save(target / str(at), state, SaveSettings(step=NUM_STEPS), beside)
+    return str(source)
+
+
+@pytest.mark.parametrize("num_ranks", [2])
+def test_no_bit_changes_from_torch_to_jax_to_torch(ranks, devices, tmp_path, num_ranks):
+    ranks(num_ranks)(train_in_torch, tmp_path / "torch", tmp_path / "config")
+    meshes = [(1, 8), (1, 3), (2, 2), (1, 1)]
+    last = devices(through_jax, tmp_path / "torch", tmp_path / "jax", tmp_path / "config", meshes)
+    want_step, wanted = ranks(num_ranks)(load_in_torch, tmp_path / "torch", tmp_path / "config")[0]
+    for step, found in ranks(3)(load_in_torch, last, tmp_path / "config"):
+        assert step == want_step == NUM_STEPS
+        assert found.keys() == wanted.keys()
+        assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+def bytes_read(folder):
+    """Bytes that one device of eight reads of a checkpoint, and all bytes."""
+    import jax
+    import jax.numpy as jnp
+
+    import fullshard.jax as fj
+    from fullshard.checkpoint.read import Checkpoint
+    from fullshard.checkpoint.retain import look_at
+    from fullshard.xla_state import read
+
+    shapes = {"tall": jnp.ones((64, 8), jnp.float32), "wide": jnp.ones((8, 64), jnp.float32)}
+    mesh = fj.make_mesh(1, 8)
+    plan = fj.plan(shapes, None, mesh)
+    fj.save(folder, fj.init(plan, lambda _: shapes))
+    found = {}
+    with Checkpoint.open(look_at(folder)) as checkpoint:
+        for array in plan.table.arrays:
+            before = checkpoint.bytes_read[0]
+            part = plan.shardings[array.name].devices_indices_map(array.shape)[jax.devices()[3]]
+            spans = [range(*s.indices(n)) for s, n in zip(part, array.shape, strict=True)]
+            box = read._read_box(read._Saved(checkpoint), f"model/{array.name}", spans, array.shape)
+            found[array.name] = (box.nbytes, checkpoint.bytes_read[0] - before)
+    return found
+
+
+def test_a_device_reads_the_bytes_of_its_box_alone(devices, tmp_path):
+    found = devices(bytes_read, tmp_path / "checkpoint")
+    assert found == {"tall": (256, 256), "wide": (256, 256)}

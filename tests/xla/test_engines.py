@@ -1,0 +1,102 @@
+"""Both engines train one decoder from the same weights and data to the same weights."""
+
+from __future__ import annotations
+
+import pytest
+
+NUM_STEPS = 20
+NUMBERS = {"betas": (0.9, 0.95), "epsilon": 1e-6, "decay": 0.1, "rate": 1e-2, "norm": 0.5}
+
+
+def in_torch(folder):
+    """Losses and final weights of torch's engine in float64; the first weights go to a folder."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    import fullshard as fs
+    from support import decoders
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = decoders.build(decoders.config_of("qwen3"))
+    if rank == 0:
+        model.save_pretrained(folder)
+    fs.shard(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=NUMBERS["rate"],
+        betas=NUMBERS["betas"],
+        eps=NUMBERS["epsilon"],
+        weight_decay=NUMBERS["decay"],
+    )
+    losses = []
+    for ids, labels in decoders.batches(NUM_STEPS):
+        count = int((labels[:, 1:] != -100).sum())
+        logits = model(input_ids=ids[rank::world_size], use_cache=False).logits[:, :-1]
+        mine = labels[rank::world_size, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), mine.flatten(), reduction="sum")
+        (total * world_size / count).backward()
+        fs.clip_grad_norm_(model, NUMBERS["norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total.detach_())
+        losses.append(float(total) / count)
+    weights = fs.full_state_dict(model, rank0_only=False)
+    return losses, {name: value.numpy() for name, value in weights.items()}
+
+
+def in_jax(folder, strategy, replicate, shard):
+    import jax
+
+    import fullshard.jax as fj
+    from fullshard.xla import optim
+    from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
+    from support import decoders
+
+    config = DecoderConfig.of(decoders.config_of("qwen3"))
+    mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
+    settings = {"strategy": strategy, "master_dtype": "float64"}
+    plan = fj.plan(config.shapes(), settings, mesh, blocks=BLOCKS)
+    decay = plan.map(lambda _: NUMBERS["decay"])
+    tx = optim.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
+    state = fj.load(plan, folder, tx)
+    step = fj.train_step(plan, loss_fn(config, plan), tx, max_grad_norm=NUMBERS["norm"])
+    losses = []
+    for ids, labels in decoders.batches(NUM_STEPS):
+        batch = {"input_ids": ids.numpy(), "labels": labels.numpy()}
+        state, metrics = step(state, batch, learning_rate=NUMBERS["rate"])
+        losses.append(float(metrics["loss"]))
+    weights = {}
+    for array, leaf in zip(plan.table.arrays, jax.tree.leaves(fj.full_params(state)), strict=True):
+        layers = leaf if array.block else [leaf]
+        weights |= dict(zip(array.names(), layers, strict=True))
+    found = fj.census(step.compile(state, step.place(batch), learning_rate=NUMBERS["rate"]))
+    planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}
+    return losses, weights, found == planned
+
+
+@pytest.fixture(scope="module")
+def torchs(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("weights")
+    return folder, *ranks(2)(in_torch, folder)[0]
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("full_shard", 1, 3),
+        pytest.param(("full_shard", 1, 2), marks=pytest.mark.slow),
+        pytest.param(("shard_grad_op", 1, 2), marks=pytest.mark.slow),
+        pytest.param(("no_shard", 3, 1), marks=pytest.mark.slow),
+        pytest.param(("hybrid_shard", 2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_twenty_steps_in_float64_are_those_of_torch(torchs, devices, mesh):
+    folder, wanted_losses, wanted = torchs
+    losses, weights, as_planned = devices(in_jax, folder, *mesh)
+    assert losses == pytest.approx(wanted_losses, rel=1e-10)
+    assert weights.keys() == wanted.keys()
+    for name, value in weights.items():
+        assert abs(value - wanted[name]).max() <= 1e-10 * abs(wanted[name]).max(), name
+    assert as_planned

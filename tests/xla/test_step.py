@@ -1,0 +1,106 @@
+"""A sharded step computes what one device computes, moves what the plan says, and stays put."""
+
+from __future__ import annotations
+
+import pytest
+
+NUM_STEPS = 2
+GRID = [
+    # strategy, replicate, shard, activation checkpointing, micro-batches
+    ("full_shard", 1, 1, "none", 1),
+    ("full_shard", 1, 2, "every_2", 2),
+    ("full_shard", 1, 3, "none", 1),
+    ("shard_grad_op", 1, 8, "offload", 1),
+    ("no_shard", 2, 1, "none", 2),
+    ("hybrid_shard", 2, 2, "selective", 1),
+    ("hybrid_shard_zero2", 2, 4, "none", 1),
+]
+MESHES = {
+    "full_shard": [(1, 1), (1, 2), (1, 3), (1, 8)],
+    "shard_grad_op": [(1, 1), (1, 2), (1, 3), (1, 8)],
+    "no_shard": [(1, 1), (2, 1), (3, 1), (8, 1)],
+    "hybrid_shard": [(2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 2)],
+    "hybrid_shard_zero2": [(2, 2), (2, 3), (4, 2)],
+}
+SLOW = [
+    (strategy, *mesh, *rest)
+    for strategy, meshes in MESHES.items()
+    for mesh in meshes
+    for rest in (("none", 1), ("block", 2))
+]
+
+
+def trained(strategy, replicate, shard, recompute, num_micro_batches):
+    """What there is to compare after some steps."""
+    import jax
+    import numpy as np
+
+    import fullshard.jax as fj
+    from support import xla
+
+    mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[: replicate * shard])
+    config = {"strategy": strategy, "activation_checkpointing": recompute}
+    shapes = jax.eval_shape(xla.init_fn, jax.random.key(0))
+    plan = fj.plan(shapes, config, mesh, blocks=xla.BLOCKS)
+
+    def loss(params, batch):
+        x = params["embed"][batch["input_ids"]]
+        return xla.head_loss(params, fj.scan_blocks(xla.block, x, params["layers"], plan), batch)
+
+    tx = xla.optimizer()
+    state = fj.init(plan, xla.init_fn, tx, jax.random.key(0))
+    before = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    step = fj.train_step(
+        plan, loss, tx, max_grad_norm=xla.MAX_GRAD_NORM, num_micro_batches=num_micro_batches
+    )
+    losses = []
+    for batch in xla.batches(NUM_STEPS):
+        if num_micro_batches > 1:
+            parts = (num_micro_batches, -1)
+            batch = {key: value.reshape(*parts, value.shape[-1]) for key, value in batch.items()}
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    compiled = step.compile(state, step.place(batch))
+    sizes = compiled.memory_analysis()
+    wanted_losses, wanted = xla.reference(NUM_STEPS)
+    found = jax.tree.leaves(fj.full_params(state))
+    wide = np.asarray(state.params["wide"])
+    padding = wide[xla.LONG :], wide[:, xla.LONG :]
+    return {
+        "loss": max(abs(a / b - 1) for a, b in zip(losses, wanted_losses, strict=True)),
+        "weights": max(np.abs(a - b).max() for a, b in zip(found, wanted, strict=True)),
+        "padding": max((np.abs(part).max() for part in padding if part.size), default=0.0),
+        "census": {kind: (c.count, c.num_bytes) for kind, c in fj.census(compiled).items()},
+        "planned": {
+            kind: (c.count, c.num_bytes)
+            for kind, c in plan.table.collectives(num_micro_batches).items()
+            if c.count
+        },
+        "compiled": step.num_compiled(),
+        "moved": [a != b.sharding for a, b in zip(before, jax.tree.leaves(state), strict=True)],
+        "state": plan.table.state_bytes,
+        "arguments": sizes.argument_size_in_bytes,
+        "in place": sizes.alias_size_in_bytes,
+    }
+
+
+def check(found):
+    assert found["loss"] < 1e-12
+    assert found["weights"] < 1e-12
+    assert found["padding"] == 0.0
+    assert found["census"] == found["planned"]
+    assert found["compiled"] == 1
+    assert not any(found["moved"])
+    assert 0 <= found["arguments"] - found["state"] < 64 << 10
+    assert found["in place"] >= found["state"]
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case)))
+def test_a_sharded_step_is_that_of_one_device_and_of_the_plan(devices, case):
+    check(devices(trained, *case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: "-".join(map(str, case)))
+def test_every_strategy_on_every_mesh(devices, case):
+    check(devices(trained, *case))

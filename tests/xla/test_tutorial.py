@@ -1,0 +1,124 @@
+"""What the FSDP tutorials for JAX have people type works, and computes what one device computes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distributed/fsdp_sharding.py", "19_fsdp_sharding.py"])
+def test_the_examples_run(name):
+    """In a process of its own: an example sets the number of devices."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def nnx_training():
+    """Losses on eight devices and on one; shardings before and after; what was printed."""
+    import contextlib
+    import io
+
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import Mesh
+
+    import fullshard.jax as fj
+
+    def losses(num_devices, make_state):
+        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",))
+        state = make_state(mesh)
+        step = fj.create_fsdp_train_step(mesh)
+        before = [spec for *_, spec in fj.sharding_table(nnx.state(state.model))]
+        generator, found = np.random.default_rng(0), []
+        for _ in range(3):
+            ids = generator.integers(0, 50, (16, 6))
+            state, loss, _ = step(state, {"input_ids": ids, "label": np.eye(8)[ids[:, 0] % 8]})
+            found.append(float(loss))
+        after = [spec for *_, spec in fj.sharding_table(nnx.state(state.model))]
+        moments = [spec for *_, spec in fj.sharding_table(nnx.state(state))]
+        return found, before == after, sum(spec == before[0] for spec in moments)
+
+    def model():
+        rngs = nnx.Rngs(0)
+        embed = nnx.Embed(50, 16, rngs=rngs)
+        head = nnx.Linear(16, 8, rngs=rngs)
+        return nnx.Sequential(embed, lambda x: x.mean(1), head)
+
+    def sharded(mesh):
+        graph, params = nnx.split(model())
+        with jax.set_mesh(mesh):
+            params = fj.shard_fsdp(params, threshold=100)
+        return nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.adam(1e-2))
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        shapes = {"w": jax.ShapeDtypeStruct((1_000_000_000,), "float32")}
+        found = fj.analyze_memory(shapes, 8)
+        mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+        fj.selective_fsdp({"small": np.ones(8), "large": np.ones((8, 8))}, 50, mesh=mesh)
+    one = losses(1, lambda _: nnx.ModelAndOptimizer(model(), optax.adam(1e-2)))
+    return losses(8, sharded), one, found, out.getvalue()
+
+
+def test_a_sharded_nnx_model_trains_as_on_one_device(devices):
+    (found, stays, num_like_embedding), (wanted, *_), memory, printed = devices(nnx_training)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert stays
+    assert num_like_embedding >= 3  # the embedding and both of its moments
+    assert memory["without_bytes"] == 16_000_000_000
+    for text in ("WITHOUT FSDP", "Per device: 16.00 GB", "Savings: 87.5%", "8.0\u00d7"):
+        assert text in printed
+    assert "Replicating small: 8 params" in printed
+    assert "Sharding large: 64 params" in printed
+
+
+def refusals():
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import Mesh
+
+    import fullshard.jax as fj
+    from fullshard.errors import ConfigError
+
+    said = []
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for do in (
+        lambda: fj.shard_fsdp({"w": np.ones(8)}),
+        lambda: fj.create_fsdp_train_step(mesh)(optimizer, {}),
+        lambda: fj.plan({"w": np.ones(8)}, {"strategy": "no_shard"}, fj.make_mesh()),
+        lambda: fj.plan({"w": np.ones(8, int)}),
+        lambda: fj.make_mesh(3, 3),
+        lambda: fj.plan({"w": np.ones(8)}, None, mesh),
+    ):
+        try:
+            do()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_mistakes_are_named_with_the_way_out(devices):
+    said = devices(refusals)
+    assert [text.partition(":")[0] for text in said] == [
+        "mesh",
+        "create_fsdp_train_step",
+        "mesh",
+        "w",
+        "replicate x shard",
+        "mesh",
+    ]
+    assert "nnx.ModelAndOptimizer(model, tx)" in said[1]

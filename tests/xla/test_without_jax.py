@@ -1,0 +1,25 @@
+"""Without jax everything else works, and what needs it says what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "jax" else found(name, *rest)
+import fullshard
+from fullshard.errors import ConfigError
+try:
+    import fullshard.jax
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_importing_the_jax_side_without_jax_names_the_extra():
+    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert run.stdout == (
+        "backend: jax needs jax, which is not installed. Run pip install 'fullshard[jax]'.\n"
+    ), run.stderr
