@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,12 @@ SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: start, do not wait
 HEADER_ALIGNMENT = 64  # so that tensors begin where vector loads like them
 
 
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     call: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)  # the os module has none
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return call
-
-
-_sync_file_range = _find_sync_file_range()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +271,9 @@ def _begin_writeback(descriptor: int, offset: int, count: int) -> None:
     Without it the kernel begins at fsync, when all bytes lie in the page cache. Only a hint: what
     it answers does not matter, and a system that has no such call does without.
     """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, count, SYNC_FILE_RANGE_WRITE)
+    start_writing = _sync_file_range()
+    if start_writing is not None:
+        start_writing(descriptor, offset, count, SYNC_FILE_RANGE_WRITE)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -75,7 +75,11 @@ def export_together(
         writes=lambda file: writers[file % len(writers)] == engine.rank,
     )
     written = agree(engine, partial(write_weights, named, folder, settings))
-    if engine.rank == writers[0]:
-        complete_config(folder, shell, named)
-        sync_folder(folder)
+
+    def complete() -> None:
+        if engine.rank == writers[0]:
+            complete_config(folder, shell, named)
+            sync_folder(folder)
+
+    agree(engine, complete)
     return written

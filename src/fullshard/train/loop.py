@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,6 +98,10 @@ class Watcher(Protocol):
 
     def evaluated(self, row: EvalRow) -> None: ...
 
+    def misses_evaluation(self, step: int) -> bool:
+        """Whether this rank should have the held-out loss after a step, and has not."""
+        ...
+
 
 class Keeper(Protocol):
     """Saves what is trained, where that is due."""
@@ -148,7 +153,66 @@ class Trainee:
     speak: Callable[[int], None] | None = None  # after an evaluation; all ranks call it together
 
 
-class Loop:
+class StepLoop(ABC):
+    """When steps, evaluations and checkpoints follow each other, whatever takes the steps."""
+
+    def __init__(self, settings: LoopSettings, watcher: Watcher) -> None:
+        self._settings = settings
+        self._watcher = watcher
+        self._stopping = False
+
+    def run(self, done: int = 0) -> None:
+        """The steps after the first `done`, the evaluations between them and one after the last.
+
+        Raises:
+            DivergedError: A loss or a gradient norm is not finite; names the step.
+            PreemptedError: The run was asked to stop, and is saved.
+        """
+        num_steps = self._settings.num_steps
+        due = done > 0 and self._evaluates_after(done)  # and it may have been stopped before it
+        if due and self._on_any_rank(self._watcher.misses_evaluation(done)):
+            self.evaluate(done)
+        for step in range(done + 1, num_steps + 1):
+            self._watcher.stepped(self._step(step))
+            last = step == num_steps
+            if last or (self._evaluates_after(step) and not self._stopping):
+                self.evaluate(step)
+            self._keep(step, stopping=self._stopping and not last)
+
+    def _evaluates_after(self, step: int) -> bool:
+        eval_every = self._settings.eval_every
+        return step == self._settings.num_steps or bool(eval_every and step % eval_every == 0)
+
+    def _stops_within(self, step: int) -> bool:
+        """Whether to leave an evaluation: it may last longer than the time there is to save.
+
+        All ranks call it together. The last step's evaluation is always finished.
+        """
+        self._stopping |= self._on_any_rank(self._asked_to_stop())
+        return self._stopping and step < self._settings.num_steps
+
+    @abstractmethod
+    def evaluate(self, step: int) -> None:
+        """Held-out loss; without held-out data nothing happens."""
+
+    @abstractmethod
+    def _step(self, step: int) -> StepRow:
+        """One update and what it was like."""
+
+    @abstractmethod
+    def _on_any_rank(self, flag: float) -> bool:
+        """Whether it is not zero on some rank; all ranks call it together."""
+
+    @abstractmethod
+    def _asked_to_stop(self) -> bool:
+        """Whether this rank was told to save and end."""
+
+    @abstractmethod
+    def _keep(self, step: int, *, stopping: bool) -> None:
+        """Saves where that is due."""
+
+
+class Loop(StepLoop):
     """Runs a recipe over a number of steps."""
 
     def __init__(
@@ -159,48 +223,33 @@ class Loop:
         team: Team,
         watcher: Watcher,
     ) -> None:
+        super().__init__(settings, watcher)
         self._trainee = trainee
         self._recipe = recipe
-        self._settings = settings
         self._team = team
-        self._watcher = watcher
         self._scaler = trainee.scaler
         self._last: Batch | None = None  # stands in where other ranks have more
-        self._stopping = False
 
     def run(self, done: int = 0) -> None:
-        """The steps after the first `done`, the evaluations between them and one after the last.
-
-        Raises:
-            DivergedError: A loss or a gradient norm is not finite; names the step.
-            PreemptedError: The run was asked to stop, and is saved.
-        """
-        num_steps, eval_every = self._settings.num_steps, self._settings.eval_every
+        """As of every loop, in training mode."""
         self._trainee.model.train()
-        for step in range(done + 1, num_steps + 1):
-            self._watcher.stepped(self._step(step))
-            last = step == num_steps
-            if last or (eval_every and step % eval_every == 0 and not self._stopping):
-                self.evaluate(step)
-            if self._trainee.keeper is not None:
-                self._trainee.keeper.keep(step, stopping=self._stopping and not last)
+        super().run(done)
 
     def evaluate(self, step: int) -> None:
         """Held-out loss; without held-out data nothing happens."""
         self._watcher.entered("evaluation", step)
         model = self._trainee.model
         total, count, num_batches = 0.0, 0, 0
-        model.eval()
-        with torch.no_grad():
+        with _evaluating(model):
             for batch in self._recipe.held_out():
+                if self._stops_within(step):
+                    return
                 batch_total, batch_count = self._recipe.loss(model, batch)
                 total, count = total + batch_total.item(), count + batch_count
                 num_batches += 1
-        model.train()
         if num_batches == 0:
             return
-        parts = self._team.exchange([total, count, self._asked()])
-        self._stopping |= any(part[2] for part in parts)
+        parts = self._team.exchange([total, count])
         loss = sum(part[0] for part in parts) / sum(part[1] for part in parts)
         if not math.isfinite(loss):
             raise DivergedError(diverged("held-out loss", loss, step))
@@ -237,7 +286,7 @@ class Loop:
         self._watcher.entered("end of step", step)
         memory = trainee.memory_bytes()
         parts = self._team.exchange(
-            [total.item(), elapsed_s, data_s, comm_s, *memory, num_inputs, self._asked()]
+            [total.item(), elapsed_s, data_s, comm_s, *memory, num_inputs, self._asked_to_stop()]
         )
         self._stopping = any(part[-1] for part in parts)
         loss = self._mean_loss(parts, num_tokens)
@@ -245,7 +294,14 @@ class Loop:
             raise DivergedError(diverged("loss", loss, step))
         return self._row(step, loss, grad_norm, parts)
 
-    def _asked(self) -> bool:
+    def _keep(self, step: int, *, stopping: bool) -> None:
+        if self._trainee.keeper is not None:
+            self._trainee.keeper.keep(step, stopping=stopping)
+
+    def _on_any_rank(self, flag: float) -> bool:
+        return any(part[0] for part in self._team.exchange([flag]))
+
+    def _asked_to_stop(self) -> bool:
         keeper = self._trainee.keeper
         return keeper is not None and keeper.asked_to_stop()
 
@@ -322,6 +378,17 @@ class Loop:
             memory_bytes=int(max(memory)),
             memory_peak_bytes=int(max(peak)),
         )
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Evaluation mode and no gradients, for a while."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 def diverged(what: str, value: float, step: int) -> str:

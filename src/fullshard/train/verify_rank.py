@@ -65,6 +65,10 @@ class Record:
     def evaluated(self, row: EvalRow) -> None:
         """There is nothing held out."""
 
+    def misses_evaluation(self, step: int) -> bool:  # noqa: ARG002
+        """There is nothing held out."""
+        return False
+
     def entered(self, phase: str, step: int) -> None:
         """Hangs are named by the launcher's watchdog, which knows no phases here."""
 

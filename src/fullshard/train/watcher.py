@@ -60,3 +60,9 @@ class RunWatcher:
         if self._console is not None and self._metrics is not None:
             self._metrics.write(row)
             self._console.print_evaluation(row)
+
+    def misses_evaluation(self, step: int) -> bool:
+        """On rank 0, which has the rows: whether the held-out loss after a step is not there."""
+        if self._console is None:
+            return False
+        return self.evaluation is None or self.evaluation.step != step

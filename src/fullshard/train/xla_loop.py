@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.train.causal_lm import PackedText
-from fullshard.train.loop import Batch, LoopSettings, Watcher, diverged
+from fullshard.train.loop import Batch, LoopSettings, StepLoop, Watcher, diverged
 from fullshard.train.xla_checkpoints import XlaCheckpoints
 from fullshard.xla.step import State, Step
 
@@ -43,7 +43,7 @@ class XlaTrainee:
     done: int = 0
 
 
-class XlaLoop:
+class XlaLoop(StepLoop):
     """Runs packed text over a number of steps."""
 
     def __init__(
@@ -54,36 +54,19 @@ class XlaLoop:
         keeper: XlaCheckpoints,
         watcher: Watcher,
     ) -> None:
+        super().__init__(settings, watcher)
         self._trainee = trainee
         self._recipe = recipe
-        self._settings = settings
         self._keeper = keeper
-        self._watcher = watcher
-        self._stopping = False
-
-    def run(self, done: int = 0) -> None:
-        """The steps after the first `done`, evaluations between them and one after the last.
-
-        Raises:
-            DivergedError: A loss or a gradient norm is not finite; names the step.
-            PreemptedError: The run was asked to stop, and is saved.
-        """
-        num_steps, eval_every = self._settings.num_steps, self._settings.eval_every
-        for step in range(done + 1, num_steps + 1):
-            self._watcher.stepped(self._step(step))
-            last = step == num_steps
-            if last or (eval_every and step % eval_every == 0 and not self._stopping):
-                self.evaluate(step)
-            self._keeper.state = self._trainee.state
-            self._keeper.keep(step, stopping=self._stopping and not last)
 
     def evaluate(self, step: int) -> None:
         """Held-out loss; without held-out data nothing happens."""
         self._watcher.entered("evaluation", step)
-        sums = [
-            self._trainee.totals(self._trainee.state, _arrays([batch]))
-            for batch in self._recipe.held_out()
-        ]
+        sums = []
+        for batch in self._recipe.held_out():
+            if self._stops_within(step):
+                return
+            sums.append(self._trainee.totals(self._trainee.state, _arrays([batch])))
         if not sums:
             return
         loss = sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
@@ -110,7 +93,7 @@ class XlaLoop:
         num_inputs = sum(batch["input_ids"].numel() for batch in batches)
         elapsed_s = time.perf_counter() - began
         table = _exchange(
-            [elapsed_s, data_s, *trainee.memory_bytes(), num_inputs, self._keeper.asked_to_stop()]
+            [elapsed_s, data_s, *trainee.memory_bytes(), num_inputs, self._asked_to_stop()]
         )
         elapsed, data, memory, peak, inputs, asked = table.T
         self._stopping = bool(asked.any())
@@ -130,6 +113,16 @@ class XlaLoop:
             memory_bytes=int(memory.max()),
             memory_peak_bytes=int(peak.max()),
         )
+
+    def _on_any_rank(self, flag: float) -> bool:
+        return bool(_exchange([flag]).any())
+
+    def _asked_to_stop(self) -> bool:
+        return self._keeper.asked_to_stop()
+
+    def _keep(self, step: int, *, stopping: bool) -> None:
+        self._keeper.state = self._trainee.state
+        self._keeper.keep(step, stopping=stopping)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
