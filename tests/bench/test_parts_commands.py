@@ -52,6 +52,7 @@ def test_comm_has_a_row_for_each_transport_size_and_way(tmp_path):
     assert all(ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in ratios)
 
 
+@pytest.mark.slow
 def test_host_has_both_engines_both_ways_and_the_goal_of_each_unit(tmp_path):
     rows = found_by(tmp_path, "host", "--world", "8")
     assert {(row["name"], row["pass"]) for row in rows} == {
@@ -62,6 +63,7 @@ def test_host_has_both_engines_both_ways_and_the_goal_of_each_unit(tmp_path):
     assert all(row["within_goal"] == (row["host_us"]["value"] <= row["goal_us"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_scale_has_both_costs_of_each_world_and_a_plot(tmp_path):
     rows = found_by(tmp_path, "scale", "--world", "8", "--world", "64")
     assert [(row["name"], row["world_size"]) for row in rows] == [

@@ -342,8 +342,15 @@ def check_outer(settings):
     return kinds, sent, stats["deferred_gradients"], stats["gradient_shards"]["now"]
 
 
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize(
+    ("transport", "reduction"),
+    [
+        ("direct", "ordered"),
+        ("c10d", "native"),
+        pytest.param("direct", "native", marks=SLOW),
+        pytest.param("c10d", "ordered", marks=SLOW),
+    ],
+)
 def test_the_sum_over_replicas_may_wait_alone(ranks, transport, reduction):
     settings = {"strategy": "hybrid_shard", "replicate": 2, "transport": transport}
     for kinds, sent, deferred, shards in ranks(4)(
@@ -362,6 +369,6 @@ def check_outer_without_replicas():
             assert_parity(CASES["chain"].build, outer_waits, {"strategy": strategy, **mixed})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2])
 def test_nothing_is_lost_where_no_sum_over_replicas_waits(ranks, world_size):
     ranks(world_size)(check_outer_without_replicas)

@@ -165,6 +165,7 @@ def test_a_line_of_torch_gives_what_one_process_gives(ranks, name):
     ranks(2)(compare_line, name)
 
 
+@pytest.mark.slow
 def test_the_same_holds_on_three_ranks(ranks):
     for name in ("clip_grad_norm_, order 2.0, foreach None", "norms by name"):
         ranks(3)(compare_line, name)

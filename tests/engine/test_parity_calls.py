@@ -9,7 +9,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.engine.engine import ATTRIBUTE
 from fullshard.errors import ShardedTensorError
-from support.grid import RANKED, STRATEGIES
+from support.grid import PAIRED, RANKED, STRATEGIES
 from support.models import CASES, WIDTH, chain, perturbed, vectors
 from support.parity import assert_parity, whole_gradients
 
@@ -261,6 +261,6 @@ def check_exits(strategy):
         assert_parity(LLAMA.build, hidden_states_of_llama, settings, kinds=("sgd",))
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 def test_gradients_may_enter_a_unit_by_any_of_its_outputs(ranks, strategy, world_size):
     ranks(world_size)(check_exits, strategy, timeout=100)

@@ -93,7 +93,14 @@ def check_meshes(name, settings):
         assert_planned_events(model, 1)
 
 
-@pytest.mark.parametrize("name", ["tied llama", "mixture of experts", "convolutional net"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tied llama", marks=pytest.mark.slow),
+        "mixture of experts",
+        "convolutional net",
+    ],
+)
 def test_copies_of_shards_train_as_in_one_process(ranks, name):
     ranks(4)(check_meshes, name, HYBRID, timeout=100)
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.engine.engine import engine_of
-from support.grid import RANKED
+from support.grid import PAIRED
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import assert_parity, assert_planned_events, train_sharded
 
@@ -53,7 +53,7 @@ def check_orders(strategy):
             raise AssertionError(f"{name}, {strategy}") from error
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 def test_the_order_is_learned_and_events_are_then_those_of_the_new_plan(
     ranks, strategy, world_size
 ):
@@ -76,7 +76,7 @@ def check_changing_order(strategy):
         assert_parity(chain, changing_order, settings)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 def test_an_order_that_changes_from_step_to_step_stays_right(ranks, strategy, world_size):
     ranks(world_size)(check_changing_order, strategy, timeout=100)
 
@@ -111,7 +111,7 @@ def check_skipping(name, strategy):
             raise AssertionError(f"{name}, {settings}") from error
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 @pytest.mark.parametrize("name", SKIPS)
 def test_blocks_skipped_on_one_rank_neither_hang_nor_miss_a_reduction(
     ranks, name, strategy, world_size
@@ -140,7 +140,7 @@ def check_shorter_evaluation(strategy):
         assert_parity(chain, shorter_evaluation, settings, kinds=("sgd",))
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), RANKED)
+@pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 def test_an_evaluation_may_leave_early_on_one_rank(ranks, strategy, world_size):
     ranks(world_size)(check_shorter_evaluation, strategy, timeout=60)
 

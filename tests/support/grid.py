@@ -14,3 +14,8 @@ RANKED = [
     )
     for strategy, ranks in itertools.product(STRATEGIES, (2, 3))
 ]
+# Where a behaviour does not depend on the cuts, two ranks show it.
+PAIRED = [
+    pytest.param(strategy, ranks, marks=pytest.mark.slow if ranks == 3 else ())
+    for ranks, strategy in itertools.product((2, 3), STRATEGIES)
+]

@@ -178,6 +178,7 @@ def test_an_error_of_one_rank_is_shown_before_the_ranks_that_wait_for_it(pool):
     assert "in raise_on_rank_one" in text
 
 
+@pytest.mark.slow
 def test_errors_of_all_ranks_are_joined(pool):
     with pytest.raises(RankError, match=r"(?s)voice of rank 0.*voice of rank 1"):
         pool(raise_everywhere)
@@ -212,7 +213,11 @@ def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
 
 
 @pytest.mark.parametrize(
-    ("hard", "words"), [(True, "ended with exit code 7"), (False, "SystemExit: 7")]
+    ("hard", "words"),
+    [
+        (True, "ended with exit code 7"),
+        pytest.param(False, "SystemExit: 7", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_exits_is_a_failure(lone_pool, hard, words):
     with pytest.raises(RankError, match=f"(?s)rank 0 of 1 .*{words}"):
@@ -239,6 +244,7 @@ def test_idle_ranks_sleep(ranks):
     assert sum(sum(p.cpu_times()[:2]) for p in processes) - before < 0.1
 
 
+@pytest.mark.slow
 def test_ranks_die_with_the_process_that_started_them(tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(
@@ -274,6 +280,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path):
     assert not any(map(psutil.pid_exists, children))
 
 
+@pytest.mark.slow
 def test_closing_ends_every_pool():
     pools = RankPools(["error"])
     pids = pools(1)(process_times)

@@ -67,6 +67,7 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
     assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
 
 
+@pytest.mark.slow
 def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
     config = files / "distill.yaml"
     cache = files / "logits"

@@ -7,7 +7,9 @@ everything else inside the function: `fullshard --help` loads all of them and mu
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import gc
 import importlib
 import logging
 import sys
@@ -99,6 +101,7 @@ def _root(
 
 def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
+    atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
     sys.exit(run(sys.argv[1:]))
 
 

@@ -62,7 +62,9 @@ class RunWatcher:
             self._console.print_evaluation(row)
 
     def misses_evaluation(self, step: int) -> bool:
-        """On rank 0, which has the rows: whether the held-out loss after a step is not there."""
-        if self._console is None:
+        """Whether the rows, which rank 0 has, end with that step and lack its held-out loss."""
+        if self.step is None or self.step.step != step:
             return False
-        return self.evaluation is None or self.evaluation.step != step
+        return self._console is not None and (
+            self.evaluation is None or self.evaluation.step != step
+        )

@@ -18,10 +18,6 @@ def _function(num_lines: int, docstring_lines: int = 0) -> str:
     return "\n".join(["def long():", *text, *["    a = 1"] * (num_lines - 1)]) + "\n"
 
 
-def test_this_repository_keeps_its_size_limits():
-    assert check_sizes.main(ROOT) == 0
-
-
 def test_only_the_collectives_package_of_this_repository_calls_collectives():
     assert check_collectives.main(ROOT) == 0
 

@@ -1,0 +1,95 @@
+"""Machines that come and go under torchrun: two agents on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.observe.metrics import read_rows
+from support.processes import wait_until
+from support.text import seeded_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 3000
+CONFIG = """\
+model:
+  config: {{model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 64,
+            num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2,
+            max_position_embeddings: 64}}
+data: {{path: {text}, validation_fraction: 0}}
+training: {{output_dir: {output}, max_steps: {steps}, per_device_train_batch_size: 6,
+            max_seq_length: 32, learning_rate: 1e-3, save_steps: 100, save_total_limit: 2}}
+"""
+
+
+def written(folder: Path, name: str) -> Path:
+    """A configuration; its run goes into the folder of its name."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(seeded_text(2_000))
+    config = folder / f"{name}.yaml"
+    config.write_text(CONFIG.format(text=text, output=folder / name, steps=STEPS))
+    return config
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step."""
+    file = run / "metrics.jsonl"
+    rows = read_rows(file) if file.is_file() else ()
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def agent(config: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """torchrun on one "machine"."""
+    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=a"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    job = ["-m", "fullshard", "train", str(config)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *elastic, *meeting, *job],
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def test_a_machine_joins_and_is_lost_and_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    calm, changing = written(tmp_path, "calm"), written(tmp_path, "changing")
+    alone = [sys.executable, "-m", "fullshard", "train", str(calm), "num_processes=1"]
+    subprocess.run(alone, check=True, capture_output=True, timeout=300)
+    run, logs = tmp_path / "changing", [tmp_path / "first.log", tmp_path / "second.log"]
+
+    def ranks() -> int:
+        record = run / "run.json"
+        planned = json.loads(record.read_text()).get("planned") if record.is_file() else None
+        return planned["world_size"] if planned else 0
+
+    agents = [agent(changing, port, logs[0])]
+    try:
+        wait_until(lambda: max(losses(run), default=0) > 10, 100, "steps on one machine")
+        agents.append(agent(changing, port, logs[1]))
+        wait_until(lambda: ranks() == 2, 100, "two machines")
+        joined = max(losses(run))
+        wait_until(lambda: max(losses(run)) > joined + 110, 100, "steps on two machines")
+        os.killpg(agents[1].pid, signal.SIGKILL)
+        agents[1].wait()
+        assert agents[0].wait(timeout=300) == 0, logs[0].read_text()
+    finally:
+        for process in agents:
+            process.kill()
+            process.wait()
+    assert ranks() == 1
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert losses(run) == pytest.approx(losses(tmp_path / "calm"), rel=1e-4)
