@@ -92,7 +92,7 @@ def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
 
 def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, capsys):
     path = folder / "a.yaml"
-    path.write_text("sharding: {wrap: none, offload: nvme}\ntraining: {report_to: wandb}\n")
+    path.write_text("sharding: {wrap: none, offload: nvme}\ntraining: {tf32: true}\n")
     outcome = invoke(["config", "lint", "a.yaml"])
     assert outcome.exit_code == 2
     assert [(one["key"], one["place"]) for one in outcome.result["findings"]] == [
@@ -101,7 +101,7 @@ def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, c
     ]
     out = capsys.readouterr().out
     assert "a.yaml:1: sharding.offload: 'nvme' is not yet supported. Use cpu" in out
-    assert "a.yaml:2: training.report_to: lost: " in out
+    assert "a.yaml:2: training.tf32: lost: " in out
 
 
 def test_lint_of_a_good_file_ends_with_0(folder, capsys):

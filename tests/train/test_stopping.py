@@ -1,4 +1,4 @@
-"""Somebody asks the ranks to stop: what the loop still does, and what it makes up for."""
+"""Why a run ends, or leaves a step out: a signal, losses that stay, infinite gradients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import fullshard as fs
 from fullshard.errors import PreemptedError
 from fullshard.train.loop import Batch, Loop
+from fullshard.train.patience import Patience
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
+from support.ranks import RankError
 
 
 class StopsAtTheSecondQuestion:
@@ -24,7 +27,8 @@ class StopsAtTheSecondQuestion:
         self.asked += self._rows.phases[-1][0] == "evaluation"
         return self._rank == 1 and self.asked >= 2
 
-    def keep(self, step, *, stopping) -> None:
+    def keep(self, step, *, stopping, last) -> None:
+        assert last is (step == NUM_STEPS)
         self.kept.append((step, stopping))
         if stopping:
             raise PreemptedError("asked to stop")
@@ -61,3 +65,96 @@ def test_a_stop_leaves_an_evaluation_which_is_made_up_for_when_the_run_goes_on(r
         assert kept == [(1, True)]
         assert (asked, num_evaluations) == (2, 0)
         assert evaluated == list(range(1, NUM_STEPS + 1))
+
+
+class GetsNoBetter(Loop):
+    """Held-out losses as given, in the place of those of the model."""
+
+    losses = (3.0, 2.0, 1.95, 2.5, 1.0)
+
+    def held_out_loss(self, step: int) -> float:
+        return self.losses[step - 1]
+
+
+def end_early(patience):
+    rows = Rows()
+    _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
+    kept = []
+
+    class Keeps:
+        def asked_to_stop(self) -> bool:
+            return False
+
+        def keep(self, step, *, stopping, last) -> None:
+            kept.append((step, last))
+
+    settings = replace(bare._settings, num_steps=5, eval_every=1, patience=patience)
+    loop = GetsNoBetter(replace(bare._trainee, keeper=Keeps()), recipe, settings, bare._team, rows)
+    loop.run()
+    loop.run(done=kept[-1][0])  # goes on where it ended, and ends at once
+    return [row.step for row in rows.steps], kept, patience.state_dict()
+
+
+def test_losses_that_stay_end_the_run_and_its_last_step_is_kept(ranks):
+    for steps, kept, state in ranks(2)(end_early, Patience(2, threshold=0.1)):
+        assert steps == [1, 2, 3, 4]
+        assert kept == [(1, False), (2, False), (3, False), (4, True)]
+        assert state == {"best": 2.0, "waited": 2}
+
+
+def test_patience_that_is_loaded_goes_on_counting():
+    patience = Patience(2)
+    patience.load_state_dict({"best": 2.0, "waited": 1})
+    patience.see(1.0)
+    assert not patience.is_lost
+    patience.see(1.0)
+    patience.see(1.0)
+    assert patience.is_lost
+    never = Patience()
+    for _ in range(100):
+        never.see(1.0)
+    assert not never.is_lost
+
+
+class SpoiledAtTheSecondStep(RaggedRecipe):
+    """Rank 1's loss of the second update is infinite."""
+
+    step = -1
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        self.step = step
+        return super().micro_batches(step)
+
+    def loss(self, model, batch):
+        total, count = super().loss(model, batch)
+        return total * (float("inf") if self.step == 1 and self._rank == 1 else 1.0), count
+
+
+def train_past_an_infinity(max_skipped_steps):
+    rank, rows = torch.distributed.get_rank(), Rows()
+    model, bare, _ = make_loop(rank, 2, 1, {}, rows)
+    weights = []
+
+    class Watching(Rows):
+        def stepped(self, row) -> None:
+            super().stepped(row)
+            weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
+
+    settings = replace(bare._settings, max_skipped_steps=max_skipped_steps)
+    rows = Watching()
+    loop = Loop(bare._trainee, SpoiledAtTheSecondStep(rank, 2, 1), settings, bare._team, rows)
+    loop.run()
+    return [(row.loss, row.grad_norm) for row in rows.steps], weights
+
+
+def test_an_update_with_an_infinity_is_skipped_on_all_ranks(ranks):
+    for steps, weights in ranks(2)(train_past_an_infinity, 1):
+        assert steps[1] == (None, None)
+        assert None not in (*steps[0], *steps[2])
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[1], weights[2])
+
+
+def test_one_infinity_more_than_allowed_ends_the_run(ranks):
+    with pytest.raises(RankError, match=r"loss of step 2: expected a finite number, got (inf|nan)"):
+        ranks(2)(train_past_an_infinity, 0)

@@ -91,6 +91,11 @@ XLA = (
     NotYet("transport", lambda c: c.transport if c.transport != "auto" else None, "Use auto"),
 )
 
+XLA_TRAINING = (
+    NotYet("ema_decay", _any("ema_decay"), "Leave it out"),
+    NotYet("max_skipped_steps", _any("max_skipped_steps"), "Leave it out"),
+)
+
 
 def check_supported(
     config: RunConfig | ShardConfig,
@@ -123,6 +128,8 @@ def check_supported(
                 planning=planning,
             ),
         ]
+        if config.backend is Backend.JAX:
+            problems += _problems(XLA_TRAINING, config.training, "training", planning=planning)
         if config.backend is Backend.JAX and planning:
             advice = "fullshard train --dry-run shows the plan of this backend"
             problems.append(Problem("backend", "torch", "'jax'", advice))

@@ -15,12 +15,20 @@ from fullshard.config.fields import (
     Text,
     Word,
     means_same,
+    to_names,
     to_number,
 )
 from fullshard.config.hf_names import INSTEAD, NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.values import IntervalStrategy, LrSchedule, Optimizer, words_of
+from fullshard.config.values import (
+    IntervalStrategy,
+    LrSchedule,
+    Optimizer,
+    Tracker,
+    did_you_mean,
+    words_of,
+)
 
 
 def _read_steps(value: object) -> object:
@@ -45,6 +53,22 @@ def _read_resume(value: object) -> object:
     return "auto" if value is True else value
 
 
+def _read_trackers(value: object) -> object:
+    """`none`, `all`, or some of the trackers; in any case, as one text or a list."""
+    names = [name.lower() for name in to_names([] if value is None else value)]
+    known = [str(tracker) for tracker in Tracker]
+    if names in ([], ["none"]):
+        return ()
+    if names == ["all"]:
+        return tuple(known)
+    for name in names:
+        if name not in known:
+            raise Rejected(
+                f"none, all, or names among {', '.join(known)}", did_you_mean(name, known)
+            )
+    return tuple(names)
+
+
 Steps = Annotated[int | float, BeforeValidator(_read_steps)]
 Warmup = Annotated[int | float, BeforeValidator(_read_warmup)]
 Share = Annotated[float, Number(at_least=0, below=1)]
@@ -64,6 +88,19 @@ class TrainingConfig(Section):
 
     output_dir: Text | None = None
     """Folder of the run. None: runs/<command>."""
+
+    report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_read_trackers)] = ()
+    """none | all | tensorboard, wandb, mlflow, trackio: trackers that show the metrics too. One
+    that is not installed is said once; metrics.jsonl and metrics.csv are always written."""
+
+    run_name: Text | None = None
+    """The run's name in trackers. None: output_dir."""
+
+    project: Text = "fullshard"
+    """The runs' common name in trackers."""
+
+    logging_dir: Text | None = None
+    """Folder of TensorBoard's files. None: tensorboard/ in output_dir."""
 
     max_steps: Annotated[int, Number(at_least=-1)] = -1
     """Updates of the run; above 0 it replaces num_train_epochs."""
@@ -102,6 +139,14 @@ class TrainingConfig(Section):
     adam_epsilon: Annotated[float, Number(above=0)] = 1e-8
     """Added to the root of the second moment."""
 
+    max_skipped_steps: Annotated[int, Number(at_least=0)] = 0
+    """Updates with a gradient that is not finite which are skipped; one more ends the run."""
+
+    ema_decay: Share | None = None
+    """Keep a sharded average of the weights: after every update ema_decay times what it was, and
+    1 - ema_decay times the weights. Evaluated at the end and written to model_ema/. It takes as
+    much as the parameter shards again, which the plan does not count. None: there is none."""
+
     max_grad_norm: Annotated[float, Number(at_least=0)] = 1.0
     """Global gradient norm above which gradients are scaled down. 0: never."""
 
@@ -125,6 +170,12 @@ class TrainingConfig(Section):
 
     eval_steps: Steps | None = None
     """Steps between two evaluations; below 1 a share of all steps. None: logging_steps."""
+
+    early_stopping_patience: Count | None = None
+    """Evaluations in a row without a better held-out loss after which the run ends. None: never."""
+
+    early_stopping_threshold: Annotated[float, Number(at_least=0)] = 0.0
+    """By how much, in nats, a held-out loss must be below the best one to be better."""
 
     save_strategy: Word[IntervalStrategy] | None = None
     """no | steps | epoch; the last step is saved too. None: steps."""

@@ -135,6 +135,15 @@ class DistillLoss(StrEnum):
     HIDDEN = "hidden"  # hidden states, through projections that are learned along
 
 
+class Tracker(StrEnum):
+    """Where metrics are shown beside the run's own files, by the names of `report_to`."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    TRACKIO = "trackio"
+
+
 class Optimizer(StrEnum):
     """The optimizers of the main loop, under Hugging Face's names."""
 

@@ -1,10 +1,11 @@
-"""`metrics.jsonl`: one JSON object a step, and one an evaluation."""
+"""`metrics.jsonl`: one JSON object a step, and one an evaluation; `metrics.csv`: as a table."""
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,9 +17,10 @@ class StepRow:
     Attributes:
         step: From 1, after the update.
         epoch: Passes over the training data so far, as a fraction.
-        loss: Mean over all label tokens of the global batch, in nats, before the update.
-        grad_norm: Of the global gradient, before clipping; None where fp16 overflowed and the
-            step was skipped.
+        loss: Mean over all label tokens of the global batch, in nats, before the update; None where
+            it was not finite and the step was skipped.
+        grad_norm: Of the global gradient, before clipping; None where it was not finite (fp16
+            overflowed, or max_skipped_steps allows it) and the step was skipped.
         learning_rate: Of this update.
         tokens_per_s: Input tokens of all ranks a second.
         samples_per_s: Sequences of all ranks a second.
@@ -32,7 +34,7 @@ class StepRow:
 
     step: int
     epoch: float
-    loss: float
+    loss: float | None
     grad_norm: float | None
     learning_rate: float
     tokens_per_s: float
@@ -53,18 +55,30 @@ class EvalRow:
     eval_loss: float
 
 
+COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss"]
+
+
 class MetricsWriter:
-    """Appends rows to a file; every row is on disk when `write` returns."""
+    """Appends rows to a file, and to the table beside it; they are on disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", encoding="utf-8")
+        self._table_file = path.with_suffix(".csv").open("w", encoding="utf-8", newline="")
+        self._table = csv.DictWriter(self._table_file, COLUMNS)
+        self._table.writeheader()
+        self._table.writerows(read_rows(path))
+        self._table_file.flush()
 
     def write(self, row: StepRow | EvalRow) -> None:
-        self._file.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+        values = asdict(row)
+        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._table.writerow(values)
         self._file.flush()
+        self._table_file.flush()
 
     def close(self) -> None:
         self._file.close()
+        self._table_file.close()
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -90,10 +90,10 @@ def _text(path: Path) -> str:
 
 def _tiles(measured: dict[str, Any], steps: list[Row]) -> list[dict[str, str]]:
     tiles: list[dict[str, str]] = []
-    if steps:
-        tiles.append(
-            _tile("training loss", f"{steps[-1]['loss']:.4f}", f"step {steps[-1]['step']}")
-        )
+    finite = [row for row in steps if row["loss"] is not None]
+    if finite:
+        last = finite[-1]
+        tiles.append(_tile("training loss", f"{last['loss']:.4f}", f"step {last['step']}"))
     if measured.get("eval_loss") is not None:
         tiles.append(_held_out_tile(measured))
     if steps:
@@ -151,6 +151,7 @@ def _column(rows: list[Row], name: str) -> list[float]:
 
 
 def loss_chart(steps: list[Row], evaluations: list[Row], baseline: float | None) -> str:
+    steps = [row for row in steps if row["loss"] is not None]  # others were skipped
     xs, losses = _column(steps, "step"), _column(steps, "loss")
     series = [
         Series("training, every step", xs, losses, 1, "faint"),

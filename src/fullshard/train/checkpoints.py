@@ -23,13 +23,14 @@ from fullshard.errors import CheckpointError, ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
 from fullshard.saving import SaveSettings
+from fullshard.train.patience import Patience
 from fullshard.train.prepare import StepPlan
 from fullshard.train.resume import POSITION, Resume
 from fullshard.train.scaling import LossScaler
 
 logger = logging.getLogger(__name__)
 
-SCALER = "scaler"
+SCALER, PATIENCE = "scaler", "patience"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RunCheckpoints:
         steps: When they are due.
         limit: Complete ones to keep; None: all.
         caught: Signals that tell this rank to save and end.
+        patience: With held-out losses; goes on with the run.
     """
 
     def __init__(
@@ -60,18 +62,20 @@ class RunCheckpoints:
         steps: StepPlan,
         limit: int | None,
         caught: Caught,
+        patience: Patience,
     ) -> None:
         self._folder = folder
         self._kept = kept
         self._steps = steps
         self._limit = limit
         self._caught = caught
+        self._patience = patience
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was told to save and end."""
         return bool(self._caught.numbers)
 
-    def keep(self, step: int, *, stopping: bool) -> None:
+    def keep(self, step: int, *, stopping: bool, last: bool) -> None:
         """Save where it is due.
 
         Raises:
@@ -80,7 +84,6 @@ class RunCheckpoints:
         """
         saving.SAVES.check()
         every = self._steps.save_every
-        last = step == self._steps.num_steps
         if every is not None and (stopping or last or step % every == 0):
             watchdog.phase("saving", step)
             self._save(step, wait=stopping or last)
@@ -112,6 +115,7 @@ class RunCheckpoints:
             return 0
         state = loading.load_found(found, self._kept.model, self._kept.optimizer)
         self._kept.scaler.load_state_dict(state.get(SCALER) or {})
+        self._patience.load_state_dict(state.get(PATIENCE) or {})
         if engine.rank == 0:
             logger.info("resumed after step %s from %s", state["step"], found.path)
         return self._check_done(int(state["step"] or 0), found.path, resume)
@@ -128,9 +132,13 @@ class RunCheckpoints:
 
     def _save(self, step: int, *, wait: bool) -> None:
         kept = self._kept
-        state: dict[str, Any] = {POSITION: self._position(step), SCALER: kept.scaler.state_dict()}
+        state = {**self._values(step), SCALER: kept.scaler.state_dict()}
         settings = self._settings(step, kept.tokenizer, wait=wait)
         saving.save(self._folder, kept.model, kept.optimizer, state, settings)
+
+    def _values(self, step: int) -> dict[str, Any]:
+        """What every engine's checkpoint has beside tensors."""
+        return {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
 
     def _position(self, step: int) -> dict[str, Any]:
         """See [Note: data position]."""

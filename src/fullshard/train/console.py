@@ -81,9 +81,8 @@ class RunConsole:
     def print_step(self, row: StepRow) -> None:
         """Moves the bar, and prints a line every `log_every` steps: means since the last one."""
         if self._progress is not None:
-            self._progress.update(
-                self._task, completed=row.step, description=f"loss {row.loss:.3f}"
-            )
+            loss = "skipped" if row.loss is None else f"loss {row.loss:.3f}"
+            self._progress.update(self._task, completed=row.step, description=loss)
         self._window.append(row)
         if row.step == 1 or row.step % self._log_every == 0 or row.step == self._num_steps:
             self._console.print(self._step_line())
@@ -124,10 +123,11 @@ class RunConsole:
             f"{name} {sum(getattr(row, field) for row in rows) / time_s:3.0%}"
             for name, field in (("data", "data_s"), ("compute", "compute_s"), ("comm", "comm_s"))
         )
-        loss = sum(row.loss for row in rows) / len(rows)
+        losses = [row.loss for row in rows if row.loss is not None]
+        loss = f"{sum(losses) / len(losses):.4f}" if losses else "not finite"
         return (
             self._head(last.step)
-            .append(f"loss {loss:.4f}", style="bold")
+            .append(f"loss {loss}", style="bold")
             .append(f"  grad norm {_norm(last)}  lr {last.learning_rate:.1e}")
             .append(f"  {tokens / time_s:>6,.0f} tokens/s  {human_bytes(last.memory_peak_bytes)}")
             .append(f"  {shares}", style="dim")
@@ -136,4 +136,4 @@ class RunConsole:
 
 def _norm(row: StepRow) -> str:
     """Two digits, or what happened in place of a norm."""
-    return "overflow, skipped" if row.grad_norm is None else f"{row.grad_norm:.2f}"
+    return "not finite, skipped" if row.grad_norm is None else f"{row.grad_norm:.2f}"

@@ -8,10 +8,10 @@ run folder  config.yaml, data/  --->  model, optimizer, recipe  --->  loop
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,13 +35,15 @@ from fullshard.train.build import build_sharded, model_on_meta
 from fullshard.train.chat_dataset import ChatDataset
 from fullshard.train.checkpoints import Kept, RunCheckpoints
 from fullshard.train.console import RunConsole
+from fullshard.train.ema import Average
 from fullshard.train.export import Adapters, save_model
 from fullshard.train.facts import Prepared, tokenizer_texts
-from fullshard.train.loop import Loop, LoopSettings, Trainee
+from fullshard.train.loop import Loop, Recipe, Trainee
 from fullshard.train.model import quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import View, view_of, with_chosen_strategy
+from fullshard.train.patience import Patience
 from fullshard.train.prepare import (
     StepPlan,
     model_config_of,
@@ -55,9 +57,13 @@ from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder, RunStatus, now
 from fullshard.train.scaling import LossScaler
 from fullshard.train.seat import Seat
+from fullshard.train.steps import LoopSettings
 from fullshard.train.teaching import set_up, write_cache
 from fullshard.train.team import RankTeam
 from fullshard.train.watcher import RunWatcher
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def run(config: RunConfig, run_dir: Path) -> None:
@@ -106,57 +112,98 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What follows from the configuration, the prepared data and the record, on every rank."""
+
+    config: RunConfig
+    folder: RunFolder
+    seat: Seat
+    command: Command
+    resume: Resume
+    dataset: Prepared
+    steps: StepPlan
+    model_config: PretrainedConfig
+
+    @classmethod
+    def read(cls, config: RunConfig, folder: RunFolder, seat: Seat) -> _Run:
+        dataset, record = load_data(folder.data), folder.read_record()
+        resume, command = Resume.of_record(record), Command(record["command"])
+        steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
+        model_config = model_config_of(config, dataset.tokenizer)
+        if config.sharding.strategy is Strategy.AUTO:  # a launcher of others started us
+            bare = model_on_meta(config, model_config)
+            config = with_chosen_strategy(config, bare, seat.world_size)
+        return cls(config, folder, seat, command, resume, dataset, steps, model_config)
+
+    def recipe(self) -> Recipe:
+        per_device = self.config.training.per_device_eval_batch_size
+        return make_recipe(self.dataset, self.steps.order, per_device, self.seat)
+
+    def view(self) -> View:
+        """The run as the planner sees it."""
+        bare = model_on_meta(self.config, self.model_config)
+        return view_of(self.config, bare, self.seat.world_size)
+
+    def export(self, model: nn.Module, place: Path) -> None:
+        """Writes what can be opened anywhere; all ranks call it."""
+        adapters = Adapters.of(self.config, weights_folder(self.config), self.folder.adapter)
+        save_model(model, self.model_config, self.dataset.tokenizer, place, adapters)
+
+
 def _train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
     began = time.perf_counter()
     quiet_libraries()
-    dataset = load_data(folder.data)
-    record = folder.read_record()
-    resume, command = Resume.of_record(record), Command(record["command"])
-    steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
-    model_config = model_config_of(config, dataset.tokenizer)
-    recipe = make_recipe(dataset, steps.order, config.training.per_device_eval_batch_size, seat)
-    if command is Command.CACHE:
-        _cache(config, dataset, recipe, folder, seat)
+    run = _Run.read(config, folder, seat)
+    recipe = run.recipe()
+    if run.command is Command.CACHE:
+        _cache(run.config, run.dataset, recipe, folder, seat)
         return
-    if config.sharding.strategy is Strategy.AUTO:  # a launcher of others started us
-        bare = model_on_meta(config, model_config)
-        config = with_chosen_strategy(config, bare, seat.world_size)
-    if command is Command.DISTILL:
-        teaching = set_up(config, folder, recipe, seat)
-        model, recipe = teaching.student(model_config, seat), teaching.recipe()
+    if run.command is Command.DISTILL:
+        teaching = set_up(run.config, folder, recipe, seat)
+        model, recipe = teaching.student(run.model_config, seat), teaching.recipe()
     else:
-        model = build_sharded(config, model_config, seat.device)
-    view = partial(_view, config, model_config, seat.world_size)
-    console = None
-    if seat.is_first:
-        console = RunConsole(steps.num_steps, steps.log_every)
-        _announce(RunFacts(command, config, dataset.facts, steps, model), view(), folder, console)
-    team = RankTeam(engine_of(model).transport, seat.rank, seat.world_size, seat.device)
-    trainee = _trainee(config, model, seat)
-    with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
-        kept = Kept(model, trainee.optimizer, trainee.scaler, tokenizer_texts(folder.data))
-        keeper = RunCheckpoints(
-            folder.checkpoints, kept, steps, config.training.save_total_limit, caught
-        )
-        done = keeper.resume(resume)
-        speak = partial(_speak, model, dataset, config, console)
-        trainee = replace(trainee, keeper=keeper, speak=speak)
-        with RunWatcher(console, folder, done) as watcher:
-            with answered(view):
-                Loop(trainee, recipe, _settings(config, steps), team, watcher).run(done)
-    watchdog.phase("saving", steps.num_steps)
-    adapters = Adapters.of(config, weights_folder(config), folder.adapter)
-    save_model(model, model_config, dataset.tokenizer, folder.model, adapters)
+        model = build_sharded(run.config, run.model_config, seat.device)
+    console = _announced(run, model) if seat.is_first else None
+    loop, watcher = _learn(run, model, recipe, console)
+    watchdog.phase("saving", run.steps.num_steps)
+    run.export(model, folder.model)
+    average_loss = None
+    if loop.average is not None:
+        with loop.average.applied():
+            average_loss = loop.held_out_loss(run.steps.num_steps)
+            run.export(model, folder.model_ema)
     watchdog.phase("")
     if console:
-        conclude(
-            folder,
-            console,
-            watcher,
-            dataset.facts,
-            config.training.seed,
-            time.perf_counter() - began,
+        wall_s = time.perf_counter() - began
+        seed = run.config.training.seed
+        conclude(folder, watcher, run.dataset.facts, seed, wall_s, average_loss)
+
+
+def _learn(
+    run: _Run, model: nn.Module, recipe: Recipe, console: RunConsole | None
+) -> tuple[Loop, RunWatcher]:
+    """All steps that are left."""
+    config, folder, seat = run.config, run.folder, run.seat
+    trainee, settings = _trainee(config, model, seat), _settings(config, run.steps)
+    team = RankTeam(engine_of(model).transport, seat.rank, seat.world_size, seat.device)
+    with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
+        keeper = RunCheckpoints(
+            folder.checkpoints,
+            Kept(model, trainee.optimizer, trainee.scaler, tokenizer_texts(folder.data)),
+            run.steps,
+            config.training.save_total_limit,
+            caught,
+            settings.patience,
         )
+        done = keeper.resume(run.resume)
+        speak = partial(_speak, model, run.dataset, config, console)
+        trainee = replace(trainee, keeper=keeper, speak=speak)
+        with RunWatcher(console, folder, done, config) as watcher:
+            loop = Loop(trainee, recipe, settings, team, watcher)
+            with answered(run.view):
+                loop.run(done)
+    return loop, watcher
 
 
 def _cache(
@@ -187,32 +234,31 @@ def _speak(
             console.print_sample(step, *texts)
 
 
-def _announce(facts: RunFacts, view: View, folder: RunFolder, console: RunConsole) -> None:
-    """Writes what is planned and shows it."""
-    plan = facts.plan
-    folder.plan.write_text(plan.to_json(), encoding="utf-8")
-    folder.update_record(
+def _announced(run: _Run, model: nn.Module) -> RunConsole:
+    """Writes what is planned and shows it; returns where the run goes on to be shown."""
+    facts = RunFacts(run.command, run.config, run.dataset.facts, run.steps, model)
+    console = RunConsole(run.steps.num_steps, run.steps.log_every)
+    run.folder.plan.write_text(facts.plan.to_json(), encoding="utf-8")
+    run.folder.update_record(
         status=RunStatus.RUNNING,
-        planned=planned(plan, facts.steps, view.outlook),
+        planned=planned(facts.plan, run.steps, run.view().outlook),
         environment=environment(),
     )
-    console.print_banner(f"fullshard {facts.command}  {folder.path}", banner(facts))
-
-
-def _view(config: RunConfig, model_config: Any, world_size: int) -> View:
-    """The run as the planner sees it."""
-    return view_of(config, model_on_meta(config, model_config), world_size)
+    console.print_banner(f"fullshard {run.command}  {run.folder.path}", banner(facts))
+    return console
 
 
 def _trainee(config: RunConfig, model: nn.Module, seat: Seat) -> Trainee:
     optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
     fp16 = config.sharding.param_dtype is DType.FLOAT16
+    decay = config.training.ema_decay
     return Trainee(
         model,
         optimizer,
         partial(communication_seconds, model),
         partial(memory_bytes, seat.device),
         LossScaler(optimizer, seat.device, enabled=fp16),
+        average=Average(optimizer, decay) if decay is not None else None,
     )
 
 
@@ -225,4 +271,6 @@ def _settings(config: RunConfig, steps: StepPlan) -> LoopSettings:
         schedule=schedule_of(training, steps),
         grad_sync=config.sharding.grad_sync,
         grad_reduction=config.sharding.grad_reduction,
+        max_skipped_steps=training.max_skipped_steps,
+        patience=Patience(training.early_stopping_patience, training.early_stopping_threshold),
     )

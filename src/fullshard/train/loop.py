@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,13 +21,14 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.values import GradReduction, GradSync
+from fullshard.config.values import GradSync
 from fullshard.errors import DataError, DivergedError
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import StepRow
+from fullshard.train.ema import Average
 from fullshard.train.loss import IGNORED, backward_scale, num_label_tokens
 from fullshard.train.order import Indices
 from fullshard.train.scaling import LossScaler
-from fullshard.train.schedule import Schedule
+from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
 
 Batch = dict[str, torch.Tensor]
 
@@ -89,20 +89,6 @@ class Team(Protocol):
         ...
 
 
-class Watcher(Protocol):
-    """Told of every step and evaluation, and of what the loop does now."""
-
-    def entered(self, phase: str, step: int) -> None: ...
-
-    def stepped(self, row: StepRow) -> None: ...
-
-    def evaluated(self, row: EvalRow) -> None: ...
-
-    def misses_evaluation(self, step: int) -> bool:
-        """Whether this rank should have the held-out loss after a step, and has not."""
-        ...
-
-
 class Keeper(Protocol):
     """Saves what is trained, where that is due."""
 
@@ -110,34 +96,18 @@ class Keeper(Protocol):
         """Whether somebody has told this rank to save and end."""
         ...
 
-    def keep(self, step: int, *, stopping: bool) -> None:
+    def keep(self, step: int, *, stopping: bool, last: bool) -> None:
         """After an update and what belongs to it; all ranks call it together.
+
+        Args:
+            step: The update.
+            stopping: Some rank was asked to stop.
+            last: None follows.
 
         Raises:
             PreemptedError: Some rank was asked to stop; all is saved.
         """
         ...
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """Numbers of the loop.
-
-    Attributes:
-        num_steps: Updates of the whole run.
-        eval_every: Steps between evaluations; 0: at the end alone.
-        max_grad_norm: Clip above this; 0: never.
-        schedule: The learning rate.
-        grad_sync: Which micro-batches reduce.
-        grad_reduction: What the engine makes of the ranks' gradients.
-    """
-
-    num_steps: int
-    eval_every: int
-    max_grad_norm: float
-    schedule: Schedule
-    grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
-    grad_reduction: GradReduction = GradReduction.MEAN
 
 
 @dataclass(frozen=True)
@@ -150,66 +120,8 @@ class Trainee:
     memory_bytes: Callable[[], tuple[int, int]]
     scaler: LossScaler
     keeper: Keeper | None = None  # None: nothing is saved
+    average: Average | None = None
     speak: Callable[[int], None] | None = None  # after an evaluation; all ranks call it together
-
-
-class StepLoop(ABC):
-    """When steps, evaluations and checkpoints follow each other, whatever takes the steps."""
-
-    def __init__(self, settings: LoopSettings, watcher: Watcher) -> None:
-        self._settings = settings
-        self._watcher = watcher
-        self._stopping = False
-
-    def run(self, done: int = 0) -> None:
-        """The steps after the first `done`, the evaluations between them and one after the last.
-
-        Raises:
-            DivergedError: A loss or a gradient norm is not finite; names the step.
-            PreemptedError: The run was asked to stop, and is saved.
-        """
-        num_steps = self._settings.num_steps
-        due = done > 0 and self._evaluates_after(done)  # and it may have been stopped before it
-        if due and self._on_any_rank(self._watcher.misses_evaluation(done)):
-            self.evaluate(done)
-        for step in range(done + 1, num_steps + 1):
-            self._watcher.stepped(self._step(step))
-            last = step == num_steps
-            if last or (self._evaluates_after(step) and not self._stopping):
-                self.evaluate(step)
-            self._keep(step, stopping=self._stopping and not last)
-
-    def _evaluates_after(self, step: int) -> bool:
-        eval_every = self._settings.eval_every
-        return step == self._settings.num_steps or bool(eval_every and step % eval_every == 0)
-
-    def _stops_within(self, step: int) -> bool:
-        """Whether to leave an evaluation: it may last longer than the time there is to save.
-
-        All ranks call it together. The last step's evaluation is always finished.
-        """
-        self._stopping |= self._on_any_rank(self._asked_to_stop())
-        return self._stopping and step < self._settings.num_steps
-
-    @abstractmethod
-    def evaluate(self, step: int) -> None:
-        """Held-out loss; without held-out data nothing happens."""
-
-    @abstractmethod
-    def _step(self, step: int) -> StepRow:
-        """One update and what it was like."""
-
-    @abstractmethod
-    def _on_any_rank(self, flag: float) -> bool:
-        """Whether it is not zero on some rank; all ranks call it together."""
-
-    @abstractmethod
-    def _asked_to_stop(self) -> bool:
-        """Whether this rank was told to save and end."""
-
-    @abstractmethod
-    def _keep(self, step: int, *, stopping: bool) -> None:
-        """Saves where that is due."""
 
 
 class Loop(StepLoop):
@@ -228,6 +140,7 @@ class Loop(StepLoop):
         self._recipe = recipe
         self._team = team
         self._scaler = trainee.scaler
+        self._num_skipped = 0  # in this session
         self._last: Batch | None = None  # stands in where other ranks have more
 
     def run(self, done: int = 0) -> None:
@@ -235,27 +148,33 @@ class Loop(StepLoop):
         self._trainee.model.train()
         super().run(done)
 
+    @property
+    def average(self) -> Average | None:
+        """Of the weights, where one is kept."""
+        return self._trainee.average
+
     def evaluate(self, step: int) -> None:
-        """Held-out loss; without held-out data nothing happens."""
+        """As of every loop; then the model speaks."""
+        super().evaluate(step)
+        if self._trainee.speak is not None and not self._stopping:
+            self._trainee.speak(step)
+
+    def held_out_loss(self, step: int) -> float | None:
+        """In nats a token, the same on all ranks; None where nothing is held out."""
         self._watcher.entered("evaluation", step)
         model = self._trainee.model
         total, count, num_batches = 0.0, 0, 0
         with _evaluating(model):
             for batch in self._recipe.held_out():
                 if self._stops_within(step):
-                    return
+                    return None
                 batch_total, batch_count = self._recipe.loss(model, batch)
                 total, count = total + batch_total.item(), count + batch_count
                 num_batches += 1
         if num_batches == 0:
-            return
+            return None
         parts = self._team.exchange([total, count])
-        loss = sum(part[0] for part in parts) / sum(part[1] for part in parts)
-        if not math.isfinite(loss):
-            raise DivergedError(diverged("held-out loss", loss, step))
-        self._watcher.evaluated(EvalRow(step, loss))
-        if self._trainee.speak is not None:
-            self._trainee.speak(step)
+        return sum(part[0] for part in parts) / sum(part[1] for part in parts)
 
     def _step(self, step: int) -> StepRow:
         """One update and what it was like."""
@@ -271,15 +190,16 @@ class Loop(StepLoop):
         self._watcher.entered("optimizer", step)
         self._scaler.unscale()
         grad_norm = float(fs.clip_grad_norm_(trainee.model, settings.max_grad_norm or math.inf))
-        if not math.isfinite(grad_norm) and not self._scaler.enabled:
-            loss = self._mean_loss(self._team.exchange([total.item()]), num_tokens)
-            finite = math.isfinite(loss)
-            what, value = ("gradient norm", grad_norm) if finite else ("loss", loss)
-            raise DivergedError(diverged(what, value, step))
-        learning_rate = settings.schedule.learning_rate(step - 1)
-        for group in trainee.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._scaler.step(step)
+        finite = math.isfinite(grad_norm)
+        if not finite and not self._scaler.enabled:
+            self._skip(step, total, num_tokens, grad_norm)
+        else:
+            learning_rate = settings.schedule.learning_rate(step - 1)
+            for group in trainee.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._scaler.step(step)
+        if finite and trainee.average is not None:
+            trainee.average.update()
         trainee.optimizer.zero_grad(set_to_none=True)
         comm_s = trainee.communication_seconds() - comm_before
         elapsed_s = time.perf_counter() - began
@@ -290,13 +210,26 @@ class Loop(StepLoop):
         )
         self._stopping = any(part[-1] for part in parts)
         loss = self._mean_loss(parts, num_tokens)
-        if not math.isfinite(loss):
+        if finite and not math.isfinite(loss):
             raise DivergedError(diverged("loss", loss, step))
         return self._row(step, loss, grad_norm, parts)
 
-    def _keep(self, step: int, *, stopping: bool) -> None:
+    def _skip(self, step: int, total: torch.Tensor, num_tokens: int, grad_norm: float) -> None:
+        """Leave an update out, where that is still allowed.
+
+        Raises:
+            DivergedError: It is not.
+        """
+        self._num_skipped += 1
+        if self._num_skipped <= self._settings.max_skipped_steps:
+            return
+        loss = self._mean_loss(self._team.exchange([total.item()]), num_tokens)
+        what, value = ("gradient norm", grad_norm) if math.isfinite(loss) else ("loss", loss)
+        raise DivergedError(diverged(what, value, step, self._num_skipped - 1))
+
+    def _keep(self, step: int, *, stopping: bool, last: bool) -> None:
         if self._trainee.keeper is not None:
-            self._trainee.keeper.keep(step, stopping=stopping)
+            self._trainee.keeper.keep(step, stopping=stopping, last=last)
 
     def _on_any_rank(self, flag: float) -> bool:
         return any(part[0] for part in self._team.exchange([flag]))
@@ -366,7 +299,7 @@ class Loop(StepLoop):
         return StepRow(
             step=step,
             epoch=step / self._recipe.steps_per_epoch,
-            loss=loss,
+            loss=loss if math.isfinite(loss) else None,
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             learning_rate=self._settings.schedule.learning_rate(step - 1),
             tokens_per_s=sum(inputs) / step_time_s,
@@ -389,10 +322,3 @@ def _evaluating(model: nn.Module) -> Generator[None]:
             yield
     finally:
         model.train()
-
-
-def diverged(what: str, value: float, step: int) -> str:
-    return (
-        f"{what} of step {step}: expected a finite number, got {value}. "
-        "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm."
-    )

@@ -34,6 +34,8 @@ class Result:
         baseline: The bigram's loss over the same held-out tokens.
         wall_s: From the start of the ranks to the end of the loop.
         num_tokens: Input tokens of all updates.
+        average_loss: Held-out loss of the averaged weights; None where there are none.
+        stopped_early: Whether held-out losses no longer got better.
     """
 
     step: StepRow
@@ -41,6 +43,8 @@ class Result:
     baseline: Baseline | None
     wall_s: float
     num_tokens: int
+    average_loss: float | None = None
+    stopped_early: bool = False
 
     def measured(self) -> dict[str, Any]:
         """For run.json."""
@@ -48,6 +52,8 @@ class Result:
             "num_steps": self.step.step,
             "train_loss": self.step.loss,
             "eval_loss": self.evaluation.eval_loss if self.evaluation else None,
+            "ema_eval_loss": self.average_loss,
+            "stopped_early": self.stopped_early,
             "baseline_loss": self.baseline.nats if self.baseline else None,
             "baseline_weight": self.baseline.weight if self.baseline else None,
             "num_held_out_tokens": self.baseline.num_tokens if self.baseline else None,
@@ -91,24 +97,34 @@ def environment() -> dict[str, str]:
 
 def conclude(
     folder: RunFolder,
-    console: RunConsole,
     watcher: RunWatcher,
     facts: DatasetFacts,
     seed: int,
     wall_s: float,
+    average_loss: float | None = None,
 ) -> None:
     """On rank 0, once model/ is written: draws a sample from it, writes and shows what came of it.
 
     Args:
         folder: Of the run, with its model.
-        console: Where it is shown.
-        watcher: Has the last rows.
+        watcher: Has the last rows, and the console.
         facts: Of the data: baseline and prompt.
         seed: Of the sample.
         wall_s: Since the ranks began.
+        average_loss: Held-out loss of the averaged weights (ema_decay).
     """
+    console = watcher.console
     assert watcher.step is not None, "a run has at least one step"
-    result = Result(watcher.step, watcher.evaluation, facts.baseline, wall_s, watcher.num_tokens)
+    assert console is not None, "rank 0 has one"
+    result = Result(
+        watcher.step,
+        watcher.evaluation,
+        facts.baseline,
+        wall_s,
+        watcher.num_tokens,
+        average_loss,
+        stopped_early=watcher.step.step < folder.read_record()["planned"]["num_steps"],
+    )
     sample = generate(folder.model, facts.prompt, SamplingSettings(seed=seed))
     _finish(folder, result, sample)
     _print_result(console, folder, result, sample)
@@ -126,6 +142,9 @@ def _finish(folder: RunFolder, result: Result, sample: Sample) -> None:
 def _print_result(console: RunConsole, folder: RunFolder, result: Result, sample: Sample) -> None:
     """Shows the held-out loss beside the baseline, a sample, and where everything lies."""
     console.print_text("")
+    if result.stopped_early:
+        better = "no longer better (training.early_stopping_patience)"
+        console.print_facts([("ended", f"after step {result.step.step}: losses {better}", "")])
     if result.evaluation is not None and result.baseline is not None:
         loss, nats = result.evaluation.eval_loss, result.baseline.nats
         beaten = loss < nats
@@ -141,6 +160,9 @@ def _print_result(console: RunConsole, folder: RunFolder, result: Result, sample
                 ),
             ]
         )
+    if result.average_loss is not None:
+        text = f"{result.average_loss:.4f} nats a token (in {folder.model_ema})"
+        console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
     speed = result.num_tokens / result.wall_s
     console.print_facts(

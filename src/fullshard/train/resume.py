@@ -94,8 +94,9 @@ def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
     record = RunFolder(output_dir).read_record()
     if record.get("status") != RunStatus.FINISHED:
         return True
-    done = record.get("measured", {}).get("num_steps", 0)
-    return resume.path is not None and num_steps > done
+    measured = record.get("measured", {})
+    more = num_steps > measured.get("num_steps", 0) and not measured.get("stopped_early")
+    return resume.path is not None and more
 
 
 def check_same(resolved: Resolved, output_dir: Path) -> None:

@@ -3,8 +3,10 @@
 runs/train/
   config.yaml        resolved, with origins          plan.json      what the engine ran
   run.json           status, planned, measured       metrics.jsonl  one object a step
+                                                     metrics.csv    the same as a table
   data/              tokens that the ranks map       report.html    drawn from the others
   model/             a Hugging Face folder           sample.txt     what the model writes
+  model_ema/         its average over the run (ema_decay)
   adapter/           the adapters alone (lora)
   logs/rank_k.log    checkpoints/step-00000100/
 """
@@ -71,6 +73,10 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def model_ema(self) -> Path:
+        return self.path / "model_ema"
 
     @property
     def adapter(self) -> Path:

@@ -28,11 +28,12 @@ from fullshard.engine.stats import communication_seconds
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.observe.metrics import EvalRow, StepRow
-from fullshard.train.loop import Batch, Loop, LoopSettings, Trainee
+from fullshard.train.loop import Batch, Loop, Trainee
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.model import quiet_libraries
 from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
+from fullshard.train.steps import LoopSettings
 from fullshard.train.team import RankTeam
 from fullshard.train.verify_faults import Injection, injection_of
 from fullshard.train.verify_job import WEIGHTS, Job, Pass

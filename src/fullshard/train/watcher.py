@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
+from fullshard.config.schema import RunConfig
 from fullshard.observe import watchdog
 from fullshard.observe.metrics import EvalRow, MetricsWriter, StepRow, keep_rows
+from fullshard.observe.trackers import Names, Trackers
 from fullshard.train.console import RunConsole
 from fullshard.train.run_folder import RunFolder
 
@@ -17,33 +20,38 @@ class RunWatcher:
         console: Of rank 0; None on the others.
         folder: Of the run.
         done: Steps that were finished before; rows of later ones, which will be taken again, go.
+        config: Of the run: its trackers.
 
     Attributes:
+        console: Where rows are shown.
         step: The last update's row, on rank 0 also that of an earlier session.
         evaluation: The last evaluation's.
         num_tokens: Input tokens of this session's updates.
     """
 
-    def __init__(self, console: RunConsole | None, folder: RunFolder, done: int) -> None:
+    def __init__(
+        self, console: RunConsole | None, folder: RunFolder, done: int, config: RunConfig
+    ) -> None:
         self.step: StepRow | None = None
         self.evaluation: EvalRow | None = None
         self.num_tokens = 0
-        self._console = console
+        self.console = console
         self._done = done
-        self._metrics = None
+        self._writers: list[MetricsWriter | Trackers] = []
         if console is not None:
             self.step, self.evaluation = keep_rows(folder.metrics, done)
-            self._metrics = MetricsWriter(folder.metrics)
+            self._writers = [MetricsWriter(folder.metrics), _trackers(config, folder)]
 
     def __enter__(self) -> Self:
-        if self._console is not None:
-            self._console.start(self._done)
+        if self.console is not None:
+            self.console.start(self._done)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console is not None and self._metrics is not None:
-            self._console.stop()
-            self._metrics.close()
+        if self.console is not None:
+            self.console.stop()
+        for writer in self._writers:
+            writer.close()
 
     def entered(self, phase: str, step: int) -> None:
         watchdog.phase(phase, step)
@@ -51,20 +59,36 @@ class RunWatcher:
     def stepped(self, row: StepRow) -> None:
         self.step = row
         self.num_tokens += round(row.tokens_per_s * row.step_time_s)
-        if self._console is not None and self._metrics is not None:
-            self._metrics.write(row)
-            self._console.print_step(row)
+        if self.console is not None:
+            self._write(row)
+            self.console.print_step(row)
 
     def evaluated(self, row: EvalRow) -> None:
         self.evaluation = row
-        if self._console is not None and self._metrics is not None:
-            self._metrics.write(row)
-            self._console.print_evaluation(row)
+        if self.console is not None:
+            self._write(row)
+            self.console.print_evaluation(row)
+
+    def _write(self, row: StepRow | EvalRow) -> None:
+        for writer in self._writers:
+            writer.write(row)
 
     def misses_evaluation(self, step: int) -> bool:
         """Whether the rows, which rank 0 has, end with that step and lack its held-out loss."""
         if self.step is None or self.step.step != step:
             return False
-        return self._console is not None and (
+        return self.console is not None and (
             self.evaluation is None or self.evaluation.step != step
         )
+
+
+def _trackers(config: RunConfig, folder: RunFolder) -> Trackers:
+    training = config.training
+    names = Names(
+        project=training.project,
+        run=training.run_name or folder.path.name,
+        folder=folder.path,
+        logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
+        config=config.model_dump(mode="json"),
+    )
+    return Trackers(training.report_to, names)

@@ -13,9 +13,10 @@ import optax
 
 from fullshard.errors import CheckpointError
 from fullshard.launch.signals import Caught
-from fullshard.train.checkpoints import SCALER, RunCheckpoints
+from fullshard.train.checkpoints import PATIENCE, SCALER, RunCheckpoints
+from fullshard.train.patience import Patience
 from fullshard.train.prepare import StepPlan
-from fullshard.train.resume import POSITION, Resume
+from fullshard.train.resume import Resume
 from fullshard.train.schedule import Schedule
 from fullshard.xla.plan import XlaPlan
 from fullshard.xla.step import State
@@ -49,9 +50,15 @@ class XlaCheckpoints(RunCheckpoints):
     """
 
     def __init__(
-        self, folder: Path, kept: XlaKept, steps: StepPlan, limit: int | None, caught: Caught
+        self,
+        folder: Path,
+        kept: XlaKept,
+        steps: StepPlan,
+        limit: int | None,
+        caught: Caught,
+        patience: Patience,
     ) -> None:
-        super().__init__(folder, cast("Any", kept), steps, limit, caught)
+        super().__init__(folder, cast("Any", kept), steps, limit, caught, patience)
         self._plan = kept.plan
         self.state: State | None = None
 
@@ -62,12 +69,13 @@ class XlaCheckpoints(RunCheckpoints):
         if resume.path is None:
             return fresh(), 0
         try:
-            state, _ = read.load(self._plan, resume.path, tx)
+            state, beside = read.load(self._plan, resume.path, tx)
         except CheckpointError as error:
             if resume.required:
                 raise
             logging.getLogger(__name__).warning("%s", error)
             return fresh(), 0
+        self._patience.load_state_dict(beside.values.get(PATIENCE) or {})
         done = self._check_done(int(state.step), resume.path, resume)
         if jax.process_index() == 0:
             logging.getLogger(__name__).info("resumed after step %d from %s", done, resume.path)
@@ -78,6 +86,6 @@ class XlaCheckpoints(RunCheckpoints):
         kept = cast("XlaKept", self._kept)
         rate = kept.schedule.learning_rate(step - 1)
         groups = [{**group, "lr": rate} for group in kept.groups]
-        values: dict[str, Any] = {POSITION: self._position(step), SCALER: {}}
+        values = {**self._values(step), SCALER: {}}
         settings = self._settings(step, kept.texts, wait=wait)
         write.save(self._folder, self.state, settings, write.Beside(groups, values, kept.tied))

@@ -15,9 +15,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fullshard.errors import DivergedError
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import StepRow
 from fullshard.train.causal_lm import PackedText
-from fullshard.train.loop import Batch, LoopSettings, StepLoop, Watcher, diverged
+from fullshard.train.loop import Batch
+from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
 from fullshard.train.xla_checkpoints import XlaCheckpoints
 from fullshard.xla.step import State, Step
 
@@ -59,20 +60,17 @@ class XlaLoop(StepLoop):
         self._recipe = recipe
         self._keeper = keeper
 
-    def evaluate(self, step: int) -> None:
-        """Held-out loss; without held-out data nothing happens."""
+    def held_out_loss(self, step: int) -> float | None:
+        """In nats a token, the same on all ranks; None where nothing is held out."""
         self._watcher.entered("evaluation", step)
         sums = []
         for batch in self._recipe.held_out():
             if self._stops_within(step):
-                return
+                return None
             sums.append(self._trainee.totals(self._trainee.state, _arrays([batch])))
         if not sums:
-            return
-        loss = sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
-        if not math.isfinite(loss):
-            raise DivergedError(diverged("held-out loss", loss, step))
-        self._watcher.evaluated(EvalRow(step, loss))
+            return None
+        return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
 
     def _step(self, step: int) -> StepRow:
         """One update and what it was like."""
@@ -120,9 +118,9 @@ class XlaLoop(StepLoop):
     def _asked_to_stop(self) -> bool:
         return self._keeper.asked_to_stop()
 
-    def _keep(self, step: int, *, stopping: bool) -> None:
+    def _keep(self, step: int, *, stopping: bool, last: bool) -> None:
         self._keeper.state = self._trainee.state
-        self._keeper.keep(step, stopping=stopping)
+        self._keeper.keep(step, stopping=stopping, last=last)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:

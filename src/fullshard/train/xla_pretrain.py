@@ -28,9 +28,9 @@ from fullshard.train.console import RunConsole
 from fullshard.train.dataset import Dataset
 from fullshard.train.export import write_folder
 from fullshard.train.facts import tokenizer_texts
-from fullshard.train.loop import LoopSettings
 from fullshard.train.model import build_model, build_on_meta, freeze, quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.train.patience import Patience
 from fullshard.train.prepare import (
     StepPlan,
     model_config_of,
@@ -42,6 +42,7 @@ from fullshard.train.result import conclude, environment, planned
 from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder, RunStatus
 from fullshard.train.schedule import Schedule
+from fullshard.train.steps import LoopSettings
 from fullshard.train.watcher import RunWatcher
 from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
 from fullshard.train.xla_loop import XlaLoop, XlaTrainee
@@ -98,15 +99,21 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
     with caught_stop_signals(SAVE_SIGNALS, is_ending) as caught:
         kept = _kept(built, tokenizer_texts(folder.data))
         limit = config.training.save_total_limit
-        keeper = XlaCheckpoints(folder.checkpoints, kept, steps, limit, caught)
+        training = config.training
+        patience = Patience(training.early_stopping_patience, training.early_stopping_threshold)
+        keeper = XlaCheckpoints(folder.checkpoints, kept, steps, limit, caught, patience)
         trainee = _trainee(built, *keeper.load(resume, partial(_initial, built), built.tx))
         per_device = config.training.per_device_eval_batch_size
         sequences = Sequences(dataset.train, dataset.held_out, per_device)
         recipe = PackedText(sequences, steps.order, rank, torch.device("cpu"))
         settings = LoopSettings(
-            steps.num_steps, steps.eval_every, config.training.max_grad_norm, built.schedule
+            steps.num_steps,
+            steps.eval_every,
+            training.max_grad_norm,
+            built.schedule,
+            patience=patience,
         )
-        with RunWatcher(console, folder, trainee.done) as watcher:
+        with RunWatcher(console, folder, trainee.done, config) as watcher:
             XlaLoop(trainee, recipe, settings, keeper, watcher).run(trainee.done)
     watchdog.phase("saving", steps.num_steps)
     weights = _torch_weights(trainee.state)
@@ -115,14 +122,8 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
         return
     write_folder(weights, built.model_config, dataset.tokenizer, folder.model)
     watchdog.phase("")
-    conclude(
-        folder,
-        console,
-        watcher,
-        dataset.facts,
-        config.training.seed,
-        time.perf_counter() - began,
-    )
+    wall_s = time.perf_counter() - began
+    conclude(folder, watcher, dataset.facts, training.seed, wall_s)
 
 
 def _build(config: RunConfig, model_config: PretrainedConfig, steps: StepPlan) -> _Built:

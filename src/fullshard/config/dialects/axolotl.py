@@ -74,7 +74,7 @@ def _many(names: Iterable[str], rule: Rule) -> dict[str, Rule]:
 
 _KERNELS = lost("the model's own kernels run", False, "sdpa", "eager")
 _TEMPLATES = lost("data is trained on as plain text", False)
-_WATCHERS = lost("metrics.jsonl and report.html hold what trackers show", False)
+_WATCHERS = lost("write report_to and project for a tracker", False)
 _ADAPTERS = not_yet("Leave it out: adapters come later", False)
 _OF_ADAPTERS = no_effect("it concerns adapters")
 
@@ -191,7 +191,7 @@ AXOLOTL: Table = {
     ),
     "strict": no_effect("every key is checked"),
     "debug": no_effect("ranks always compare their collectives"),
-    "early_stopping_patience": not_yet("Leave it out"),
+    "early_stopping_patience": to("training.early_stopping_patience"),
     "loss_watchdog_threshold": lost("a run that diverges ends with exit code 9"),
     "loss_watchdog_patience": lost("a run that diverges ends with exit code 9"),
     "low_cpu_mem_usage": no_effect("every rank reads only its own part of the weights"),

@@ -1,0 +1,62 @@
+"""The average of sharded weights is that of whole ones, and lies in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fullshard as fs
+from fullshard.train.ema import Average
+from fullshard.train.loop import Loop
+from support.ragged import NUM_STEPS, RATE, Rows, make_loop, tiny_model
+
+DECAY = 0.75
+
+
+def averaged(weights: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """By the formula, from the weights after every update."""
+    average = weights[0]
+    for later in weights[1:]:
+        average = {name: DECAY * average[name] + (1 - DECAY) * later[name] for name in average}
+    return average
+
+
+def train_with_an_average(folder, optimizer_class):
+    """Weights after every step, the average, the weights afterwards; the same from a checkpoint."""
+    rank, rows, seen = torch.distributed.get_rank(), Rows(), []
+    model, loop, recipe = make_loop(rank, 2, 1, {}, rows)
+    optimizer = optimizer_class(model.parameters(), lr=RATE / 50)
+    average = Average(optimizer, DECAY)
+
+    class Watching(Rows):
+        def stepped(self, row) -> None:
+            seen.append(fs.full_state_dict(model, rank0_only=False))
+
+    trainee = replace(loop._trainee, optimizer=optimizer, average=average)
+    scaler = type(trainee.scaler)(optimizer, torch.device("cpu"), enabled=False)
+    trainee = replace(trainee, scaler=scaler)
+    Loop(trainee, recipe, loop._settings, loop._team, Watching()).run()
+    fs.save(folder, model, optimizer)
+    with average.applied():
+        applied = fs.full_state_dict(model, rank0_only=False)
+    after = fs.full_state_dict(model, rank0_only=False)
+    other = fs.shard(tiny_model(), wrap=["Sequential"])
+    fresh = optimizer_class(other.parameters(), lr=RATE)
+    fs.load(folder, other, fresh)
+    with Average(fresh, DECAY).applied():
+        loaded = fs.full_state_dict(other, rank0_only=False)
+    return seen, applied, after, loaded
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_average_is_that_of_whole_weights_and_is_saved(ranks, tmp_path, optimizer_class):
+    for seen, applied, after, loaded in ranks(2)(train_with_an_average, tmp_path, optimizer_class):
+        assert len(seen) == NUM_STEPS
+        expected = averaged(seen)
+        for name, value in expected.items():
+            assert not torch.equal(value, seen[-1][name])
+            torch.testing.assert_close(applied[name], value, rtol=0, atol=1e-12)
+            assert torch.equal(after[name], seen[-1][name])
+            assert torch.equal(loaded[name], applied[name])
