@@ -242,3 +242,40 @@ def test_a_table_that_is_none_is_refused(plan, words, said):
     found, code = plan(*words)
     assert code == 2
     assert said in found["error"]["message"]
+
+
+DEVICES = """\
+mi400:
+  memory_gib: 402
+  bf16_tflops: 2300
+  memory_tb_s: 19.6
+  link_gb_s: 300
+H100: {memory_gib: 79.1, bf16_tflops: 98.9, memory_tb_s: 3.35, link_gb_s: 450, fabric_gb_s: 50}
+"""
+
+
+def test_devices_of_a_file_are_planned_for_and_replace_ours(plan, tmp_path):
+    file = tmp_path / "devices.yaml"
+    file.write_text(DEVICES)
+    shape = ("examples/plan_llama_405b.yaml", "--nodes", "128", "--gpus")
+    new, _ = plan(*shape, "8xMI400", "--devices", file)
+    assert new["fits"] == "fits"
+    ours, _ = plan(*shape, "8xH100")
+    slow, _ = plan(*shape, "8xH100", "--devices", file)
+    assert new["step_time_s"] < ours["step_time_s"] < slow["step_time_s"] / 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("X1: {memory_gb: 80}", "X1.memory_gb: unknown key. Did you mean 'memory_gib'?"),
+        ("X1: {memory_gib: 80, bf16_tflops: 9}", "X1.memory_tb_s: expected a number above 0, got"),
+        ("X1: 80", "X1.memory_gib: expected a mapping of a device's numbers, got 80"),
+        ("X1: {memory_gib: -1}", "X1.memory_gib: expected a number > 0, got -1"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_named(capfd, config, tmp_path, text, message):
+    file = tmp_path / "devices.yaml"
+    file.write_text(text)
+    assert run(["plan", str(config), "--gpus", "8xX1", "--devices", str(file)]) == 2
+    assert f"devices.yaml: {message}" in capfd.readouterr().err

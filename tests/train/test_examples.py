@@ -17,6 +17,14 @@ SAID = {
 }
 
 
+def test_the_walk_through_a_plan_runs_in_one_process():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "plan_walk.py")], capture_output=True, text=True, check=True
+    )
+    assert "168,313,856 parameters in 11 units" in done.stdout
+    assert "depth 2: " in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SAID)

@@ -24,15 +24,19 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fullshard.config.schema import RunConfig, ShardConfig
+    from fullshard.planner.forecast.devices import Device
     from fullshard.planner.hardware import Gpus
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Outlook
+    from fullshard.planner.outlook import Machine, Outlook
     from fullshard.planner.plan import Plan
     from fullshard.planner.study import Study
 
 app = typer.Typer()
 
-FLAGS = ("--config", "--config_file", "--gpus", "--nodes", "--table", "--out", "--json", "--help")
+FLAGS = (
+    *("--config", "--config_file", "--gpus", "--nodes", "--devices", "--table", "--out"),
+    *("--json", "--help"),
+)
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -45,6 +49,9 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         typer.Option(help="GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8."),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines. Default: 1.")] = None,
+    devices: Annotated[
+        Path | None, typer.Option(help="A YAML file of devices that --gpus may name too.")
+    ] = None,
     table: Annotated[
         Path | None, typer.Option(help="Predict the runs of a CSV file, anybody's, instead.")
     ] = None,
@@ -61,21 +68,24 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     if table is not None:
         from fullshard.cli.plan_table import predict_table
 
-        if words or config or config_file or gpus or nodes:
+        if words or config or config_file or gpus or nodes or devices:
             raise ConfigError(
                 "--table: expected no configuration beside it, because every row is one; got more. "
                 "Plan them one after the other."
             )
         return predict_table(table, out or Path("predictions.csv"))
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.hardware import Fit, parse_gpus
+    from fullshard.planner.hardware import Fit
 
-    hardware = parse_gpus(gpus) if gpus is not None else None
+    hardware, own = _hardware(gpus, devices)
     resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
+    from fullshard.train.outlook import machine_of  # with torch: what is mistyped is said before
+
     try:
         topology = _topology(resolved.config, hardware, nodes)
-        study, strategies = _study(resolved.config, topology, hardware, compares=out is not None)
+        machine = machine_of(hardware, own)
+        study, strategies = _study(resolved.config, topology, machine, compares=out is not None)
     except ConfigError as error:
         raise placed(resolved, error) from error
     _print_plan(study, hardware)
@@ -85,6 +95,17 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         print(f"Figures: {write_plan_page(study, strategies, out)}")
     code = ExitCode.WILL_NOT_FIT if study.outlook.fit is Fit.NO else ExitCode.OK
     return Outcome(_to_dict(study), code)
+
+
+def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
+    """A machine's GPUs, and those that the user has described."""
+    from fullshard.planner.device_file import read_devices
+    from fullshard.planner.forecast.memory import GIB
+    from fullshard.planner.hardware import parse_gpus
+
+    own = read_devices(devices) if devices is not None else {}
+    sizes = {name: round(device.memory_gib * GIB) for name, device in own.items()}
+    return parse_gpus(gpus, own=sizes) if gpus is not None else None, own
 
 
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
@@ -102,13 +123,13 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
 
 
 def _study(
-    config: RunConfig, topology: Topology, hardware: Gpus | None, *, compares: bool
+    config: RunConfig, topology: Topology, machine: Machine, *, compares: bool
 ) -> tuple[Study, list[Outlook]]:
     """The plan, what it takes, what else one could do; other strategies for a page."""
     import fullshard as fs
     from fullshard.planner.search import compare
     from fullshard.planner.study import study
-    from fullshard.train.outlook import job_of, machine_of
+    from fullshard.train.outlook import job_of
 
     model = _model(config)
 
@@ -117,7 +138,6 @@ def _study(
         return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
     job = job_of(model, config.training, topology.world_size)
-    machine = machine_of(hardware)
     found = study(config.sharding, plan_of, job, machine, topology)
     if not compares:
         return found, []

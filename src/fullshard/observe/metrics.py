@@ -30,6 +30,8 @@ class StepRow:
         comm_s: Issuing and awaiting collectives, mean over ranks.
         memory_bytes: In use at the end of the step, on the rank that uses most.
         memory_peak_bytes: Most so far, on the rank that used most.
+        mfu: Model FLOPs utilization, as a share of the devices' bf16 peaks; None where the device
+            is not known.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepRow:
     comm_s: float
     memory_bytes: int
     memory_peak_bytes: int
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -93,8 +94,13 @@ class Gpus:
     memory_bytes: int | None
 
 
-def parse_gpus(text: str, key: str = "--gpus") -> Gpus:
+def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = None) -> Gpus:
     """Read what a user calls a machine's GPUs.
+
+    Args:
+        text: As in the module's docstring.
+        key: Under which errors speak of it.
+        own: Memory in bytes of devices that the user has described, by name in capitals.
 
     Raises:
         ConfigError: it cannot be read, or names a GPU or a variant that nobody knows.
@@ -108,11 +114,14 @@ def parse_gpus(text: str, key: str = "--gpus") -> Gpus:
     count = int(match["count"] or 1)
     name = (match["name"] or "").replace(" ", "").upper()
     size = int(match["size"]) if match["size"] else None
+    own = own or {}
+    if name in own:
+        return Gpus(count, name, own[name])
     if name in GPU_MEMORY:
         return Gpus(count, name, _variant(name, size, key))
     if size is not None:  # a GPU that we do not know, but its memory is said
         return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
-    close = difflib.get_close_matches(name, GPU_MEMORY, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*own, *GPU_MEMORY], n=1, cutoff=0.5)
     advice = f"Did you mean '{close[0]}'? " if close else ""
     advice += f"Or say its memory, as in {count}x{name}-80GB"
     raise ConfigProblems([Problem(key, _EXPECTED, f"unknown GPU '{name}'", advice)])

@@ -119,6 +119,7 @@ class RunConsole:
         rows, last = self._window, self._window[-1]
         time_s = sum(row.step_time_s for row in rows)
         tokens = sum(row.tokens_per_s * row.step_time_s for row in rows)
+        samples = sum(row.samples_per_s * row.step_time_s for row in rows)
         shares = " ".join(
             f"{name} {sum(getattr(row, field) for row in rows) / time_s:3.0%}"
             for name, field in (("data", "data_s"), ("compute", "compute_s"), ("comm", "comm_s"))
@@ -129,7 +130,9 @@ class RunConsole:
             self._head(last.step)
             .append(f"loss {loss}", style="bold")
             .append(f"  grad norm {_norm(last)}  lr {last.learning_rate:.1e}")
-            .append(f"  {tokens / time_s:>6,.0f} tokens/s  {human_bytes(last.memory_peak_bytes)}")
+            .append(f"  {tokens / time_s:>6,.0f} tokens/s  {samples / time_s:.3g} samples/s")
+            .append("" if last.mfu is None else f"  MFU {last.mfu:.0%}")
+            .append(f"  {human_bytes(last.memory_peak_bytes)}")
             .append(f"  {shares}", style="dim")
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,7 @@ class _Run:
         per_device = self.config.training.per_device_eval_batch_size
         return make_recipe(self.dataset, self.steps.order, per_device, self.seat)
 
+    @cached_property
     def view(self) -> View:
         """The run as the planner sees it."""
         bare = model_on_meta(self.config, self.model_config)
@@ -199,9 +200,10 @@ def _learn(
         done = keeper.resume(run.resume)
         speak = partial(_speak, model, run.dataset, config, console)
         trainee = replace(trainee, keeper=keeper, speak=speak)
-        with RunWatcher(console, folder, done, config) as watcher:
+        speed = run.view.utilization if console else None
+        with RunWatcher(console, folder, done, config, speed) as watcher:
             loop = Loop(trainee, recipe, settings, team, watcher)
-            with answered(run.view):
+            with answered(lambda: run.view):
                 loop.run(done)
     return loop, watcher
 
@@ -241,7 +243,7 @@ def _announced(run: _Run, model: nn.Module) -> RunConsole:
     run.folder.plan.write_text(facts.plan.to_json(), encoding="utf-8")
     run.folder.update_record(
         status=RunStatus.RUNNING,
-        planned=planned(facts.plan, run.steps, run.view().outlook),
+        planned=planned(facts.plan, run.steps, run.view.outlook),
         environment=environment(),
     )
     console.print_banner(f"fullshard {run.command}  {run.folder.path}", banner(facts))

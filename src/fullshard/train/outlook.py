@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, Strategy
 from fullshard.launch.topology import configured_topology
 from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import find_device
+from fullshard.planner.forecast.devices import Device, find_device
 from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.workload import Batch
 from fullshard.planner.hardware import Gpus
@@ -74,10 +75,17 @@ def _active_params(model: nn.Module, config: Any, numel: int) -> float | None:
     return numel - experts * (1 - chosen / count)
 
 
-def machine_of(hardware: Gpus | None) -> Machine:
-    """What a rank runs on, as far as the description of a machine's GPUs says."""
+def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -> Machine:
+    """What a rank runs on, as far as the description of a machine's GPUs says.
+
+    Args:
+        hardware: The description.
+        own: Devices that the user has described, by name.
+    """
     if hardware is None or hardware.memory_bytes is None:
         return Machine(None, None)
+    if own and hardware.name in own:
+        return Machine(own[hardware.name], hardware.memory_bytes)
     try:
         device = find_device(hardware.name, hardware.memory_bytes / GIB) if hardware.name else None
     except KeyError:
@@ -108,6 +116,17 @@ class View:
     plan_of: PlanOf
     machine: Machine
     hosts: int
+
+    def utilization(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilization of all ranks: a share of what the devices' bf16 peaks allow.
+
+        None where the device is not known.
+        """
+        device, job = self.machine.device, self.outlook.job
+        if device is None:
+            return None
+        flops = job.model.flops_per_token(job.batch.seq_len)
+        return tokens_per_s * flops / (device.peak * self.outlook.plan.mesh.world_size)
 
     def advice(self) -> list[str]:
         """What would fit, or be faster, in words."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +23,7 @@ class RunWatcher:
         folder: Of the run.
         done: Steps that were finished before; rows of later ones, which will be taken again, go.
         config: Of the run: its trackers.
+        utilization: Tokens a second -> model FLOPs utilization, where that is known.
 
     Attributes:
         console: Where rows are shown.
@@ -30,13 +33,19 @@ class RunWatcher:
     """
 
     def __init__(
-        self, console: RunConsole | None, folder: RunFolder, done: int, config: RunConfig
+        self,
+        console: RunConsole | None,
+        folder: RunFolder,
+        done: int,
+        config: RunConfig,
+        utilization: Callable[[float], float | None] | None = None,
     ) -> None:
         self.step: StepRow | None = None
         self.evaluation: EvalRow | None = None
         self.num_tokens = 0
         self.console = console
         self._done = done
+        self._utilization = utilization
         self._writers: list[MetricsWriter | Trackers] = []
         if console is not None:
             self.step, self.evaluation = keep_rows(folder.metrics, done)
@@ -57,11 +66,13 @@ class RunWatcher:
         watchdog.phase(phase, step)
 
     def stepped(self, row: StepRow) -> None:
-        self.step = row
         self.num_tokens += round(row.tokens_per_s * row.step_time_s)
         if self.console is not None:
+            if self._utilization is not None:
+                row = replace(row, mfu=self._utilization(row.tokens_per_s))
             self._write(row)
             self.console.print_step(row)
+        self.step = row
 
     def evaluated(self, row: EvalRow) -> None:
         self.evaluation = row

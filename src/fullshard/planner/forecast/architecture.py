@@ -63,6 +63,14 @@ class Architecture:
         """Parameters that a token is multiplied with."""
         return self.layers * self.block_params + self.head_params
 
+    def flops_per_token(self, seq_len: int) -> float:
+        """Of a forward and backward, as model FLOPs utilization counts them: nothing twice.
+
+        References:
+            PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+        """
+        return 6 * self.active_params + 12 * self.layers * self.query_width * seq_len
+
     @property
     def held_block_params(self) -> float:
         """Parameters of one block as it is held, with all experts."""
