@@ -32,7 +32,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-scale bench-overlap bench-planner chaos long-parity gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-scale bench-overlap bench-planner chaos distill-study long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -55,6 +55,7 @@ help:
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
 	@echo "make bench-planner   the forecast beside published runs that it was not fitted to"
 	@echo "make chaos      kill ranks at random moments of training and saving, 200 times"
+	@echo "make distill-study  a student with its teacher and alone, three rates, three seeds"
 	@echo "make long-parity  a thousand steps of DDP, FSDP2 and fullshard, their losses in one plot"
 	@echo "make docs       the documentation, into docs/_build/html"
 	@echo "make clean      remove build artefacts and caches (not $(VENV), not runs)"
@@ -135,6 +136,9 @@ bench-gpu:
 
 chaos: $(VENV)/.stamp-setup
 	$(BIN)/python tools/chaos.py $(ARGS)
+
+distill-study: $(VENV)/.stamp-setup
+	$(BIN)/python benchmarks/distill_study.py $(ARGS)
 
 long-parity: $(VENV)/.stamp-setup
 	$(BIN)/python benchmarks/long_parity.py $(ARGS)

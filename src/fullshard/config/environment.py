@@ -96,25 +96,6 @@ class LaunchEnvironment:
         return variables | {name: str(value) for name, value in theirs.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class HostEnvironment:
-    """What else of the environment changes what we do.
-
-    Args:
-        omp_num_threads: threads that the user gave each process; None: not said.
-        visible_devices: the accelerators that the user left visible; None: all of them.
-        color: True or False where FORCE_COLOR or NO_COLOR say so; None: a terminal decides.
-        columns: width of the terminal where COLUMNS says so.
-        cache_dir: where caches of this user belong.
-    """
-
-    omp_num_threads: int | None
-    visible_devices: tuple[str, ...] | None
-    color: bool | None
-    columns: int | None
-    cache_dir: Path
-
-
 OURS = "FULLSHARD_"
 
 # Rank, size, local rank, local size, what names the job: Open MPI; MPICH and Intel MPI (Hydra).
@@ -161,19 +142,10 @@ def read_launch_environment(
     return None
 
 
-def read_host_environment(variables: Mapping[str, str] | None = None) -> HostEnvironment:
-    """What else of the environment matters; `variables` instead of os.environ, for tests."""
-    reader = _Variables(os.environ if variables is None else variables)
-    visible = reader.text("CUDA_VISIBLE_DEVICES")
-    color = False if reader.text("NO_COLOR") else True if reader.text("FORCE_COLOR") else None
-    home = reader.text("XDG_CACHE_HOME")
-    return HostEnvironment(
-        omp_num_threads=reader.integer("OMP_NUM_THREADS", at_least=1),
-        visible_devices=None if visible is None else _visible(visible),
-        color=color,
-        columns=reader.integer("COLUMNS", at_least=0) or None,
-        cache_dir=(Path(home) if home else Path.home() / ".cache") / "fullshard",
-    )
+def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
+    """Where caches of this user belong; `variables` instead of os.environ, for tests."""
+    home = _Variables(os.environ if variables is None else variables).text("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "fullshard"
 
 
 def notable_variables() -> dict[str, str]:
@@ -381,13 +353,6 @@ def _first_host(nodes: str) -> str | None:
     """`gpu[07-09,12],x1` as gpu07: the first host of SLURM's list."""
     match = re.match(r"([^,\[\]]+)(?:\[(\w+))?", nodes)
     return match[1] + (match[2] or "") if match else None
-
-
-def _visible(text: str) -> tuple[str, ...]:
-    """`0,1` as two devices; `-1` and an empty list hide all."""
-    devices = [part.strip() for part in text.split(",") if part.strip()]
-    hidden = devices.index("-1") if "-1" in devices else len(devices)
-    return tuple(devices[:hidden])
 
 
 def _refuse(name: str, expected: str, got: str, advice: str = "") -> Never:

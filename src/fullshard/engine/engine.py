@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -385,8 +385,3 @@ def _refuse_training_unsharded() -> None:
             "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole parameters "
             "have no place at rest. Train outside of the block."
         )
-
-
-def units_of(model: nn.Module) -> Sequence[Unit]:
-    """The units of a sharded model on this rank."""
-    return engine_of(model).units

@@ -130,11 +130,6 @@ class UnitPlan:
     def trainable(self) -> bool:
         return any(group.trainable for group in self.groups)
 
-    @property
-    def aliased(self) -> bool:
-        """Whether nothing is ever gathered: the master itself is read."""
-        return all(group.slot is None for group in self.groups)
-
 
 def ancestors_of(units: Sequence[UnitPlan], unit: UnitPlan) -> tuple[int, ...]:
     """The units around a unit, innermost first."""

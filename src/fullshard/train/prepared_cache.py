@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fullshard import __version__
-from fullshard.config.environment import read_host_environment
+from fullshard.config.environment import cache_folder
 from fullshard.train.chat_dataset import ChatDataset, ChatSettings
 from fullshard.train.conversations import Examples
 
@@ -39,7 +39,7 @@ def cached(
     make: Callable[[], ChatDataset],
 ) -> ChatDataset:
     """What was prepared before, or `make`'s result, which is kept where the disk lets us."""
-    folder = read_host_environment().cache_dir / "chats" / _key(data, settings, tokenizer)
+    folder = cache_folder() / "chats" / _key(data, settings, tokenizer)
     if folder.is_dir():
         logger.info("data: prepared before, taken from %s", folder)
         return ChatDataset.load(folder)

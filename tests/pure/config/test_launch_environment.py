@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fullshard.config.environment import (
     LaunchEnvironment,
     Launcher,
+    cache_folder,
     current_variables,
-    read_host_environment,
     read_launch_environment,
 )
 from fullshard.errors import ConfigError
@@ -251,23 +251,6 @@ def test_the_process_reads_its_own_environment(monkeypatch):
     assert current_variables()["RANK"] == "3"
 
 
-def test_the_rest_of_the_environment_is_read_once_and_typed():
-    host = read_host_environment(
-        {
-            "OMP_NUM_THREADS": "2",
-            "CUDA_VISIBLE_DEVICES": "0, 3,-1,4",
-            "NO_COLOR": "1",
-            "FORCE_COLOR": "1",
-            "COLUMNS": "90",
-            "XDG_CACHE_HOME": "/caches",
-        }
-    )
-    assert host.omp_num_threads == 2
-    assert host.visible_devices == ("0", "3")
-    assert host.color is False
-    assert host.columns == 90
-    assert host.cache_dir == Path("/caches/fullshard")
-    bare = read_host_environment({})
-    assert (bare.omp_num_threads, bare.visible_devices, bare.color) == (None, None, None)
-    assert read_host_environment({"CUDA_VISIBLE_DEVICES": ""}).visible_devices == ()
-    assert read_host_environment({"FORCE_COLOR": "1"}).color is True
+def test_caches_lie_where_the_user_has_them():
+    assert cache_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/fullshard")
+    assert cache_folder({}) == Path.home() / ".cache" / "fullshard"

@@ -164,6 +164,7 @@ def test_each_enum_has_a_table_and_no_table_shadows_its_own_words():
         ("cos", ["linear", "cosine", "constant"], "cosine"),
         ("const", ["constant", "constant_with_warmup"], "constant"),
         ("LEARNING-RATE", ["learning_rate"], "learning_rate"),
+        ("prefetch_forward", ["backward_prefetch", "forward_prefetch"], "forward_prefetch"),
         ("xyz", ["full_shard", "no_shard"], None),
         ("", ["a"], None),
     ],

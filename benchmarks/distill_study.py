@@ -1,0 +1,154 @@
+"""Does a student learn more from its teacher than from the text alone? (`make distill-study`)
+
+python benchmarks/distill_study.py [--steps 200] [--out benchmarks/results]
+
+A small mixture of experts is trained as the teacher, the student of the default distillation is cut
+out of it, and trained on the same tokens in the same order with the teacher and without: at each of
+three learning rates and with three seeds. Each side is judged at its best rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student_t
+
+from fullshard.bench.machine import Neighbours
+from fullshard.bench.page import Page
+
+SIDES = ("distilled", "alone")
+CONFIDENCE = 0.95
+
+
+def run(*words: object) -> dict[str, Any]:
+    """What a command of fullshard measured, on one rank of its own.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    command = [sys.executable, "-m", "fullshard", "--json", *map(str, words), "num_processes=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
+    return json.loads(done.stdout)["measured"]
+
+
+def job(name: str) -> Path:
+    """A configuration that ships with fullshard."""
+    return Path(str(files("fullshard.config.defaults").joinpath(name)))
+
+
+def study(folder: Path, steps: int, rates: list[float], seeds: list[int]) -> dict[str, Any]:
+    """Held-out losses of both sides, by rate and seed, and the teacher's."""
+    teacher, cut = folder / "teacher", folder / "cut"
+    distills, teaches = job("distill_job.yaml"), job("teacher_job.yaml")
+    kept = ("save_strategy=no", "per_device_train_batch_size=8")
+    taught = run("train", teaches, f"output_dir={teacher}", "eval_strategy=steps", *kept)
+    whole = f"teacher={teacher / 'model'}"
+    # A rate of zero leaves the student as it was cut.
+    run("distill", distills, whole, f"output_dir={cut}", "max_steps=1", "learning_rate=0", *kept)
+    student = cut / "model"
+
+    def one(side: str, rate: float, seed: int) -> float:
+        place = folder / f"{side}-{rate:g}-{seed}"
+        how = (f"output_dir={place}", f"max_steps={steps}", f"learning_rate={rate}", *kept)
+        if side == "distilled":
+            words = ("distill", distills, whole, f"student={student}", "layers=null")
+            return run(*words, "experts=null", f"seed={seed}", *how)["eval_loss"]
+        text = ("train", teaches, "model.config=null", f"model={student}", f"seed={seed}")
+        shape = ("lr_scheduler_type=cosine", "warmup_steps=20", "eval_strategy=steps")
+        return run(*text, *shape, *how)["eval_loss"]
+
+    cases = list(product(SIDES, rates, seeds))
+    with ThreadPoolExecutor(2) as pool:
+        losses = list(pool.map(lambda case: one(*case), cases))
+    return {"teacher_loss": taught["eval_loss"], "runs": list(zip(cases, losses, strict=True))}
+
+
+def judge(found: dict[str, Any], rates: list[float], seeds: list[int]) -> dict[str, Any]:
+    """Each side at its best rate, and the interval of their difference over the seeds."""
+    losses = {tuple(case): loss for case, loss in found["runs"]}
+
+    def of(side: str, rate: float) -> list[float]:
+        return [losses[side, rate, seed] for seed in seeds]
+
+    best = {side: min(rates, key=lambda r, s=side: statistics.mean(of(s, r))) for side in SIDES}
+    gains = [
+        alone - distilled
+        for alone, distilled in zip(
+            of("alone", best["alone"]), of("distilled", best["distilled"]), strict=True
+        )
+    ]
+    mean = statistics.mean(gains)
+    reach = student_t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1)
+    half = reach * statistics.stdev(gains) / math.sqrt(len(gains))
+    return {"best_rate": best, "gain": mean, "low": mean - half, "high": mean + half}
+
+
+def page(found: dict[str, Any], verdict: dict[str, Any], steps: int, shared: float) -> Page:
+    """All runs as a table."""
+    rows = [
+        {"side": side, "learning_rate": rate, "seed": seed, "eval_loss": loss}
+        for (side, rate, seed), loss in found["runs"]
+    ]
+    rates = sorted({row["learning_rate"] for row in rows})
+    cells = []
+    for side, rate in product(SIDES, rates):
+        losses = [r["eval_loss"] for r in rows if (r["side"], r["learning_rate"]) == (side, rate)]
+        chosen = "best" if verdict["best_rate"][side] == rate else ""
+        shown = ", ".join(f"{loss:.4f}" for loss in losses)
+        cells.append([side, f"{rate:g}", shown, f"{statistics.mean(losses):.4f}", chosen])
+    gain = f"{verdict['gain']:.4f} [{verdict['low']:.4f}, {verdict['high']:.4f}]"
+    return Page(
+        "distill_study",
+        "A student with its teacher and alone",
+        f"python benchmarks/distill_study.py --steps {steps}",
+        [*rows, {"teacher_loss": found["teacher_loss"]}, verdict],
+        ["student", "learning rate", "held-out loss by seed, nats", "mean", ""],
+        cells,
+        [
+            "Teacher and student are those of `fullshard distill` without a configuration: a "
+            "Qwen3-MoE of 4 layers and 8 experts, and 2 layers with 4 experts cut out of it.",
+            f"Both sides begin with the same weights and see the same {steps} steps of 8 x 128 "
+            "tokens in the same order; a seed changes the order. Alone means the cross-entropy "
+            "of the text, by `fullshard train`.",
+            "Each side is judged at the rate with the lowest mean; the interval is Student's t "
+            f"over the seeds' paired differences, {CONFIDENCE:.0%}.",
+        ],
+        shared,
+        notes=[
+            f"The teacher's held-out loss is {found['teacher_loss']:.4f}.",
+            f"The teacher brings {gain} nats a token.",
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    folder = tempfile.TemporaryDirectory(prefix="fullshard-study-")
+    with Neighbours() as neighbours, folder as name:
+        found = study(Path(name), options.steps, options.rates, options.seeds)
+    verdict = judge(found, options.rates, options.seeds)
+    result = page(found, verdict, options.steps, neighbours.share)
+    print(result.to_markdown())
+    result.write(options.out)
+
+
+if __name__ == "__main__":
+    main()
