@@ -113,7 +113,7 @@ def page(found: dict[str, Any], verdict: dict[str, Any], steps: int, shared: flo
     return Page(
         "distill_study",
         "A student with its teacher and alone",
-        f"python benchmarks/distill_study.py --steps {steps}",
+        "python benchmarks/distill_study.py " + " ".join(sys.argv[1:]),
         [*rows, {"teacher_loss": found["teacher_loss"]}, verdict],
         ["student", "learning rate", "held-out loss by seed, nats", "mean", ""],
         cells,
@@ -141,9 +141,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if len(options.seeds) < 2:
+        parser.error("--seeds: expected two or more: their differences make the interval")
     folder = tempfile.TemporaryDirectory(prefix="fullshard-study-")
     with Neighbours() as neighbours, folder as name:
         found = study(Path(name), options.steps, options.rates, options.seeds)
+    print(json.dumps(found), flush=True)
     verdict = judge(found, options.rates, options.seeds)
     result = page(found, verdict, options.steps, neighbours.share)
     print(result.to_markdown())

@@ -37,6 +37,7 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
     "config.json",
 )
 
+AVERAGE = "ema"  # among a parameter's optimizer states: the average of its values
 OWN = "$rank"  # marks values of which each rank saved its own
 
 ITEMSIZE = {

@@ -103,6 +103,10 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
     from fullshard.planner.forecast.memory import GIB
     from fullshard.planner.hardware import parse_gpus
 
+    if devices is not None and gpus is None:
+        raise ConfigError(
+            "--devices: expected --gpus beside it, which names one of them; got none."
+        )
     own = read_devices(devices) if devices is not None else {}
     sizes = {name: round(device.memory_gib * GIB) for name, device in own.items()}
     return parse_gpus(gpus, own=sizes) if gpus is not None else None, own

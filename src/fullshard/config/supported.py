@@ -92,7 +92,7 @@ XLA = (
 )
 
 XLA_TRAINING = (
-    NotYet("ema_decay", _any("ema_decay"), "Leave it out"),
+    NotYet("ema_decay", lambda c: c.ema_decay, "Leave it out"),
     NotYet("max_skipped_steps", _any("max_skipped_steps"), "Leave it out"),
 )
 

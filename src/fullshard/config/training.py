@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from fullshard.config.fields import (
     Count,
@@ -203,6 +203,18 @@ class TrainingConfig(Section):
 
     optim: Word[Optimizer] = Optimizer.ADAMW_TORCH_FUSED
     """adamw_torch_fused | adamw_torch | sgd."""
+
+    @model_validator(mode="after")
+    def _has_what_it_waits_for(self) -> Self:
+        waits = self.early_stopping_patience is not None
+        if waits and self.evaluates is IntervalStrategy.NO:
+            advice = "It counts held-out losses"
+            expected, got = "eval_steps or eval_strategy beside it", "neither"
+            raise ConfigProblems([Problem("early_stopping_patience", expected, got, advice)])
+        if not waits and self.early_stopping_threshold:
+            expected, got = "early_stopping_patience beside it", "none"
+            raise ConfigProblems([Problem("early_stopping_threshold", expected, got)])
+        return self
 
     @property
     def evaluates(self) -> IntervalStrategy:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.format import AVERAGE
 from fullshard.doors.chunks import joined_ranks
 from fullshard.doors.pickles import read_pickle
 from fullshard.doors.source import Entry, OptimizerSource, Source
@@ -109,7 +110,7 @@ def _kind_of(
     states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """The class that has such states: its name is in no state dict."""
-    names = {state for values in states.values() for state in values}
+    names = {state for values in states.values() for state in values} - {AVERAGE}
     if names and names <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
         decoupled = groups[0].get("decoupled_weight_decay") if groups else None
         return None if decoupled is None else "AdamW" if decoupled else "Adam"

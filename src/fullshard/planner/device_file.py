@@ -10,6 +10,7 @@ MI400:                   # as --gpus names it: 8xMI400
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -64,22 +65,34 @@ def read_devices(path: Path) -> dict[str, Device]:
     """
     values = cast("Mapping[Any, Any]", OmegaConf.to_container(read_file(path).config))
     found: dict[str, Device] = {}
-    for name, entry in values.items():
+    for written, entry in values.items():
+        name = str(written).upper().replace(" ", "")
         try:
-            found[str(name).upper().replace(" ", "")] = _device(str(name), entry)
+            if not re.fullmatch(r"[A-Z][A-Z0-9]*[A-Z0-9]", name) or re.search(r"\dG(I?)B$", name):
+                raise ConfigProblems([Problem("", "a name of letters and digits", show(written))])
+            if name in found:
+                raise ConfigProblems([Problem("", "each device once", f"{name} twice")])
+            found[name] = _device(name, entry)
         except ConfigProblems as error:
-            where = f"{path}: {name}."
-            raise error.map(lambda one, w=where: replace(one, key=f"{w}{one.key}")) from None
+            where = f"{path}: {written}"
+            raise error.map(lambda one, w=where: _below(one, w)) from None
     return found
+
+
+def _below(problem: Problem, where: str) -> Problem:
+    return replace(problem, key=f"{where}.{problem.key}" if problem.key else where)
 
 
 def _device(name: str, values: object) -> Device:
     if not isinstance(values, dict):
-        raise ConfigProblems([Problem(NEEDED[0], "a mapping of a device's numbers", show(values))])
+        raise ConfigProblems([Problem("", "a mapping of its numbers", show(values))])
     entry = DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()})
     missing = [key for key in NEEDED if getattr(entry, key) is None]
     if missing:
-        raise ConfigProblems([Problem(key, "a number above 0", "nothing") for key in missing])
+        advice = "Its data sheet has it"
+        raise ConfigProblems(
+            [Problem(key, "a number above 0", "nothing", advice) for key in missing]
+        )
     peak, bandwidth = entry.bf16_tflops or 0.0, entry.memory_tb_s or 0.0
     return Device(
         name,

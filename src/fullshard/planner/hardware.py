@@ -116,6 +116,9 @@ def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = N
     size = int(match["size"]) if match["size"] else None
     own = own or {}
     if name in own:
+        if size is not None:
+            advice = f"--devices says what {name} holds: leave {size}{match['unit']} out"
+            raise ConfigProblems([Problem(key, f"{count}x{name}", repr(text), advice)])
         return Gpus(count, name, own[name])
     if name in GPU_MEMORY:
         return Gpus(count, name, _variant(name, size, key))

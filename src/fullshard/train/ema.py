@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-STATE = "ema"
+from fullshard.checkpoint.format import AVERAGE
 
 
 class Average:
@@ -38,10 +38,10 @@ class Average:
         it, and must find none: it makes its own where there is nothing.
         """
         for param, state in self._states():
-            if STATE in state:
-                state[STATE].lerp_(param, 1.0 - self._decay)
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(param, 1.0 - self._decay)
             elif param.grad is not None:
-                state[STATE] = param.detach().clone()
+                state[AVERAGE] = param.detach().clone()
 
     @contextmanager
     def applied(self) -> Generator[None]:
@@ -55,10 +55,16 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         for param, state in self._states():
-            if STATE in state:
+            if AVERAGE in state:
                 kept = param.detach().clone()
-                param.copy_(state[STATE])
-                state[STATE].copy_(kept)
+                param.copy_(state[AVERAGE])
+                state[AVERAGE].copy_(kept)
+
+    @staticmethod
+    def forget(optimizer: torch.optim.Optimizer) -> bool:
+        """Drops what a checkpoint has of an average that this run does not keep."""
+        found = [state.pop(AVERAGE, None) is not None for state in optimizer.state.values()]
+        return any(found)
 
     def _states(self) -> Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         for group in self._optimizer.param_groups:

@@ -7,6 +7,8 @@ run folder  config.yaml, data/  --->  model, optimizer, recipe  --->  loop
 
 from __future__ import annotations
 
+import logging
+import shutil
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -64,6 +66,8 @@ from fullshard.train.watcher import RunWatcher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, run_dir: Path) -> None:
@@ -146,9 +150,9 @@ class _Run:
         bare = model_on_meta(self.config, self.model_config)
         return view_of(self.config, bare, self.seat.world_size)
 
-    def export(self, model: nn.Module, place: Path) -> None:
-        """Writes what can be opened anywhere; all ranks call it."""
-        adapters = Adapters.of(self.config, weights_folder(self.config), self.folder.adapter)
+    def export(self, model: nn.Module, place: Path, adapter: Path) -> None:
+        """Writes what can be opened anywhere, adapters alone too; all ranks call it."""
+        adapters = Adapters.of(self.config, weights_folder(self.config), adapter)
         save_model(model, self.model_config, self.dataset.tokenizer, place, adapters)
 
 
@@ -168,12 +172,15 @@ def _train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
     console = _announced(run, model) if seat.is_first else None
     loop, watcher = _learn(run, model, recipe, console)
     watchdog.phase("saving", run.steps.num_steps)
-    run.export(model, folder.model)
+    run.export(model, folder.model, folder.adapter)
     average_loss = None
+    if loop.average is None and seat.is_first:  # what an earlier session left would be no average
+        for stale in (folder.model_ema, folder.adapter_ema):
+            shutil.rmtree(stale, ignore_errors=True)
     if loop.average is not None:
         with loop.average.applied():
             average_loss = loop.held_out_loss(run.steps.num_steps)
-            run.export(model, folder.model_ema)
+            run.export(model, folder.model_ema, folder.adapter_ema)
     watchdog.phase("")
     if console:
         wall_s = time.perf_counter() - began
@@ -198,6 +205,8 @@ def _learn(
             settings.patience,
         )
         done = keeper.resume(run.resume)
+        if trainee.average is None and Average.forget(trainee.optimizer) and seat.is_first:
+            logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")
         speak = partial(_speak, model, run.dataset, config, console)
         trainee = replace(trainee, keeper=keeper, speak=speak)
         speed = run.view.utilization if console else None

@@ -210,7 +210,7 @@ class Loop(StepLoop):
         )
         self._stopping = any(part[-1] for part in parts)
         loss = self._mean_loss(parts, num_tokens)
-        if finite and not math.isfinite(loss):
+        if not math.isfinite(loss) and (finite or self._scaler.enabled):  # no scale mends a loss
             raise DivergedError(diverged("loss", loss, step))
         return self._row(step, loss, grad_norm, parts)
 

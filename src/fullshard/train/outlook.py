@@ -125,7 +125,10 @@ class View:
         device, job = self.machine.device, self.outlook.job
         if device is None:
             return None
-        flops = job.model.flops_per_token(job.batch.seq_len)
+        units = self.outlook.plan.units
+        trained = sum(unit.numel for unit in units if unit.trainable)
+        share = trained / sum(unit.numel for unit in units)
+        flops = job.model.flops_per_token(job.batch.seq_len, share)
         return tokens_per_s * flops / (device.peak * self.outlook.plan.mesh.world_size)
 
     def advice(self) -> list[str]:

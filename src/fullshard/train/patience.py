@@ -10,7 +10,7 @@ class Patience:
     """Counts evaluations without a better held-out loss.
 
     Args:
-        evaluations: In a row, after which it is lost; None: never.
+        evaluations: In a row, after which it is lost; None: never, and nothing is counted.
         threshold: By how much a loss must be below the best one, in nats.
     """
 
@@ -29,7 +29,7 @@ class Patience:
         """Takes a held-out loss into account; it is the same on every rank."""
         if loss < self._best - self._threshold:
             self._best, self._waited = loss, 0
-        else:
+        elif self._evaluations is not None:
             self._waited += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Patience:
         return {"best": self._best if math.isfinite(self._best) else None, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint, which may be older than this."""
+        """Goes on from a checkpoint of the same run, which may be older than this."""
         best = state.get("best")
         self._best = math.inf if best is None else float(best)
         self._waited = int(state.get("waited", 0))

@@ -4,6 +4,8 @@
 auto            goes on                    goes on                             moved to .1, .2
 never           moved                      moved                               moved
 PATH            moved; the new run begins with the model, optimizer and position of PATH
+
+A run that ended early (early_stopping_patience) is a finished one, however many steps are asked.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ runs/train/
   data/              tokens that the ranks map       report.html    drawn from the others
   model/             a Hugging Face folder           sample.txt     what the model writes
   model_ema/         its average over the run (ema_decay)
-  adapter/           the adapters alone (lora)
+  adapter/           the adapters alone (lora); adapter_ema/
   logs/rank_k.log    checkpoints/step-00000100/
 """
 
@@ -81,6 +81,10 @@ class RunFolder:
     @property
     def adapter(self) -> Path:
         return self.path / "adapter"
+
+    @property
+    def adapter_ema(self) -> Path:
+        return self.path / "adapter_ema"
 
     @property
     def sample(self) -> Path:

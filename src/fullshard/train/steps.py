@@ -72,6 +72,8 @@ class StepLoop(ABC):
         due = done > 0 and self._evaluates_after(done)  # and it may have been stopped before it
         if due and self._on_any_rank(self._watcher.misses_evaluation(done)):
             self.evaluate(done)
+            if self._stopping:  # it was left once more, and its step is saved
+                self._keep(done, stopping=True, last=False)
         patience = self._settings.patience
         for step in range(done + 1, num_steps + 1):
             if patience.is_lost:

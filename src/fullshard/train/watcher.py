@@ -46,21 +46,24 @@ class RunWatcher:
         self.console = console
         self._done = done
         self._utilization = utilization
-        self._writers: list[MetricsWriter | Trackers] = []
+        self._metrics: MetricsWriter | None = None
+        self._trackers: Trackers | None = None
         if console is not None:
             self.step, self.evaluation = keep_rows(folder.metrics, done)
-            self._writers = [MetricsWriter(folder.metrics), _trackers(config, folder)]
+            self._metrics = MetricsWriter(folder.metrics)
+            self._trackers = _trackers(config, folder, done)
 
     def __enter__(self) -> Self:
         if self.console is not None:
             self.console.start(self._done)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self.console is not None:
             self.console.stop()
-        for writer in self._writers:
-            writer.close()
+        if self._metrics is not None and self._trackers is not None:
+            self._metrics.close()
+            self._trackers.close(is_good=error is None)
 
     def entered(self, phase: str, step: int) -> None:
         watchdog.phase(phase, step)
@@ -81,8 +84,9 @@ class RunWatcher:
             self.console.print_evaluation(row)
 
     def _write(self, row: StepRow | EvalRow) -> None:
-        for writer in self._writers:
-            writer.write(row)
+        if self._metrics is not None and self._trackers is not None:
+            self._metrics.write(row)
+            self._trackers.write(row)
 
     def misses_evaluation(self, step: int) -> bool:
         """Whether the rows, which rank 0 has, end with that step and lack its held-out loss."""
@@ -93,7 +97,7 @@ class RunWatcher:
         )
 
 
-def _trackers(config: RunConfig, folder: RunFolder) -> Trackers:
+def _trackers(config: RunConfig, folder: RunFolder, done: int) -> Trackers:
     training = config.training
     names = Names(
         project=training.project,
@@ -101,5 +105,6 @@ def _trackers(config: RunConfig, folder: RunFolder) -> Trackers:
         folder=folder.path,
         logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
         config=config.model_dump(mode="json"),
+        done=done,
     )
     return Trackers(training.report_to, names)

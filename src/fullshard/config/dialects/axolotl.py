@@ -12,6 +12,7 @@ from fullshard.config.dialects.rules import (
     Meaning,
     Rule,
     Said,
+    Status,
     Table,
     is_auto,
     is_empty,
@@ -23,7 +24,8 @@ from fullshard.config.dialects.rules import (
     translated,
 )
 from fullshard.config.dialects.trainer import FLAT, steps_share
-from fullshard.config.fields import Rejected
+from fullshard.config.fields import Rejected, means_same
+from fullshard.config.problems import ConfigProblems, Problem, show
 
 
 def _times_an_epoch(kind: str) -> Rule:
@@ -60,7 +62,7 @@ def _datasets(value: object, _: Said) -> Meaning:
     entry = cast("Mapping[str, object]", first)
     why = "as plain text" + (", the first of the list" if len(members) > 1 else "")
     if entry.get("type") not in (None, "completion", "pretrain"):
-        why += "; templates belong to `fullshard sft`, which is not there yet"
+        why += "; `fullshard sft` reads conversations, by their columns"
     values: dict[str, object] = {"data.path": entry.get("path")}
     for name in ("field", "text_column"):
         if not is_empty(entry.get(name)):
@@ -75,8 +77,35 @@ def _many(names: Iterable[str], rule: Rule) -> dict[str, Rule]:
 _KERNELS = lost("the model's own kernels run", False, "sdpa", "eager")
 _TEMPLATES = lost("data is trained on as plain text", False)
 _WATCHERS = lost("write report_to and project for a tracker", False)
-_ADAPTERS = not_yet("Leave it out: adapters come later", False)
-_OF_ADAPTERS = no_effect("it concerns adapters")
+_LATER = not_yet("Leave it out", False)
+
+
+def _adapter(value: object, said: Said) -> Meaning:
+    """axolotl's word for what is trained beside a frozen model."""
+    if is_neutral(value, ("", False)):
+        return HAPPENS
+    if means_same(value, "lora"):
+        return translated({"lora.r": said.get("lora_r") or 16})
+    got = f"{show(value)} is not yet supported"
+    raise ConfigProblems([Problem("", "", got, "Write lora, or leave it out")])
+
+
+def _lora(name: str) -> Rule:
+    """`lora_*`, which counts where `adapter` is lora."""
+
+    def rule(value: object, said: Said) -> Meaning:
+        if is_empty(value) or not means_same(said.get("adapter"), "lora"):
+            return Meaning(Status.NO_EFFECT, "adapter is not lora")
+        return translated({f"lora.{name}": value})
+
+    return rule
+
+
+def _packing(value: object, _: Said) -> Meaning:
+    if is_neutral(value, (False,)):
+        return Meaning(Status.NO_EFFECT, "running text is always packed, conversations are not")
+    return translated({"sft.packing": value})
+
 
 # Trainer's names that axolotl has too, as they are there.
 _SHARED = (
@@ -140,8 +169,8 @@ AXOLOTL: Table = {
         not_yet("It comes later", 1),
     ),
     "expert_parallel_size": not_yet("It comes later", 1),
-    "sample_packing": lost("sequences are always packed", True),
-    "eval_sample_packing": lost("sequences are always packed", True),
+    "sample_packing": _packing,
+    "eval_sample_packing": no_effect("held-out data is packed as the rest is"),
     "pad_to_sequence_len": no_effect("every sequence has all its tokens"),
     "train_on_inputs": lost("every token counts in the loss", True),
     "unfrozen_parameters": not_yet("Write freeze with the names of the others"),
@@ -174,21 +203,15 @@ AXOLOTL: Table = {
     ),
     **_many(("wandb_run_id", "wandb_mode", "use_wandb", "use_mlflow", "use_comet"), _WATCHERS),
     **_many(("mlflow_tracking_uri", "mlflow_experiment_name", "use_tensorboard"), _WATCHERS),
-    **_many(("adapter", "load_in_8bit", "load_in_4bit", "gptq", "qat", "rl", "trl"), _ADAPTERS),
-    **_many(
-        (
-            "lora_r",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_target_modules",
-            "lora_target_linear",
-            "lora_model_dir",
-            "lora_fan_in_fan_out",
-            "lora_modules_to_save",
-            "lora_target_parameters",
-        ),
-        _OF_ADAPTERS,
-    ),
+    **_many(("load_in_8bit", "load_in_4bit", "gptq", "qat", "rl", "trl"), _LATER),
+    "adapter": _adapter,
+    "lora_r": _lora("r"),
+    "lora_alpha": _lora("lora_alpha"),
+    "lora_dropout": _lora("lora_dropout"),
+    "lora_target_modules": _lora("target_modules"),
+    "lora_target_linear": no_effect("all linear layers, unless lora_target_modules names some"),
+    "lora_fan_in_fan_out": no_effect("the layer's own layout decides"),
+    **_many(("lora_model_dir", "lora_modules_to_save", "lora_target_parameters"), _LATER),
     "strict": no_effect("every key is checked"),
     "debug": no_effect("ranks always compare their collectives"),
     "early_stopping_patience": to("training.early_stopping_patience"),

@@ -63,13 +63,19 @@ class Architecture:
         """Parameters that a token is multiplied with."""
         return self.layers * self.block_params + self.head_params
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len: int, trained: float = 1.0) -> float:
         """Of a forward and backward, as model FLOPs utilization counts them: nothing twice.
+
+        Args:
+            seq_len: Tokens that attend to each other.
+            trained: Share of the parameters; the others have no gradients of their own.
 
         References:
             PaLM, https://arxiv.org/abs/2204.02311, appendix B.
         """
-        return 6 * self.active_params + 12 * self.layers * self.query_width * seq_len
+        return (
+            4 + 2 * trained
+        ) * self.active_params + 12 * self.layers * self.query_width * seq_len
 
     @property
     def held_block_params(self) -> float:
