@@ -250,6 +250,7 @@ mi400:
   bf16_tflops: 2300
   memory_tb_s: 19.6
   link_gb_s: 300
+  fabric_gb_s: 50
 H100: {memory_gib: 79.1, bf16_tflops: 98.9, memory_tb_s: 3.35, link_gb_s: 450, fabric_gb_s: 50}
 """
 

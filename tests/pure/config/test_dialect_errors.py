@@ -122,7 +122,7 @@ FILES = {
         "a.yaml:2: micro_batchsize: unknown key. Did you mean 'micro_batch_size'?"
     ),
     "base_model: x\nadapter: qlora\n": (
-        "a.yaml:2: adapter: 'qlora' is not yet supported. Leave it out: adapters come later"
+        "a.yaml:2: adapter: 'qlora' is not yet supported. Write lora, or leave it out"
     ),
     "base_model: x\noptimizer: adamw_bnb_8bit\n": (
         "a.yaml:2: optimizer: expected one of adamw_torch, adamw_torch_fused, sgd; "

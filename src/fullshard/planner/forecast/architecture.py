@@ -73,9 +73,8 @@ class Architecture:
         References:
             PaLM, https://arxiv.org/abs/2204.02311, appendix B.
         """
-        return (
-            4 + 2 * trained
-        ) * self.active_params + 12 * self.layers * self.query_width * seq_len
+        attention = 12 * self.layers * self.query_width * seq_len
+        return (4 + 2 * trained) * self.active_params + attention
 
     @property
     def held_block_params(self) -> float:
