@@ -31,13 +31,14 @@ SIDES = ("distilled", "alone")
 CONFIDENCE = 0.95
 
 
-def run(*words: object) -> dict[str, Any]:
-    """What a command of fullshard measured, on one rank of its own.
+def run(*words: object, ranks: int = 1) -> dict[str, Any]:
+    """What a command of fullshard measured.
 
     Raises:
         RuntimeError: It failed.
     """
-    command = [sys.executable, "-m", "fullshard", "--json", *map(str, words), "num_processes=1"]
+    command = [sys.executable, "-m", "fullshard", "--json", *map(str, words)]
+    command.append(f"num_processes={ranks}")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")
@@ -49,12 +50,15 @@ def job(name: str) -> Path:
     return Path(str(files("fullshard.config.defaults").joinpath(name)))
 
 
-def study(folder: Path, steps: int, rates: list[float], seeds: list[int]) -> dict[str, Any]:
+def study(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Held-out losses of both sides, by rate and seed, and the teacher's."""
+    steps, rates, seeds = options.steps, options.rates, options.seeds
     teacher, cut = folder / "teacher", folder / "cut"
     distills, teaches = job("distill_job.yaml"), job("teacher_job.yaml")
     kept = ("save_strategy=no", "per_device_train_batch_size=8")
-    taught = run("train", teaches, f"output_dir={teacher}", "eval_strategy=steps", *kept)
+    lessons = f"max_steps={options.teacher_steps}"
+    place = f"output_dir={teacher}"
+    taught = run("train", teaches, place, lessons, "eval_strategy=steps", ranks=2)
     whole = f"teacher={teacher / 'model'}"
     # A rate of zero leaves the student as it was cut.
     run("distill", distills, whole, f"output_dir={cut}", "max_steps=1", "learning_rate=0", *kept)
@@ -96,7 +100,9 @@ def judge(found: dict[str, Any], rates: list[float], seeds: list[int]) -> dict[s
     return {"best_rate": best, "gain": mean, "low": mean - half, "high": mean + half}
 
 
-def page(found: dict[str, Any], verdict: dict[str, Any], steps: int, shared: float) -> Page:
+def page(
+    found: dict[str, Any], verdict: dict[str, Any], options: argparse.Namespace, shared: float
+) -> Page:
     """All runs as a table."""
     rows = [
         {"side": side, "learning_rate": rate, "seed": seed, "eval_loss": loss}
@@ -119,10 +125,11 @@ def page(found: dict[str, Any], verdict: dict[str, Any], steps: int, shared: flo
         cells,
         [
             "Teacher and student are those of `fullshard distill` without a configuration: a "
-            "Qwen3-MoE of 4 layers and 8 experts, and 2 layers with 4 experts cut out of it.",
-            f"Both sides begin with the same weights and see the same {steps} steps of 8 x 128 "
-            "tokens in the same order; a seed changes the order. Alone means the cross-entropy "
-            "of the text, by `fullshard train`.",
+            "Qwen3-MoE of 4 layers and 8 experts, and 2 layers with 4 experts cut out of it; the "
+            f"teacher learns for {options.teacher_steps} steps.",
+            f"Both sides begin with the same weights and see the same {options.steps} steps of "
+            "8 x 128 tokens in the same order; a seed changes the order. Alone means the "
+            "cross-entropy of the text, by `fullshard train`.",
             "Each side is judged at the rate with the lowest mean; the interval is Student's t "
             f"over the seeds' paired differences, {CONFIDENCE:.0%}.",
         ],
@@ -137,7 +144,8 @@ def page(found: dict[str, Any], verdict: dict[str, Any], steps: int, shared: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--teacher-steps", type=int, default=1500)
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -145,10 +153,10 @@ def main() -> None:
         parser.error("--seeds: expected two or more: their differences make the interval")
     folder = tempfile.TemporaryDirectory(prefix="fullshard-study-")
     with Neighbours() as neighbours, folder as name:
-        found = study(Path(name), options.steps, options.rates, options.seeds)
+        found = study(Path(name), options)
     print(json.dumps(found), flush=True)
     verdict = judge(found, options.rates, options.seeds)
-    result = page(found, verdict, options.steps, neighbours.share)
+    result = page(found, verdict, options, neighbours.share)
     print(result.to_markdown())
     result.write(options.out)
 
