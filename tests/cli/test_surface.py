@@ -44,6 +44,7 @@ SURFACE = {
     "plan": [
         "--config",
         "--config_file",
+        "--devices",
         "--gpus",
         "--help",
         "--json",
