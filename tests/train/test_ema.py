@@ -47,12 +47,15 @@ def train_with_an_average(folder, optimizer_class):
     fs.load(folder, other, fresh)
     with Average(fresh, DECAY).applied():
         loaded = fs.full_state_dict(other, rank0_only=False)
-    return seen, applied, after, loaded
+    forgotten = (Average.forget(fresh), Average.forget(fresh))
+    return seen, applied, after, loaded, forgotten
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
 def test_the_average_is_that_of_whole_weights_and_is_saved(ranks, tmp_path, optimizer_class):
-    for seen, applied, after, loaded in ranks(2)(train_with_an_average, tmp_path, optimizer_class):
+    results = ranks(2)(train_with_an_average, tmp_path, optimizer_class)
+    for seen, applied, after, loaded, forgotten in results:
+        assert forgotten == (True, False)
         assert len(seen) == NUM_STEPS
         expected = averaged(seen)
         for name, value in expected.items():

@@ -81,3 +81,15 @@ def test_a_tracker_that_is_not_installed_is_said_once(run):
     done, _ = run
     said = done.out + done.err
     assert said.count("training.report_to: wandb is not installed") == 1
+
+
+def test_a_new_run_from_its_checkpoint_counts_anew(run, fullshard):
+    """The patience that the first run lost is not the new run's; nor is the average, unasked."""
+    _, folder = run
+    other = folder.with_name("other")
+    words = ("--resume", folder / "checkpoints", f"output_dir={other}", "max_steps=8")
+    done = fullshard("train", folder.parent / "config.yaml", *words, "ema_decay=null")
+    assert done.exit_code == 0, done.err
+    assert [row["step"] for row in read_rows(other / "metrics.jsonl") if "loss" in row] == [7, 8]
+    assert (done.out + done.err).count("average of the weights is dropped") == 1
+    assert not (other / "model_ema").exists()

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import fullshard as fs
-from fullshard.errors import PreemptedError
+from fullshard.errors import DivergedError, PreemptedError
 from fullshard.train.loop import Batch, Loop
 from fullshard.train.patience import Patience
+from fullshard.train.scaling import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError
 
@@ -117,9 +118,9 @@ def test_patience_that_is_loaded_goes_on_counting():
 
 
 class SpoiledAtTheSecondStep(RaggedRecipe):
-    """Rank 1's loss of the second update is infinite."""
+    """One rank's loss of the second update is infinite."""
 
-    step = -1
+    step, spoiled_rank = -1, 1
 
     def micro_batches(self, step: int) -> list[Batch]:
         self.step = step
@@ -127,7 +128,10 @@ class SpoiledAtTheSecondStep(RaggedRecipe):
 
     def loss(self, model, batch):
         total, count = super().loss(model, batch)
-        return total * (float("inf") if self.step == 1 and self._rank == 1 else 1.0), count
+        return total * (float("inf") if self._is_spoiled() else 1.0), count
+
+    def _is_spoiled(self) -> bool:
+        return self.step == 1 and self._rank == self.spoiled_rank
 
 
 def train_past_an_infinity(max_skipped_steps):
@@ -158,3 +162,53 @@ def test_an_update_with_an_infinity_is_skipped_on_all_ranks(ranks):
 def test_one_infinity_more_than_allowed_ends_the_run(ranks):
     with pytest.raises(RankError, match=r"loss of step 2: expected a finite number, got (inf|nan)"):
         ranks(2)(train_past_an_infinity, 0)
+
+
+class AsksAlways:
+    """A keeper of a run that is asked to stop from the beginning."""
+
+    def __init__(self) -> None:
+        self.kept = []
+
+    def asked_to_stop(self) -> bool:
+        return True
+
+    def keep(self, step, *, stopping, last) -> None:
+        self.kept.append((step, stopping))
+        if stopping:
+            raise PreemptedError("asked to stop")
+
+
+def stopped_while_it_makes_up():
+    rank, rows, keeper = torch.distributed.get_rank(), Rows(), AsksAlways()
+    _, bare, _ = make_loop(rank, 2, 1, {}, rows)
+    loop = Loop(
+        replace(bare._trainee, keeper=keeper),
+        ThreeBatchesHeldOut(rank, 2, 1),
+        replace(bare._settings, eval_every=1),
+        bare._team,
+        rows,
+    )
+    with pytest.raises(PreemptedError):
+        loop.run(done=1)
+    return keeper.kept, len(rows.steps), len(rows.evaluations)
+
+
+def test_a_stop_while_an_evaluation_is_made_up_for_takes_no_step(ranks):
+    assert ranks(2)(stopped_while_it_makes_up) == [([(1, True)], 0, 0)] * 2
+
+
+def train_a_bad_loss_in_fp16():
+    rows = Rows()
+    options = {"param_dtype": "fp16", "master_dtype": "fp32"}
+    _, bare, _ = make_loop(0, 1, 1, options, rows)
+    scaler = LossScaler(bare._trainee.optimizer, torch.device("cpu"), enabled=True)
+    trainee = replace(bare._trainee, scaler=scaler)
+    recipe = SpoiledAtTheSecondStep(0, 1, 1)
+    recipe.spoiled_rank = 0
+    Loop(trainee, recipe, bare._settings, bare._team, rows).run()
+
+
+def test_no_scale_of_fp16_mends_a_loss_that_is_infinite():
+    with pytest.raises(DivergedError, match=r"loss of step 2: expected a finite number"):
+        train_a_bad_loss_in_fp16()

@@ -209,8 +209,8 @@ def _learn(
             logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")
         speak = partial(_speak, model, run.dataset, config, console)
         trainee = replace(trainee, keeper=keeper, speak=speak)
-        speed = run.view.utilization if console else None
-        with RunWatcher(console, folder, done, config, speed) as watcher:
+        utilization = run.view.utilization() if console else None
+        with RunWatcher(console, folder, done, config, utilization) as watcher:
             loop = Loop(trainee, recipe, settings, team, watcher)
             with answered(lambda: run.view):
                 loop.run(done)

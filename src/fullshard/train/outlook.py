@@ -117,10 +117,10 @@ class View:
     machine: Machine
     hosts: int
 
-    def utilization(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilization of all ranks: a share of what the devices' bf16 peaks allow.
+    def utilization(self) -> float | None:
+        """What one token a second of all ranks is, as a share of the devices' bf16 peaks.
 
-        None where the device is not known.
+        Times the speed it is model FLOPs utilization. None where the device is not known.
         """
         device, job = self.machine.device, self.outlook.job
         if device is None:
@@ -129,7 +129,7 @@ class View:
         trained = sum(unit.numel for unit in units if unit.trainable)
         share = trained / sum(unit.numel for unit in units)
         flops = job.model.flops_per_token(job.batch.seq_len, share)
-        return tokens_per_s * flops / (device.peak * self.outlook.plan.mesh.world_size)
+        return flops / (device.peak * self.outlook.plan.mesh.world_size)
 
     def advice(self) -> list[str]:
         """What would fit, or be faster, in words."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -23,7 +22,7 @@ class RunWatcher:
         folder: Of the run.
         done: Steps that were finished before; rows of later ones, which will be taken again, go.
         config: Of the run: its trackers.
-        utilization: Tokens a second -> model FLOPs utilization, where that is known.
+        utilization: Model FLOPs utilization of one token a second, where that is known.
 
     Attributes:
         console: Where rows are shown.
@@ -38,7 +37,7 @@ class RunWatcher:
         folder: RunFolder,
         done: int,
         config: RunConfig,
-        utilization: Callable[[float], float | None] | None = None,
+        utilization: float | None = None,
     ) -> None:
         self.step: StepRow | None = None
         self.evaluation: EvalRow | None = None
@@ -72,7 +71,7 @@ class RunWatcher:
         self.num_tokens += round(row.tokens_per_s * row.step_time_s)
         if self.console is not None:
             if self._utilization is not None:
-                row = replace(row, mfu=self._utilization(row.tokens_per_s))
+                row = replace(row, mfu=self._utilization * row.tokens_per_s)
             self._write(row)
             self.console.print_step(row)
         self.step = row

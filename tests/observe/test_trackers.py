@@ -1,0 +1,37 @@
+"""A tracker that fails ends no run, and the others go on."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from fullshard.config.values import Tracker
+from fullshard.observe.metrics import EvalRow
+from fullshard.observe.trackers import Names, Trackers
+
+
+def test_a_tracker_that_fails_is_said_once_and_the_others_have_all_rows(
+    tmp_path, monkeypatch, caplog
+):
+    shown, ended = [], []
+
+    def fail(values, step) -> None:
+        raise RuntimeError("no disk")
+
+    def log(values, step) -> None:
+        shown.append((step, values))
+
+    bad = types.SimpleNamespace(log=fail, finish=lambda exit_code: ended.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: bad))
+    good = types.SimpleNamespace(
+        init=lambda **_: None, log=log, finish=lambda: ended.append("finished")
+    )
+    monkeypatch.setitem(sys.modules, "trackio", good)
+    names = Names("project", "run", tmp_path, tmp_path, {})
+    trackers = Trackers((Tracker.WANDB, Tracker.TRACKIO), names)
+    for step in (1, 2, 3):
+        trackers.write(EvalRow(step, 0.5))
+    trackers.close(is_good=False)
+    assert shown == [(step, {"eval/loss": 0.5}) for step in (1, 2, 3)]
+    assert ended == ["finished"]
+    assert caplog.text.count("wandb failed and is left out (RuntimeError: no disk)") == 1
