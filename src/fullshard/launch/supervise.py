@@ -148,12 +148,14 @@ class Supervisor:
 
     def _explain(self) -> LaunchResult:
         """End the ranks and find the failure that was first."""
-        ended = [rank for rank in self._ranks if rank.poll()]
+        ended = {rank.rank for rank in self._ranks if rank.poll()}
         self.end_all()
         hang = RankFailure.read(self._folder.hang)
         if hang is not None:  # the watchdogs have judged and ended all ranks
             return LaunchResult(hang.exit_code, hang)
-        failures = [self._failure_of(rank) for rank in ended]
+        # One that was still asking the others for the cause has reported, but had not ended.
+        failed = (r for r in self._ranks if r.rank in ended or self._folder.failure(r.rank).exists())
+        failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
         return LaunchResult(cause.exit_code, self._placed(cause), others)
