@@ -2,10 +2,12 @@
 
     a run that nobody disturbs           losses of every step
     the same, one rank or all killed     started again: it resumes by itself, with the same losses
+    ... and killed, and started again    until it has come to its end
 
-A run is killed by SIGKILL, once or twice, at a random moment between its first step and its last,
-or while a checkpoint is being written. What must hold each time: it ends well when it is started
-again, every loss has the bits of the undisturbed run, only complete checkpoints are left.
+A run is killed by SIGKILL at up to ten random moments between its first step and its last, or while
+a checkpoint is being written. What must hold each time: what it has logged until then has the bits
+of the undisturbed run; and in the end, that it ends well, with every loss, and that only complete
+checkpoints are left.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
-STEPS = 40
+STEPS = 120
+KILLS = 10  # of one run, at most
 CONFIG = """\
 model:
   config: {{model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 64,
@@ -72,12 +76,22 @@ class Victim:
                 return
             time.sleep(0.002)
 
+    def diverged(self, wanted: dict[int, float]) -> str:
+        """The first step whose loss is another than the undisturbed run's."""
+        for step, loss in self.losses().items():
+            if loss != wanted.get(step):
+                return f"loss of step {step}: {loss}, undisturbed {wanted.get(step)}"
+        return ""
+
+    def lost(self, wanted: dict[int, float]) -> str:
+        """Steps that were never logged."""
+        steps = sorted(wanted.keys() - self.losses().keys())
+        return f"no loss of steps {steps}" if steps else ""
+
     def wrong(self, wanted: dict[int, float]) -> str:
         """What is not as it must be after a run that ended well."""
-        found = self.losses()
-        if found != wanted:
-            step = next(s for s in wanted if found.get(s) != wanted[s])
-            return f"loss of step {step}: {found.get(step)}, undisturbed {wanted[step]}"
+        if wrong := self.diverged(wanted) or self.lost(wanted):
+            return wrong
         left = sorted(path.name for path in (self.run / "checkpoints").iterdir())
         if left != [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]:
             return f"checkpoints: {left}"
@@ -88,11 +102,12 @@ class Moment:
     """When a run is killed, and who.
 
     Args:
+        step: Not before this one.
         dice: Random numbers.
     """
 
-    def __init__(self, dice: random.Random) -> None:
-        self.step = dice.randrange(STEPS)
+    def __init__(self, step: int, dice: random.Random) -> None:
+        self.step = step
         self.saving = dice.random() < 0.5  # as soon as a checkpoint is being written
         self.later_s = dice.random() * 0.05
         self.whom = dice.choice(("rank 0", "rank 1", "all"))
@@ -119,20 +134,23 @@ def kill(process: subprocess.Popen[bytes], whom: str) -> bool:
     return True
 
 
-def disturb(folder: Path, text: Path, wanted: dict[int, float], dice: random.Random) -> str:
-    """One disturbed run; returns what is wrong with it."""
-    victim = Victim(folder, text)
-    said = []
-    for _ in range(dice.choice((1, 1, 2))):
-        process, moment = victim.start(), Moment(dice)
+def disturb(
+    victim: Victim, wanted: dict[int, float], kills: int, dice: random.Random
+) -> Iterator[str]:
+    """Kill a run so often, then let it end; tells of each time what is wrong then."""
+    for step in sorted(dice.sample(range(STEPS), kills)):
+        process, moment = victim.start(), Moment(step, dice)
         victim.wait_for(moment, process)
-        kill(process, moment.whom)
+        met = kill(process, moment.whom)
         process.wait(timeout=120)
-        said.append(str(moment))
+        wrong = victim.diverged(wanted)
+        said = str(moment) if met else f"ended before {moment}"
+        print(f"  {said}: {wrong or f'{len(victim.losses())} steps, as undisturbed'}", flush=True)
+        yield wrong
     code = victim.start().wait(timeout=300)
     wrong = f"exit code {code}" if code else victim.wrong(wanted)
-    print(f"{'; '.join(said)}: {wrong or 'as undisturbed'}", flush=True)
-    return wrong
+    print(f"started once more: {wrong or 'the end, as undisturbed'}", flush=True)
+    yield wrong
 
 
 def main() -> None:
@@ -149,12 +167,13 @@ def main() -> None:
         calm = Victim(_made(root / "calm"), text)
         if calm.start().wait(timeout=300) != 0:
             sys.exit((root / "calm" / "log").read_text())
-        wanted, bad = calm.losses(), 0
-        for number in range(options.times):
-            folder = _made(root / str(number))
-            bad += bool(disturb(folder, text, wanted, dice))
-            shutil.rmtree(folder, ignore_errors=True)
-    print(f"{options.times} runs, {bad} not as they must be")
+        wanted, bad, left = calm.losses(), 0, options.times
+        while left:
+            folder, kills = _made(root / str(left)), min(left, KILLS)
+            bad += sum(map(bool, disturb(Victim(folder, text), wanted, kills, dice)))
+            shutil.rmtree(folder)
+            left -= kills
+    print(f"killed {options.times} times; {bad} times not as it must be")
     sys.exit(bool(bad))
 
 
