@@ -131,6 +131,12 @@ def test_the_wrap_is_that_of_the_policy(load):
     assert wrap("auto_wrap_policy: transformer_based_wrap")[0] is WrapKind.TRANSFORMER
 
 
+@pytest.mark.parametrize("written", ["null", "NO_PREFETCH", "none", ""])
+def test_no_backward_prefetch_is_a_choice(load, written):
+    resolved = load(accelerate(f"fsdp_backward_prefetch: {written}"))
+    assert resolved.config.sharding.backward_prefetch == 0
+
+
 def test_a_flag_of_fsdp2_beside_a_hybrid_strategy_agrees_or_is_refused(load):
     hybrid = "fsdp_sharding_strategy: HYBRID_SHARD"
     assert load(accelerate(hybrid, "reshard_after_forward: true")).config.strategy == "hybrid_shard"

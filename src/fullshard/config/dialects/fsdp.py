@@ -109,6 +109,12 @@ def _min_num_params(value: object, said: Said) -> Meaning:
     return translated(values if policy else {"sharding.wrap": "size", **values})
 
 
+def _backward_prefetch(value: object, said: Said) -> Meaning:
+    """Null is a choice here, as torch's `backward_prefetch=None` is: nothing is fetched ahead."""
+    word = "none" if value is None else value
+    return choice("sharding.backward_prefetch", _BACKWARD, "a depth in units")(word, said)
+
+
 def _ignored(value: object, _: Said) -> Meaning:
     """Accelerate matches a whole name by a regular expression; ours are globs."""
     if is_empty(value):
@@ -149,8 +155,8 @@ FSDP: Table = {
     "auto_wrap_policy": _auto_wrap_policy,
     "transformer_layer_cls_to_wrap": _layer_classes,
     "min_num_params": _min_num_params,
-    "backward_prefetch": choice("sharding.backward_prefetch", _BACKWARD, "a depth in units"),
-    "backward_prefetch_policy": choice("sharding.backward_prefetch", _BACKWARD, "a depth in units"),
+    "backward_prefetch": _backward_prefetch,
+    "backward_prefetch_policy": _backward_prefetch,
     "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
     "offload_params": flag(
         "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
