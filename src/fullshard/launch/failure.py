@@ -16,7 +16,8 @@ from fullshard.launch.exit_codes import ExitCode, exit_code_of, public_name
 # How the ranks that wait for a dead peer fail: consequences, whatever the clock says.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited"
-    r"|communicator was aborted|socket closed",
+    r"|communicator was aborted|socket closed"
+    r"|to take part; it has ended",  # engine/collectives/shared_home says it
     re.IGNORECASE,
 )
 

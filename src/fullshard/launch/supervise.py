@@ -154,7 +154,9 @@ class Supervisor:
         if hang is not None:  # the watchdogs have judged and ended all ranks
             return LaunchResult(hang.exit_code, hang)
         # One that was still asking the others for the cause has reported, but had not ended.
-        failed = (r for r in self._ranks if r.rank in ended or self._folder.failure(r.rank).exists())
+        failed = (
+            r for r in self._ranks if r.rank in ended or self._folder.failure(r.rank).exists()
+        )
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)

@@ -82,6 +82,7 @@ def test_the_earliest_failure_is_the_cause():
         "Read error [127.0.0.1]:12703: Connection reset by peer.",
         "NCCL communicator was aborted on rank 1.",
         "Broken pipe",
+        "a forward: expected rank 1 (process 12) to take part; it has ended.",
     ],
 )
 def test_a_lost_peer_is_a_consequence_even_if_it_was_noticed_first(message):
