@@ -41,7 +41,7 @@ def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path):
     launcher = launch("fork_and_sleep", str(tmp_path))
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=8) == 130
+    assert launcher.wait(timeout=60) == 130
     assert_all_end(pids)
     assert (tmp_path / "finally_0").exists()
     assert (tmp_path / "finally_1").exists()
@@ -51,20 +51,23 @@ def test_sigterm_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path):
     launcher = launch("fork_and_sleep", str(tmp_path))
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(timeout=8) == 75
+    assert launcher.wait(timeout=60) == 75
     assert_all_end(pids)
     assert (tmp_path / "finally_0").exists()
     assert (tmp_path / "finally_1").exists()
 
 
-def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(launch, tmp_path):
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(
+    launch, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("INTERRUPT_S", "1000")
     launcher = launch("deaf", str(tmp_path))
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=8) == 130  # the patience with those that ignore it is 10 s
+    assert launcher.wait(timeout=60) == 130
     assert_all_end(pids)
 
 
@@ -76,7 +79,7 @@ def test_a_typed_failure_on_the_way_out_is_not_hidden_by_the_interrupt(
     wait_until((tmp_path / "ready").exists, 30, "a rank is ready")
     time.sleep(0.5)
     launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=15)
+    _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 7
     assert "CheckpointError: checkpoint: expected a writable folder" in err
 
@@ -96,7 +99,7 @@ def test_the_interrupt_of_a_terminal_reaches_each_rank_once(launch, tmp_path):
     launcher = launch("fork_and_sleep", str(tmp_path), start_new_session=True)
     pids = read_pids(tmp_path, 2)
     os.killpg(launcher.pid, signal.SIGINT)
-    assert launcher.wait(timeout=8) == 130
+    assert launcher.wait(timeout=60) == 130
     assert_all_end(pids)
     for rank in range(2):
         log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
@@ -107,7 +110,7 @@ def test_rank_zero_sees_a_terminal_of_our_size_and_its_log_stays_plain(launch, t
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 123))
     launcher = launch("draw", stdout=theirs, stderr=theirs, env={**os.environ, "COLUMNS": ""})
-    assert launcher.wait(timeout=30) == 0
+    assert launcher.wait(timeout=60) == 0
     os.close(theirs)
     shown = os.read(ours, 65536)
     os.close(ours)

@@ -28,10 +28,10 @@ def is_running(pid: int) -> bool:
 def read_pids(folder: Path, num_ranks: int) -> list[int]:
     """Process ids that the ranks of `fork_and_sleep` left, waited for."""
     files = [folder / f"pids_{rank}" for rank in range(num_ranks)]
-    wait_until(lambda: all(file.exists() for file in files), 30, "every rank has started")
+    wait_until(lambda: all(file.exists() for file in files), 90, "every rank has started")
     return [int(word) for file in files for word in file.read_text().split()]
 
 
-def assert_all_end(pids: Iterable[int], timeout_s: float = 3.0) -> None:
+def assert_all_end(pids: Iterable[int], timeout_s: float = 30.0) -> None:
     """No process of `pids` is left."""
     wait_until(lambda: not any(map(is_running, pids)), timeout_s, "all processes have ended")

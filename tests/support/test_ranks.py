@@ -204,7 +204,7 @@ def test_a_hang_is_a_failure_with_the_stacks_of_the_rank(pool):
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
         pool(hang_on_rank_zero, timeout=1)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     text = str(caught.value)
     assert text.startswith("hang_on_rank_zero did not return within 1 s on 1 rank(s)")
     assert "in sleep_by_a_name_of_its_own" in text
@@ -274,7 +274,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path):
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(map(psutil.pid_exists, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(psutil.pid_exists, children))
