@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 
 import pytest
@@ -181,6 +182,23 @@ def test_a_folder_is_read_by_the_ranges_of_each_rank(ranks, tmp_path, strategy, 
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # several files and an index
     ranks(2)(check_read, str(tmp_path), strategy)
+
+
+MOE = {
+    **KINDS["qwen3_moe"],
+    "num_local_experts": 4,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe"])
+def test_experts_are_read_by_ranges_of_the_files_that_hold_one_each(ranks, tmp_path, kind):
+    config = transformers.AutoConfig.for_model(kind, **COMMON, **MOE)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(".experts.3." in name for name in names)  # or there is nothing to put together
+    ranks(2)(check_read, str(tmp_path), "full_shard")
 
 
 def meta_llama():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fullshard.engine.stored_names import StoredNames
 from fullshard.errors import ConfigError
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,7 +31,6 @@ class FolderWeights:
 
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
         self.folder = Path(folder)
-        self._prefix = f"{prefix}." if prefix else ""
         index, one = self.folder / INDEX, self.folder / ONE_FILE
         if index.is_file():
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -43,49 +44,52 @@ class FolderWeights:
                 f"weights: expected a folder with {ONE_FILE} or {INDEX}; got '{folder}', {there}. "
                 "Save the model with save_pretrained(FOLDER)."
             )
+        self._stored = StoredNames(self._files, f"{prefix}." if prefix else "")
 
-    def find(self, names: Sequence[str]) -> str | None:
-        """The first of a tensor's names that the files have, with or without the base's prefix."""
-        others = [
-            name.removeprefix(self._prefix)
-            if name.startswith(self._prefix)
-            else self._prefix + name
-            for name in names
-            if self._prefix
-        ]
-        return next((name for name in (*names, *others) if name in self._files), None)
+    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The stored tensors whose elements, one after another, are those of a tensor; or ()."""
+        return self._stored.parts(names)
 
     def missing(self, tensors: Sequence[Sequence[str]]) -> list[str]:
         """First names of the tensors that the files lack."""
-        return [names[0] for names in tensors if self.find(names) is None]
+        return [names[0] for names in tensors if not self.parts(names)]
 
     def read(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:
         """(stop - start,): elements [start, stop) of a tensor in row-major order.
 
-        Reads the rows that these lie in, no others. A copy: views would keep every file mapped,
-        and change with it.
+        Reads the rows that these lie in, no others.
 
         Raises:
             ConfigError: The tensor has another shape in the files.
         """
-        name = self.find(names)
-        assert name is not None, names
-        with self._open(self._files[name]) as file:
-            found = file.get_slice(name)
-            if tuple(found.get_shape()) != shape:
+        parts = self.parts(names)
+        assert len(parts) > 0, names
+        with ExitStack() as closing:
+            files = {file: closing.enter_context(self._open(file)) for file in self._at(parts)}
+            found = [files[self._files[part]].get_slice(part) for part in parts]
+            shapes: list[tuple[int, ...]] = [tuple(one.get_shape()) for one in found]
+            if not _is_made_of(shape, shapes):
+                more = f" in {len(parts)} parts, the first" if len(parts) > 1 else ""
                 raise ConfigError(
                     f"weights: expected {names[0]} of shape {shape}; "
-                    f"{self._files[name].name} has {tuple(found.get_shape())}. "
+                    f"{self._files[parts[0]].name} has{more} {shapes[0]}. "
                     "Use the config.json of the same folder."
                 )
-            if not shape:
-                return file.get_tensor(name).reshape(-1)[start:stop].clone()
-            row = max(1, math.prod(shape[1:]))
-            first, last = start // row, -(-stop // row)
-            rows: torch.Tensor = found[first:last]
-            return rows.reshape(-1)[start - first * row : stop - first * row].clone()
+            pieces: list[torch.Tensor] = []
+            at = 0
+            for one, own in zip(found, shapes, strict=True):
+                numel = math.prod(own)
+                first, last = max(start - at, 0), min(stop - at, numel)
+                if first < last:
+                    pieces.append(_rows(one, own, first, last))
+                at += numel
+            # A copy: views would keep every file mapped, and change with it.
+            return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+
+    def _at(self, parts: Sequence[str]) -> set[Path]:
+        return {self._files[part] for part in parts}
 
     def _open(self, file: Path) -> Any:
         try:
@@ -95,3 +99,22 @@ class FolderWeights:
                 f"weights: expected '{file}' to be a whole safetensors file; {error}. "
                 "Copy or download it again."
             ) from error
+
+
+def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
+    """Whether a tensor is its only part, or the rows of several."""
+    if len(parts) == 1:
+        return parts[0] == shape
+    rows = {part[1:] for part in parts}
+    return rows == {shape[2:]} and sum(map(math.prod, parts)) == math.prod(shape)
+
+
+def _rows(found: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a stored tensor."""
+    if len(shape) == 0:
+        whole: torch.Tensor = found[...]
+        return whole.reshape(-1)[start:stop]
+    row = max(1, math.prod(shape[1:]))
+    first, last = start // row, -(-stop // row)
+    rows: torch.Tensor = found[first:last]
+    return rows.reshape(-1)[start - first * row : stop - first * row]

@@ -98,13 +98,13 @@ class InitialValues:
         """What is not sharded: whole."""
         self.buffers = initialise(self._model, self._keep, self._recall, writes=False)
         for name, param in self._model.named_parameters():
-            if name not in self._first and param.is_meta and files.find([name]) is not None:
+            if name not in self._first and param.is_meta and files.parts([name]):
                 shape = tuple(param.shape)
                 self.whole[name] = (
                     files.read([name], shape, 0, param.numel()).view(shape).to(param.dtype)
                 )
         for name, buffer in self.buffers.items():
-            if files.find([name]) is not None:
+            if files.parts([name]):
                 shape = tuple(buffer.shape)
                 stored = files.read([name], shape, 0, buffer.numel())
                 self.buffers[name] = stored.view(shape).to(buffer.dtype)
@@ -166,7 +166,7 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
 
 
 def has_weights_of(model: nn.Module, folder: str | Path) -> bool:
-    """Whether a Hugging Face folder has all of a model's parameters under the model's names."""
+    """Whether a Hugging Face folder has all of a model's parameters, whole or in parts."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

@@ -85,11 +85,11 @@ class AdaptedWeights(FolderWeights):
         super().__init__(folder, prefix)
         self._seed = seed
 
-    def find(self, names: Sequence[str]) -> str | None:
+    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
         """peft moves a layer that gets an adapter to `base_layer`; adapters are in no file."""
         if _is_adapter(names[0]):
-            return names[0]
-        return super().find([name.replace(_BASE, ".") for name in names])
+            return (names[0],)
+        return super().parts([name.replace(_BASE, ".") for name in names])
 
     def read(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
