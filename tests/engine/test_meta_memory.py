@@ -90,6 +90,17 @@ def wrong_shards(model: Any, folder: Path) -> list[str]:
     return wrong
 
 
+def stream(folder: Path, extra_bytes: int) -> list[str]:
+    """Shard a model that does not train to disk, with memory for no more than its slots."""
+    import fullshard as fs
+
+    model = make_on_meta().requires_grad_(requires_grad=False)
+    offload = {"parameters": "nvme", "folder": str(folder.parent)}
+    with limited(extra_bytes):
+        fs.shard(model, weights=folder, offload=offload)
+    return wrong_shards(model, folder)
+
+
 def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
     """All that is tried on one rank."""
     import torch
@@ -120,6 +131,7 @@ def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
             fs.shard(model, weights=weights)
         found[name] = wrong_shards(model, folder)
         del model
+    found["streamed"] = stream(folder, rows["slots"] + block_bytes + SLACK_BYTES)
     dist.barrier()
     dist.destroy_process_group()
     return found
@@ -166,6 +178,10 @@ def test_a_model_on_meta_is_initialised_within_the_limit(found):
 
 def test_a_folder_is_read_within_the_limit(found):
     assert [rank["read"] for rank in found] == [[]] * WORLD_SIZE
+
+
+def test_a_model_streamed_from_disk_takes_its_slots_alone(found):
+    assert [rank["streamed"] for rank in found] == [[]] * WORLD_SIZE
 
 
 if __name__ == "__main__":

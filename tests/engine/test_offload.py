@@ -5,13 +5,15 @@ Here the host computes as well; tests/gpu has the copies between host and device
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from support.models import CASES, Chain
+from support.models import CASES, Chain, perturbed
 from support.parity import assert_parity, assert_planned_events
 
 KINDS = {
@@ -50,9 +52,38 @@ def test_parts_of_the_state_alone_are_refused():
         fs.shard(Chain(3), offload={"parameters": "cpu", "gradients": "cpu"})
 
 
-def test_disks_are_not_yet_supported():
+def test_what_trains_is_not_yet_on_disk():
     with pytest.raises(ConfigError, match="offload: 'nvme' is not yet supported"):
         fs.shard(Chain(3), offload="nvme")
+    with pytest.raises(ConfigError, match=r"got parameters: nvme.*nothing trains may have"):
+        fs.shard(Chain(3), offload={"parameters": "nvme"})
+
+
+def forwards_from_disk(folder, strategy):
+    model = perturbed(Chain(3)).double().requires_grad_(requires_grad=False)
+    x = torch.ones(4, 12, dtype=torch.float64)
+    wanted = [model(x * at) for at in range(2)]
+    offload = {"parameters": "nvme", "folder": folder}
+    fs.shard(model, strategy=strategy, offload=offload, poison=True)
+    rows = {row.name: row for row in engine_of(model).plan.memory}
+    equal = all(torch.equal(model(x * at), wanted[at]) for at in range(2))
+    shards, peak = rows["parameter shards"], engine_of(model).plan.peak_bytes["disk"]
+    maps = Path("/proc/self/maps").read_text().count(f"{folder}/.fullshard-")
+    return equal, shards.place, peak == shards.num_bytes > 0, maps > 0
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_model_that_does_not_train_is_read_from_disk_by_units(ranks, tmp_path, strategy):
+    found = ranks(2)(forwards_from_disk, str(tmp_path), strategy)
+    assert found == [(True, "disk", True, True)] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_hold_the_files_is_named(tmp_path):
+    model = Chain(3).requires_grad_(requires_grad=False)
+    offload = {"parameters": "nvme", "folder": str(tmp_path / "nowhere")}
+    with pytest.raises(ConfigError, match=r"offload\.folder: expected .* in '.*nowhere'; No such"):
+        fs.shard(model, offload=offload)
 
 
 def test_an_evaluation_reads_offloaded_weights():

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from fullshard.config.fields import Count, Depth, Flag, Names, Number, Text, Word
 from fullshard.config.model import Section
-from fullshard.config.values import DistillLoss, DType, Strategy
+from fullshard.config.values import DistillLoss, DType, Home, Strategy
 
 
 class SftConfig(Section):
@@ -80,6 +80,10 @@ class DistillConfig(Section):
 
     teacher_strategy: Word[Strategy] | None = None
     """Of the teacher. None: the student's."""
+
+    teacher_offload: Word[Home] | None = None
+    """Where the teacher waits between its units' forwards: cpu | nvme (files in the run's folder).
+    None: on the device."""
 
     cache: Text | None = None
     """Folder of the teacher's top_k logits, which `distill cache` has written: no teacher runs."""

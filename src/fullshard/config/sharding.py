@@ -14,6 +14,7 @@ from fullshard.config.fields import (
     Names,
     Number,
     Rejected,
+    Text,
     Word,
     to_names,
     to_number,
@@ -52,13 +53,17 @@ class Offload(Section):
     }
 
     parameters: Word[Home] | None = None
-    """Master parameters. On the host: copied to the device before every gather."""
+    """Master parameters. On the host: copied to the device before every gather. On nvme: read from
+    there, by units; for models of which nothing trains."""
 
     gradients: Word[Home] | None = None
     """Reduced gradients. On the host: copied there as every reduction lands."""
 
     optimizer: Word[Home] | None = None
     """Optimizer state. On the host: the step runs there too."""
+
+    folder: Text | None = None
+    """Where nvme keeps its bytes, in files without a name. None: the system's temporary folder."""
 
 
 def _read_wrap(value: object) -> object:

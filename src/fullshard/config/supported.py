@@ -208,7 +208,7 @@ def _named(value: object) -> str:
 
 
 def _nvme(offload: Offload | None) -> str | None:
-    homes = (offload.parameters, offload.gradients, offload.optimizer) if offload else ()
+    homes = (offload.gradients, offload.optimizer) if offload else ()
     return "nvme" if Home.NVME in homes else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ class Engine:
         config: What was asked for.
         transports: Move bytes, one a mesh of the plan.
         recorder: Told of every event.
-        values: (n_local,) of each parameter that is on meta, by first name; they are taken out.
+        values: Gives the (n_local,) of each parameter that is on meta, by first name.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Engine:
         config: ShardConfig,
         transports: dict[Mesh, Transport],
         recorder: Recorder,
-        values: dict[str, torch.Tensor] | None = None,
+        values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:
         transport = transports[plan.mesh]
         self.plan = plan
@@ -78,7 +78,7 @@ class Engine:
             self.units.append(self._cut(unit, params))
             for member in (m for group in self.units[-1].groups for m in group.members):
                 if values and member.piece.name in values:
-                    member.param.to_local().view(-1).copy_(values.pop(member.piece.name))
+                    member.param.to_local().view(-1).copy_(values[member.piece.name]())
         self._attach_records()
         self._find_swaps(model)
         divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1
@@ -113,7 +113,7 @@ class Engine:
     def _cut(self, plan: UnitPlan, params: dict[str, nn.Parameter]) -> Unit:
         transport = self.transports[plan.mesh]
         part = plan.mesh.coordinates(self.rank)[1]
-        homes = DeviceHomes.of(self.plan.homes, self.device)
+        homes = DeviceHomes.of(self.plan.homes, self.device, self.config.offload)
         groups = [
             cut_group(
                 group,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,36 @@ class FolderWeights:
         Raises:
             ConfigError: The tensor has another shape in the files.
         """
+        with self._opened(names, shape) as found:
+            pieces: list[torch.Tensor] = []
+            at = 0
+            for part in found:
+                own = tuple(part.get_shape())
+                numel = math.prod(own)
+                first, last = max(start - at, 0), min(stop - at, numel)
+                if first < last:
+                    pieces.append(_rows(part, own, first, last))
+                at += numel
+            # A copy: views would keep every file mapped, and change with it.
+            return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+
+    def check(self, names: Sequence[str], shape: tuple[int, ...]) -> None:
+        """Whether a tensor can be read; of its files only the headers are.
+
+        Raises:
+            ConfigError: As `read`.
+        """
+        with self._opened(names, shape):
+            pass
+
+    @contextmanager
+    def _opened(self, names: Sequence[str], shape: tuple[int, ...]) -> Generator[list[Any]]:
+        """The stored parts of a tensor, which must be of its shape."""
         parts = self.parts(names)
         assert len(parts) > 0, names
         with ExitStack() as closing:
-            files = {file: closing.enter_context(self._open(file)) for file in self._at(parts)}
+            at = {self._files[part] for part in parts}
+            files = {file: closing.enter_context(self._open(file)) for file in at}
             found = [files[self._files[part]].get_slice(part) for part in parts]
             shapes: list[tuple[int, ...]] = [tuple(one.get_shape()) for one in found]
             if not _is_made_of(shape, shapes):
@@ -77,19 +103,7 @@ class FolderWeights:
                     f"{self._files[parts[0]].name} has{more} {shapes[0]}. "
                     "Use the config.json of the same folder."
                 )
-            pieces: list[torch.Tensor] = []
-            at = 0
-            for one, own in zip(found, shapes, strict=True):
-                numel = math.prod(own)
-                first, last = max(start - at, 0), min(stop - at, numel)
-                if first < last:
-                    pieces.append(_rows(one, own, first, last))
-                at += numel
-            # A copy: views would keep every file mapped, and change with it.
-            return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
-
-    def _at(self, parts: Sequence[str]) -> set[Path]:
-        return {self._files[part] for part in parts}
+            yield found
 
     def _open(self, file: Path) -> Any:
         try:

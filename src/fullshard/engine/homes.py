@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from fullshard.config.schema import Offload
 from fullshard.config.values import DType
 from fullshard.engine.ring import torch_dtype
-from fullshard.errors import UnsupportedModelError
+from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.homes import Homes, Place
 from fullshard.planner.units import DtypeContract
 
@@ -24,24 +27,59 @@ class DeviceHomes:
         gradients: Of the reduced gradients.
         lands_aside: Whether reductions land in a buffer of the device first; so they do where the
             host is the device, which takes the same way.
+        folder: Where masters are mapped from files; None where they are in memory.
     """
 
     device: torch.device
     parameters: torch.device
     gradients: torch.device
     lands_aside: bool
+    folder: str | None = None
 
     @classmethod
-    def of(cls, homes: Homes, device: torch.device) -> DeviceHomes:
+    def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
         """What the plan's places mean beside a device."""
-        places = {Place.DEVICE: device, Place.HOST: torch.device("cpu"), Place.SHARED: device}
+        host = torch.device("cpu")
+        places = {Place.DEVICE: device, Place.SHARED: device, Place.HOST: host, Place.DISK: host}
         aside = homes.gradients is not Place.DEVICE
-        return cls(device, places[homes.parameters], places[homes.gradients], aside)
+        folder = None
+        if homes.parameters is Place.DISK:
+            folder = (offload and offload.folder) or tempfile.gettempdir()
+        return cls(device, places[homes.parameters], places[homes.gradients], aside, folder)
+
+    def masters(self, numel: int, dtype: DType) -> torch.Tensor:
+        """(numel,) zeros for a group's master parameters."""
+        if self.folder is None:
+            return self.zeros(numel, dtype, self.parameters)
+        return _mapped_zeros(numel, torch_dtype(dtype), self.folder)
 
     def zeros(self, numel: int, dtype: DType, home: torch.device) -> torch.Tensor:
         """(numel,) zeros; on the host in pages that the device can read by itself."""
         pinned = home != self.device and self.device.type == "cuda"
         return torch.zeros(numel, dtype=torch_dtype(dtype), device=home, pin_memory=pinned)
+
+
+def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
+    """(numel,) zeros in a file without a name: the kernel reads its pages as they are used, drops
+    them when memory is short, and frees the disk when the process ends, however it ends.
+
+    Raises:
+        ConfigError: The folder is not there, not to be written, or its disk is full.
+    """
+    found = torch.empty(0, dtype=dtype)
+    if numel == 0:
+        return found
+    nbytes = numel * dtype.itemsize
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+    except OSError as error:
+        raise ConfigError(
+            f"offload.folder: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
+            "Name a folder on a disk with room."
+        ) from error
+    return found
 
 
 class GradientShard:

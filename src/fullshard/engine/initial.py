@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ class InitialValues:
     """Values of what is on meta, by first name.
 
     Attributes:
-        parts: (n_local,) of each sharded parameter, master dtype; taken out one by one.
+        parts: (n_local,) of each sharded parameter that was initialised, master dtype.
         whole: Parameters that are left out of sharding.
         buffers: Buffers.
     """
@@ -45,6 +46,7 @@ class InitialValues:
         self.parts: dict[str, torch.Tensor] = {}
         self.whole: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        self._reads: dict[str, Callable[[], torch.Tensor]] = {}
         self._model = model
         self._transports = transports
         self._device = torch.device("cpu")
@@ -87,12 +89,13 @@ class InitialValues:
                 "compute with: load them with from_pretrained, then call fs.shard."
             )
         for name, home in self._homes.items():
-            piece, dtype = home.piece, torch_dtype(home.group.dtypes.master)
-            local = torch.empty(0)
-            if piece.numel:
-                local = files.read(home.names, tuple(piece.shape), piece.start, piece.stop)
-            self.parts[name] = local.to(dtype)
+            files.check(home.names, tuple(home.piece.shape))
+            self._reads[name] = partial(_read_part, files, home)
         self._read_others(files)
+
+    def taken(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """Takes a sharded parameter's part out, by name: what is read, is read then."""
+        return {**{name: partial(self.parts.pop, name) for name in self.parts}, **self._reads}
 
     def _read_others(self, files: FolderWeights) -> None:
         """What is not sharded: whole."""
@@ -135,6 +138,14 @@ class InitialValues:
         place = next(p for p in layout.placements if p.name == first)
         tensor = full[place.offset : place.stop].to("cpu", copy=True)
         return tensor.to(self._model.get_parameter(name).dtype)
+
+
+def _read_part(files: FolderWeights, home: _Home) -> torch.Tensor:
+    """(n_local,): this rank's part of a stored tensor, master dtype."""
+    piece, dtype = home.piece, torch_dtype(home.group.dtypes.master)
+    if not piece.numel:
+        return torch.empty(0, dtype=dtype)
+    return files.read(home.names, tuple(piece.shape), piece.start, piece.stop).to(dtype)
 
 
 def place_others(model: nn.Module, values: InitialValues, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -100,9 +101,10 @@ def shard_model(
     check_equal_start(model, plan, transports[plan.mesh])
     values = _values(model, plan, transports, given.weights, device)
     register_guard_types(ShardedParameter, ShardedGradient, ShardedTensor)
-    parts = values.parts if values else {}
+    parts = values.taken() if values else {}
     pieces = plan.view(transports[plan.mesh].rank).all_slices()
-    parts.update(shard_values(places_of(model), pieces))
+    shards = shard_values(places_of(model), pieces)
+    parts.update({name: partial(shards.pop, name) for name in shards})
     engine = Engine(model, plan, config, transports, recorder, parts)
     if values is not None:
         place_others(model, values, device)

@@ -23,5 +23,10 @@ class Homes:
     gradients: Place = Place.DEVICE
     optimizer: Place = Place.DEVICE
 
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters are brought to the device before every gather."""
+        return self.parameters in (Place.HOST, Place.DISK)
+
 
 DEFAULT_HOMES = Homes()

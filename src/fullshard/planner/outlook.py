@@ -166,7 +166,7 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
         metric=Metric.RESERVED,
         fabric=device.fabric,
         domain=device.domain,
-        offloads=plan.homes.parameters is Place.HOST,
+        offloads=plan.homes.offloads,
         reshards=row.reshard_after_forward,
     )
 

@@ -218,7 +218,7 @@ def make_plan(
     choices = choose_units(spec, _wrap_of(config, chosen_modules), config.wrap_min_params, named)
     units = _bare_units(spec, config, choices, mesh, settings or {})
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
-    homes = _homes(config)
+    homes = _homes(config, trains=any(g.trainable for u in units for g in u.groups))
     rules = SlotRules.of(num_slots(depths), homes)
     units, rings = assign_slots(units, range(len(units)), rules)
     unfinished = Plan(
@@ -290,7 +290,10 @@ def _rows_of(config: ShardConfig, names: Sequence[str]) -> dict[str, StrategyRow
     return rows
 
 
-def _homes(config: ShardConfig) -> Homes:
+_PLACES = {None: Place.DEVICE, Home.CPU: Place.HOST, Home.NVME: Place.DISK}
+
+
+def _homes(config: ShardConfig, *, trains: bool) -> Homes:
     """Where state lives. torch's optimizers want all three kinds on one device."""
     if config.offload is None:
         shared = config.transport is Transport.SHARED
@@ -300,6 +303,8 @@ def _homes(config: ShardConfig) -> Homes:
         return Homes(Place.HOST, Place.HOST, Place.HOST)
     if set(kinds) == {None}:
         return Homes()
+    if not trains:
+        return Homes(parameters=_PLACES[config.offload.parameters])
     given = ", ".join(
         f"{name}: {kind or 'device'}"
         for name, kind in zip(("parameters", "gradients", "optimizer"), kinds, strict=True)
@@ -307,7 +312,7 @@ def _homes(config: ShardConfig) -> Homes:
     raise ConfigError(
         f"offload: expected cpu for parameters, gradients and optimizer together, because torch's "
         f"optimizers update where the parameters are; got {given}, which is not yet supported. "
-        "Write offload: cpu."
+        "Write offload: cpu. (A model of which nothing trains may have parameters: nvme.)"
     )
 
 

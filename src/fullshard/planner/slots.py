@@ -66,8 +66,7 @@ class SlotRules:
     @classmethod
     def of(cls, num_slots: int, homes: Homes, resident: Collection[int] = ()) -> SlotRules:
         """What homes ask for."""
-        offloaded, shared = (homes.parameters is p for p in (Place.HOST, Place.SHARED))
-        return cls(num_slots, resident, offloaded, shared)
+        return cls(num_slots, resident, homes.offloads, homes.parameters is Place.SHARED)
 
     def needs_slot(self, group: GroupPlan) -> bool:
         """Whether a group is computed with in a buffer of its own."""

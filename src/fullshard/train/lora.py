@@ -91,6 +91,11 @@ class AdaptedWeights(FolderWeights):
             return (names[0],)
         return super().parts([name.replace(_BASE, ".") for name in names])
 
+    def check(self, names: Sequence[str], shape: tuple[int, ...]) -> None:
+        """As FolderWeights.check."""
+        if not _is_adapter(names[0]):
+            super().check(names, shape)
+
     def read(
         self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
     ) -> torch.Tensor:

@@ -87,7 +87,7 @@ def set_up(config: RunConfig, folder: RunFolder, data: Recipe, seat: Seat) -> Te
     settings = settings_of(config)
     if settings.cache is not None:
         return Teaching(config, data, TopK.load(Path(settings.cache)))
-    teacher = build_teacher(config, seat)
+    teacher = build_teacher(config, seat, folder.path)
     if is_cut(settings):
         student = folder.path / "student"
         _cut(config, teacher, data, student, seat)
@@ -97,8 +97,14 @@ def set_up(config: RunConfig, folder: RunFolder, data: Recipe, seat: Seat) -> Te
     return Teaching(config, data, teacher)
 
 
-def build_teacher(config: RunConfig, seat: Seat) -> Teacher:
-    """The teacher, sharded for forwards alone, in its own dtype and strategy."""
+def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
+    """The teacher, sharded for forwards alone, in its own dtype and strategy.
+
+    Args:
+        config: Of the run.
+        seat: Of this rank.
+        run: The run's folder, where a teacher that is streamed from disk has its bytes.
+    """
     settings = settings_of(config)
     assert config.teacher is not None, "checked before"
     folder = Path(config.teacher.name_or_path or "")
@@ -111,16 +117,21 @@ def build_teacher(config: RunConfig, seat: Seat) -> Teacher:
         model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
     model.requires_grad_(requires_grad=False)
     head = Head(model)
-    fs.shard(model.eval(), _sharding(config, settings, dtype), weights=weights)
+    fs.shard(model.eval(), _sharding(config, settings, dtype, run), weights=weights)
     return Teacher(model, head)
 
 
-def _sharding(config: RunConfig, settings: DistillConfig, dtype: torch.dtype) -> ShardConfig:
-    """The student's, but for what concerns training."""
+def _sharding(
+    config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
+) -> ShardConfig:
+    """The student's, but for what concerns training, and where state lives."""
     own = ("mesh", "transport", "forward_prefetch", "wrap", "replicate", "shard")
     shared = {
         name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
     }
+    if settings.teacher_offload is not None:
+        shared.pop("transport", None)  # a home that ranks share is in their memory
+        shared["offload"] = {"parameters": settings.teacher_offload, "folder": str(run)}
     strategy = settings.teacher_strategy or config.sharding.strategy
     return ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
 
@@ -159,9 +170,11 @@ def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat:
 @torch.no_grad()
 def write_cache(config: RunConfig, facts: DatasetFacts, data: TrainRows, seat: Seat) -> None:
     """Keeps the teacher's largest logits of every training token. A collective."""
-    settings, teacher = settings_of(config), build_teacher(config, seat)
-    team = RankTeam(engine_of(teacher.model).transport, seat.rank, seat.world_size, seat.device)
+    settings = settings_of(config)
     folder = cache_folder(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    teacher = build_teacher(config, seat, folder.parent)
+    team = RankTeam(engine_of(teacher.model).transport, seat.rank, seat.world_size, seat.device)
     lengths = data.train_lengths
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))

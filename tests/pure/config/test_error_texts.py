@@ -132,7 +132,7 @@ FILES = {
         "  train.yaml:4: sharding.offload.params: expected one of cpu, nvme; got 'gpu'. "
         "Did you mean 'cpu'?\n"
         "  train.yaml:5: sharding.offload.x: unknown key. "
-        "Known keys: parameters, gradients, optimizer"
+        "Known keys: parameters, gradients, optimizer, folder"
     ),
     "model: x\nlaunch: {main_process_port: 70000}\n": (
         "train.yaml:2: launch.main_process_port: expected an integer >= 1 and < 65536, got 70000"
