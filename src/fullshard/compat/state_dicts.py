@@ -9,6 +9,7 @@ A state dict is converted once, by the outermost marked module that it is asked 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -51,6 +52,21 @@ class Wanted:
     to_cpu: bool = False
     rank0_only: bool = False
     mesh: Any = None
+
+
+def asked_by_torch() -> bool:
+    """Whether torch's `get_state_dict`, `set_state_dict` or their kin are on the stack.
+
+    These tell torch's own FSDP1 class what state dict they want; from any other module they take
+    `state_dict()`, as a script does that wants whole tensors. Only the stack tells the two apart.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != TORCHS_STATE_DICTS:
+        frame = frame.f_back
+    return frame is not None
+
+
+TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
 _busy: list[int] = []  # the outermost call under way converts what the inner ones leave

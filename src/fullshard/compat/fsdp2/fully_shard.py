@@ -368,6 +368,7 @@ def mark_unit(
     wrapped.on_engine.append(functools.partial(_on_engine, root))
     swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
     mark(module, wrapped)
+    optim_states.show_rows(module)
 
 
 def _dtype(dtype: torch.dtype | None) -> DType | None:
@@ -478,7 +479,7 @@ def _on_engine(ref: Callable[[], nn.Module | None], engine: Engine) -> None:
     module = ref()
     if module is not None and outermost(module) is module:
         _apply_settings(module, engine)
-        optim_states.show_rows(engine)
+        optim_states.show_rows(module)
 
 
 def _apply_settings(root: nn.Module, engine: Engine) -> None:
