@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import always_wrap_policy
+from fullshard.compat.fsdp2 import fully_shard
 
 
 class ToyModel(nn.Module):
@@ -101,6 +102,34 @@ def recipe(folder: str) -> None:
 
 def test_the_recipe_for_distributed_checkpoints(ranks, tmp_path):
     ranks(2)(recipe, str(tmp_path / "dcp"))
+
+
+def in_the_background(folder: str) -> None:
+    """The recipe for asynchronous saving: training goes on, what is written is what was."""
+    for wrap in (FSDP, fully_shard):
+        torch.manual_seed(0)
+        model = wrap(ToyModel())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        future, name = None, f"{folder}/{wrap.__name__}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's
+            for number in range(2):
+                wanted = step(model, optimizer)
+                if future is not None:
+                    future.result()
+                app = AppState(model, optimizer)
+                future = dcp.async_save({"app": app}, checkpoint_id=f"{name}_{number}")
+            after = step(model, optimizer)
+            future.result()
+        other = wrap(ToyModel())
+        twin = torch.optim.Adam(other.parameters(), lr=0.1)
+        load({"app": AppState(other, twin)}, f"{name}_1")
+        assert torch.equal(other.net2.weight.full_tensor(), wanted)
+        assert torch.equal(step(other, twin), after)
+
+
+def test_the_recipe_for_asynchronous_checkpoints(ranks, tmp_path):
+    ranks(2)(in_the_background, str(tmp_path))
 
 
 def whole() -> None:
