@@ -126,6 +126,9 @@ def parts_of_a_model() -> None:
     model.load_state_dict(some, strict=False, assign=True)
     assert "elements [" in repr(model.layers[0].up.weight)  # cut before the next unit is whole
     assert model.state_dict()["layers.1.up.weight"].is_meta
+    again = {"layers.0.up.weight": values["layers.0.up.weight"] + 1}
+    model.load_state_dict(again, strict=False, assign=True)
+    values.update(again)
     first = model.state_dict()["layers.0.up.weight"]
     assert torch.equal(first.full_tensor(), values["layers.0.up.weight"])
     with pytest.raises(RuntimeError, match=r"layers\.1\.norm\.weight"):

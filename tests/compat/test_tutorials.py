@@ -97,33 +97,33 @@ def test_recomputing_does_not_offload():
         checkpoint_wrapper(nn.Linear(2, 2), offload_to_cpu=True)
 
 
-def advanced(folder: str) -> None:
-    rank, root = dist.get_rank(), Path(folder)
-    bf16 = torch.bfloat16
+def blocks() -> nn.Module:
     policy = functools.partial(
         transformer_auto_wrap_policy, transformer_layer_cls={TransformerBlock}
     )
+    bf16 = torch.bfloat16
+    model = FSDP(
+        build(),
+        auto_wrap_policy=policy,
+        mixed_precision=MixedPrecision(bf16, bf16, bf16),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        device_id=torch.device("cpu"),
+        limit_all_gathers=True,
+    )
+    wrapper = functools.partial(
+        checkpoint_wrapper, offload_to_cpu=False, checkpoint_impl=CheckpointImpl.NO_REENTRANT
+    )
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=wrapper,
+        check_fn=lambda module: isinstance(module, TransformerBlock),
+    )
+    return model
 
-    def make() -> nn.Module:
-        model = FSDP(
-            build(),
-            auto_wrap_policy=policy,
-            mixed_precision=MixedPrecision(bf16, bf16, bf16),
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            device_id=torch.device("cpu"),
-            limit_all_gathers=True,
-        )
-        wrapper = functools.partial(
-            checkpoint_wrapper, offload_to_cpu=False, checkpoint_impl=CheckpointImpl.NO_REENTRANT
-        )
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=wrapper,
-            check_fn=lambda module: isinstance(module, TransformerBlock),
-        )
-        return model
 
-    model = make()
+def advanced(folder: str) -> None:
+    rank, root = dist.get_rank(), Path(folder)
+    model = blocks()
     optimizer = optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(2):
         loss_of(model, step, rank).backward()
@@ -143,7 +143,7 @@ def advanced(folder: str) -> None:
     else:
         assert whole == moments == {}
         moments = None
-    other = make()
+    other = blocks()
     twin = optim.AdamW(other.parameters(), lr=2e-3)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}

@@ -234,11 +234,19 @@ def take_values(root: nn.Module, state: dict[str, Any]) -> None:
         for name, param in places_of(module).items():
             key = clean_name(start + name)
             value: Any = state.get(key)
-            is_there = isinstance(value, torch.Tensor) and value.shape == param.shape
-            if not is_there or not param.is_meta:
+            piece = param.record.piece if isinstance(param, ShardedParameter) else None
+            shape = tuple(param.shape if piece is None else piece.shape)
+            if not isinstance(value, torch.Tensor) or is_guarded(value) or value.shape != shape:
+                continue
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if piece is not None:  # cut by an earlier call
+                local = param.to_local()  # type: ignore[attr-defined]
+                local.copy_(whole.detach().reshape(-1)[piece.start : piece.stop].view(local.shape))
+                taken[key] = param
+                continue
+            if not param.is_meta:
                 continue
             if id(param) not in made:
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
                 made[id(param)] = nn.Parameter(whole.detach(), param.requires_grad)
             path, _, leaf = name.rpartition(".")
             module.get_submodule(path)._parameters[leaf] = taken[key] = made[id(param)]
