@@ -19,6 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.compat.errors import NotOfferedError
+
 logger = logging.getLogger(__name__)
 
 RECOMPUTES = "_fullshard_recomputes"
@@ -28,6 +30,8 @@ def checkpoint_wrapper(
     module: nn.Module,
     checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
     checkpoint_fn: Callable[..., Any] | None = None,
+    *,
+    offload_to_cpu: bool = False,
     **checkpoint_fn_kwargs: Any,
 ) -> nn.Module:
     """Let a module recompute its activations in backward; gives back the module itself.
@@ -37,8 +41,15 @@ def checkpoint_wrapper(
         checkpoint_impl: REENTRANT is changed to NO_REENTRANT, which is said once: the reentrant
             kind hides from a sharded model which gradients will come.
         checkpoint_fn: In place of torch.utils.checkpoint.checkpoint.
+        offload_to_cpu: Only False, which PyTorch's own tutorial still says; torch has
+            `offload_wrapper` for it since 1.13.
         **checkpoint_fn_kwargs: For it.
     """
+    if offload_to_cpu:
+        raise NotOfferedError(
+            "checkpoint_wrapper: expected offload_to_cpu=False; got True. Use "
+            "offload_wrapper(layer), which keeps what backward needs on the host."
+        )
     if RECOMPUTES in vars(module):
         return module
     if checkpoint_impl is CheckpointImpl.REENTRANT:

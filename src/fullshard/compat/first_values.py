@@ -22,7 +22,7 @@ def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.de
     device = _device_of(device_id)
     have = next((p.device for p in root.parameters() if not p.is_meta), None)
     if device is None:
-        return have or _default_device()
+        return have or default_device()
     if have is not None and have.type == device.type and have != device:
         raise MisuseValueError(
             f"Inconsistent compute device and `device_id` on rank {own_rank()}: {have} vs {device}"
@@ -35,7 +35,8 @@ def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.de
     return device
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """Where a module computes that says nothing: the accelerator if there is one."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -216,50 +217,70 @@ def _engines(model: nn.Module) -> list[Engine]:
 # ---- optimizers whose own state dicts hold rows
 
 
-def show_rows(engine: Engine) -> None:
-    """Let `Optimizer.state_dict()` of these parameters hold DTensors, as their model's does."""
-    for unit in engine.units:
-        for member in unit.trainees:
-            setattr(member.param, _ROWS, weakref.ref(engine))
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """That a parameter's states are shown as rows.
+
+    Attributes:
+        module: Marked, holds the parameter.
+        when: Whether they are now.
+    """
+
+    module: Callable[[], nn.Module | None]
+    when: Callable[[], bool]
+
+
+def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> None:
+    """Let `Optimizer.state_dict()` of a marked module's parameters hold DTensors, each rank's rows.
+
+    Args:
+        module: Its parameters are shards, or will be: call again when they are.
+        when: Whether they are asked for; else it holds what it held.
+    """
+    rows = _Rows(weakref.ref(module), when)
+    for param in module.parameters():
+        if isinstance(param, ShardedParameter):
+            setattr(param, _ROWS, rows)
     on_new_optimizer(_listen)
 
 
 _ROWS = "_fullshard_shows_rows"
 
 
-def _engine_of(param: torch.Tensor) -> Engine | None:
-    return getattr(param, _ROWS, lambda: None)()
-
-
 def _listen(optimizer: torch.optim.Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(_engine_of(param) is not None for param in params):
+    if any(hasattr(param, _ROWS) for _, param in _numbered(optimizer)):
         optimizer.register_state_dict_post_hook(_give_rows)
         optimizer.register_load_state_dict_pre_hook(_take_rows)
 
 
 def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
-    """A collective."""
-    shown: States = {}
-    params = dict(_numbered(optimizer))
-    for number, values in state["state"].items():
-        engine = _engine_of(params[number]) if number in params else None
-        wanted = Wanted(Kind.SHARDED)
-        engines = {0: engine} if engine is not None else None
-        shown[number] = (
-            {key: _convert(value, engines, wanted) for key, value in values.items()}
-            if engines is not None
-            else values
-        )
+    """A collective, where rows are asked for."""
+    shown: States = dict(state["state"])
+    engines: dict[_Rows, Engine | None] = {}
+    for number, param in _numbered(optimizer):
+        rows: _Rows | None = getattr(param, _ROWS, None)
+        if rows is None or number not in shown:
+            continue
+        if rows not in engines:
+            module = rows.module() if rows.when() else None
+            engines[rows] = engine_for(module) if module is not None else None
+        engine = engines[rows]
+        if engine is not None:
+            wanted = Wanted(Kind.SHARDED)
+            values = shown[number].items()
+            shown[number] = {key: _convert(value, {0: engine}, wanted) for key, value in values}
     return {**state, "state": shown}
 
 
 def _take_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
-    params = dict(_numbered(optimizer))
+    """This rank's parts; what is loaded belongs to this optimizer, and not to the caller too."""
+    params = [param for _, param in _numbered(optimizer)]
+    keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
+    param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too
     taken = {
-        number: {key: _part(params[number], _whole(value)) for key, value in values.items()}
-        if number in params
+        key: {name: _part(param_of[key], _whole(value)) for name, value in values.items()}
+        if key in param_of
         else values
-        for number, values in state["state"].items()
+        for key, values in state["state"].items()
     }
     return {**state, "state": taken}

@@ -9,10 +9,12 @@ A state dict is converted once, by the outermost marked module that it is asked 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard.compat.wrapping import clean_name, engine_for, has_meta, own_rank
+from fullshard.compat.first_values import default_device
+from fullshard.compat.wrapping import (
+    clean_name,
+    cut,
+    engine_for,
+    has_meta,
+    ignored_ids,
+    marked,
+    outermost,
+    own_rank,
+    wrapped_of,
+)
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
+from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import ShardedParameter, is_guarded
 from fullshard.engine.state import whole_params
 from fullshard.planner.mesh import Mesh
@@ -51,6 +65,21 @@ class Wanted:
     to_cpu: bool = False
     rank0_only: bool = False
     mesh: Any = None
+
+
+def asked_by_torch() -> bool:
+    """Whether torch's `get_state_dict`, `set_state_dict` or their kin are on the stack.
+
+    These tell torch's own FSDP1 class what state dict they want; from any other module they take
+    `state_dict()`, as a script does that wants whole tensors. Only the stack tells the two apart.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != TORCHS_STATE_DICTS:
+        frame = frame.f_back
+    return frame is not None
+
+
+TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
 _busy: list[int] = []  # the outermost call under way converts what the inner ones leave
@@ -110,17 +139,20 @@ def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[s
 
 def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
     """This rank's rows of a whole tensor, as a DTensor; 0-dim ones are replicated."""
-    mesh = mesh if mesh is not None else device_mesh(engine)
-    last: Any = Shard(0) if whole.dim() and engine.plan.mesh.shard > 1 else Replicate()
-    placements = [Replicate()] * (mesh.ndim - 1) + [last]
+    mesh = mesh if mesh is not None else device_mesh(engine.plan.mesh, engine.device.type)
+    return _rows(whole, mesh, engine.plan.mesh, engine.rank)
+
+
+def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor:
+    placements = placements_of(mesh, on.ndim, whole.dim())
     local = whole
-    if last != Replicate():
-        parts = list(whole.chunk(engine.plan.mesh.shard))
-        at = engine.plan.mesh.coordinates(engine.rank)[1]
+    if placements[-1] != Replicate():
+        parts = list(whole.chunk(mesh.shard))
+        at = mesh.coordinates(rank)[1]
         local = parts[at] if at < len(parts) else whole[:0]
     return DTensor.from_local(
         local.clone(),
-        mesh,
+        on,
         placements,
         run_check=False,
         shape=whole.shape,
@@ -128,19 +160,103 @@ def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
     )
 
 
-_MESHES: dict[tuple[Mesh, str, int], DeviceMesh] = {}
+def placements_of(mesh: Mesh, num_axes: int, num_dims: int) -> tuple[Any, ...]:
+    """Of rows, on a device mesh of so many axes."""
+    last = Shard(0) if num_dims and mesh.shard > 1 else Replicate()
+    return (*(Replicate() for _ in range(num_axes - 1)), last)
 
 
-def device_mesh(engine: Engine) -> DeviceMesh:
-    """The engine's mesh as torch has it."""
-    mesh, kind = engine.plan.mesh, engine.device.type
+_MESHES: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # by default group
+
+
+def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    """A mesh of all ranks as torch has it, of this kind of device."""
     sizes = (
         (mesh.world_size,) if 1 in (mesh.replicate, mesh.shard) else (mesh.replicate, mesh.shard)
     )
-    key = (mesh, kind, id(dist.group.WORLD))
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh(kind, sizes)
-    return _MESHES[key]
+    made = _MESHES.setdefault(dist.group.WORLD, {})
+    if (sizes, kind) not in made:
+        made[sizes, kind] = init_device_mesh(kind, sizes)
+    return made[sizes, kind]
+
+
+# ---- models on meta
+
+
+def rows_on_meta(
+    module: nn.Module, on: Any, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """The `state_dict()` of a marked module that has no values yet: DTensors without values.
+
+    Args:
+        module: Marked; some of its parameters may have values.
+        on: Mesh of the DTensors; None: made for the module's.
+        inner: Its own class's method.
+        args: The call's.
+        kwargs: The call's.
+    """
+    if _busy or not dist.is_initialized():
+        return inner(*args, **kwargs)
+    _busy.append(1)
+    try:
+        result = inner(*args, **kwargs)
+    finally:
+        _busy.pop()
+    wrapped = wrapped_of(module)
+    assert wrapped is not None
+    mesh = wrapped.mesh
+    on = on if on is not None else device_mesh(mesh, default_device().type)
+    prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+    ignored = ignored_ids(module)
+    for name, param in places_of(module).items():
+        key = prefix + clean_name(name)
+        value = result.get(key)
+        if isinstance(value, torch.Tensor) and id(param) not in ignored:
+            whole = value.full_tensor() if is_guarded(value) else value  # type: ignore[attr-defined]
+            result[key] = _rows(whole, on, mesh, own_rank())
+    return result
+
+
+def take_values(root: nn.Module, state: dict[str, Any]) -> None:
+    """Give a marked module on meta its values, and cut them, one unit after another.
+
+    A collective where values are DTensors. What was taken stays in `state` as the parameter itself.
+
+    Args:
+        root: Marked; its parameters become other objects, as with torch's `assign=True`.
+        state: By the names that `root` gives, whole tensors or DTensors.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    for module, wrapped in reversed(list(marked(root))):
+        start = names[id(module)] + "." if names[id(module)] else ""
+        made: dict[int, nn.Parameter] = {}  # by the old one: tied ones stay tied
+        taken: dict[str, nn.Parameter] = {}
+        for name, param in places_of(module).items():
+            key = clean_name(start + name)
+            value: Any = state.get(key)
+            piece = param.record.piece if isinstance(param, ShardedParameter) else None
+            shape = tuple(param.shape if piece is None else piece.shape)
+            if not isinstance(value, torch.Tensor) or is_guarded(value) or value.shape != shape:
+                continue
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if piece is not None:  # cut by an earlier call
+                local = param.to_local()  # type: ignore[attr-defined]
+                local.copy_(whole.detach().reshape(-1)[piece.start : piece.stop].view(local.shape))
+                taken[key] = param
+                continue
+            if not param.is_meta:
+                continue
+            if id(param) not in made:
+                made[id(param)] = nn.Parameter(whole.detach(), param.requires_grad)
+            path, _, leaf = name.rpartition(".")
+            module.get_submodule(path)._parameters[leaf] = taken[key] = made[id(param)]
+        cut(module, wrapped)
+        state.update(taken)
+    for name, module in root.named_modules():
+        for leaf, buffer in module._buffers.items():
+            value = state.get(clean_name(f"{name}.{leaf}" if name else leaf))
+            if buffer is not None and buffer.is_meta and isinstance(value, torch.Tensor):
+                module._buffers[leaf] = value
 
 
 def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Module) -> None:
@@ -174,6 +290,6 @@ class HoldsShards:
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
-        if not has_meta(module):
+        if not has_meta(outermost(module)):
             engine_for(module)  # it listens to what follows
         return super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]

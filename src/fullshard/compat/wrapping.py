@@ -163,7 +163,7 @@ def marked(module: nn.Module) -> Iterator[tuple[nn.Module, Wrapped]]:
 
 def cut(module: nn.Module, wrapped: Wrapped) -> None:
     """Cut what no inner unit has cut. What is on meta stays there until it has values."""
-    ignored = _ignored_ids(module)
+    ignored = ignored_ids(module)
     params: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in places_of(module).items():
         if type(param) is nn.Parameter and id(param) not in ignored:
@@ -175,7 +175,8 @@ def cut(module: nn.Module, wrapped: Wrapped) -> None:
         cut_early(whole, wrapped.mesh, own_rank(), settings)
 
 
-def _ignored_ids(root: nn.Module) -> set[int]:
+def ignored_ids(root: nn.Module) -> set[int]:
+    """Ids of the parameters at or below a module that stay whole on every rank."""
     found: set[int] = set()
     for module, record in marked(root):
         places = places_of(module) if record.ignored else {}
@@ -288,7 +289,7 @@ def _config_of(root: nn.Module, units: Mapping[str, Wrapped]) -> ShardConfig:
         options[key] = base.options.get(key) if sharded else None
     names = {name for name in units if name and _can_be_unit(root, name)}
     chosen = {id(root.get_submodule(name)) for name in names}
-    ignored = _ignored_ids(root)
+    ignored = ignored_ids(root)
     places = places_of(root).items()  # all names of tied ones
     return ShardConfig.of(
         None,

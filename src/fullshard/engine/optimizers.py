@@ -45,6 +45,10 @@ class _Watch:
     def add(self, engine: Engine) -> None:
         self._alive += 1
         weakref.finalize(engine, self._release).atexit = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Set the hook."""
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -91,9 +95,10 @@ def watched_states() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Tell of every optimizer at its first step on shards, as long as the process lives."""
+    """Tell of every optimizer at its first step on shards, also of shards without an engine yet."""
     if tell not in _WATCH.tells:
         _WATCH.tells.append(tell)
+    _WATCH.listen()
 
 
 def watch_optimizers(engine: Engine) -> None:

@@ -213,6 +213,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         self._started = _Started(self, precision, modules)
         wrapped.on_engine.append(self._started)
         mark(self, wrapped)
+        optim_states.show_rows(self, when=state_dicts.asked_by_torch)
         if isinstance(group, tuple):
             group, self._inter_node_pg = group
         self.process_group: Any = group if group is not None else torch.distributed.group.WORLD
@@ -436,13 +437,22 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     # ---- state dicts
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict, of the type that is set (FULL_STATE_DICT unless said)."""
+        """The module's state dict, of the type that is set (FULL_STATE_DICT unless said).
+
+        For torch.distributed.checkpoint.state_dict it is sharded, as torch's own is there.
+        """
         wanted = _wanted(_wrapped(self), _wrapped(self).extra["state_dict_config"])
+        if state_dicts.asked_by_torch():
+            wanted = Wanted(Kind.SHARDED, mesh=wanted.mesh)
         state = state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         _rename(state, prefix + FSDP_PREFIX, prefix)
         _restore_buffer_dtypes(self, state, prefix)
         return state
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """What torch.distributed.checkpoint.state_dict asks a module: a name that its keys lack."""
+        return {"": FSDP_PREFIX.removesuffix(".")}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if _wrapped(self).extra["state_dict_type"] is StateDictType.LOCAL_STATE_DICT:
@@ -783,10 +793,12 @@ class _Started:
 
     def __call__(self, engine: Engine) -> None:
         """Cast the unit's buffers, and warn where float16 has no loss scaler."""
+        module = self.module()
+        if module is not None:  # its parameters may be others now
+            optim_states.show_rows(module, when=state_dicts.asked_by_torch)
         if self.is_done:
             return
         self.is_done = True
-        module = self.module()
         if module is None or "in_training" not in _wrapped(module).extra:
             self.cast_buffers(low=True)
         if self.precision.param_dtype is torch.float16 and not _has_scaler():

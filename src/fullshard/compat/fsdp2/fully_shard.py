@@ -25,12 +25,14 @@ from fullshard.compat.errors import (
     MisuseValueError,
     NotOfferedError,
 )
+from fullshard.compat.first_values import default_device
 from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
 from fullshard.compat.wrapping import (
     Casts,
     Wrapped,
     engine_for,
     has_meta,
+    ignored_ids,
     mark,
     marked,
     original_class,
@@ -238,11 +240,12 @@ class FSDPModule(HoldsShards, nn.Module):
     # ---- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """DTensors, each rank's rows. A collective."""
-        if has_meta(self):
-            return super().state_dict(*args, **kwargs)
+        """DTensors, each rank's rows. A collective, but for a model on meta."""
+        mesh = _wrapped(self).extra["mesh"]
+        if has_meta(outermost(self)):
+            return state_dicts.rows_on_meta(self, mesh, super().state_dict, args, kwargs)
         _close_open(self)
-        wanted = Wanted(Kind.SHARDED, mesh=_wrapped(self).extra["mesh"])
+        wanted = Wanted(Kind.SHARDED, mesh=mesh)
         return state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
 
     def load_state_dict(
@@ -251,14 +254,16 @@ class FSDPModule(HoldsShards, nn.Module):
         strict: bool = True,  # noqa: FBT001, FBT002
         assign: bool = False,  # noqa: FBT001, FBT002
     ) -> Any:
-        """Load DTensors or whole tensors; a model on meta takes them with `assign=True`."""
+        """Load DTensors or whole tensors; a model on meta takes them with `assign=True`.
+
+        One unit is whole at a time. A model that has values copies, whatever `assign` says.
+        """
         _close_open(self)
         state = dict(state_dict)
-        on_meta = has_meta(self)
-        if on_meta:
-            for key, value in state.items():
-                state[key] = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return super().load_state_dict(state, strict=strict, assign=assign and on_meta)
+        if assign and has_meta(self):
+            state_dicts.take_values(self, state)
+            _show_placements(self)
+        return super().load_state_dict(state, strict=strict, assign=has_meta(self) and assign)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         _close_open(self)
@@ -332,6 +337,7 @@ def fully_shard(  # noqa: PLR0913
         wrapped.extra["mesh"] = mesh
         if isinstance(offload_policy, CPUOffloadPolicy):
             wrapped.options["offload"] = "cpu"
+        _show_placements(one)
     return module
 
 
@@ -368,6 +374,7 @@ def mark_unit(
     wrapped.on_engine.append(functools.partial(_on_engine, root))
     swap_class(module, FSDPModule, f"FSDP{kind.__name__}")
     mark(module, wrapped)
+    optim_states.show_rows(module)
 
 
 def _dtype(dtype: torch.dtype | None) -> DType | None:
@@ -478,7 +485,27 @@ def _on_engine(ref: Callable[[], nn.Module | None], engine: Engine) -> None:
     module = ref()
     if module is not None and outermost(module) is module:
         _apply_settings(module, engine)
-        optim_states.show_rows(engine)
+        optim_states.show_rows(module)
+        _show_placements(module)
+
+
+def _show_placements(root: nn.Module) -> None:
+    """Tell each parameter how state dicts show it: `param.placements`, `param.device_mesh`.
+
+    Scripts look there for the layout that they bring a checkpoint's tensors into.
+    """
+    wrapped = _wrapped(root)
+    mesh, on = wrapped.mesh, wrapped.extra["mesh"]
+    if on is None and mesh.replicate == 1 and torch.distributed.is_initialized():
+        on = state_dicts.device_mesh(mesh, default_device().type)
+    if on is None:
+        return
+    ignored = ignored_ids(root)
+    for param in root.parameters():
+        if id(param) not in ignored:
+            shown: Any = param
+            shown.device_mesh = on
+            shown.placements = state_dicts.placements_of(mesh, on.ndim, param.dim())
 
 
 def _apply_settings(root: nn.Module, engine: Engine) -> None:

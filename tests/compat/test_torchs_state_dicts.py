@@ -1,0 +1,161 @@
+"""FSDP1 under torch.distributed.checkpoint.state_dict, as PyTorch's checkpoint recipes have it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
+from fullshard.compat.fsdp1 import always_wrap_policy
+from fullshard.compat.fsdp2 import fully_shard
+
+
+class ToyModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(16, 16)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(16, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net2(self.relu(self.net1(x)))
+
+
+class AppState(Stateful):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict:
+        model, optim = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optim}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
+
+
+def make(seed: int = 0, **settings) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = FSDP(ToyModel(), **settings)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.zero_grad()
+    x = torch.linspace(-1, 1 + dist.get_rank(), 16 * 4).view(4, 16)
+    model(x).square().sum().backward()
+    optimizer.step()
+    return model.net2.weight.full_tensor()
+
+
+def save(app: AppState, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of pickles in its own files
+        dcp.save({"app": app}, checkpoint_id=folder)
+
+
+def load(state: dict, folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder)
+
+
+def recipe(folder: str) -> None:
+    model, optimizer = make(auto_wrap_policy=always_wrap_policy)
+    step(model, optimizer)
+    app = AppState(model, optimizer)
+    state = app.state_dict()
+    assert list(state["model"]) == ["net1.weight", "net1.bias", "net2.weight", "net2.bias"]
+    moment = state["optim"]["state"]["net2.weight"]["exp_avg"]
+    for rows in (state["model"]["net2.weight"], moment):
+        assert isinstance(rows, DTensor)
+        assert rows.to_local().shape == (5 - dist.get_rank(), 16)
+    save(app, folder)
+    other, twin = make(1)  # one unit, not yet run
+    load({"app": AppState(other, twin)}, folder)
+    assert torch.equal(step(other, twin), step(model, optimizer))
+    plain = ToyModel()  # the recipe's last part: without FSDP, in any process
+    whole = {"app": {"model": plain.state_dict()}}
+    load(whole, folder)
+    plain.load_state_dict(whole["app"]["model"])
+    assert torch.equal(plain.net1.weight, state["model"]["net1.weight"].full_tensor())
+
+
+def test_the_recipe_for_distributed_checkpoints(ranks, tmp_path):
+    ranks(2)(recipe, str(tmp_path / "dcp"))
+
+
+def in_the_background(folder: str) -> None:
+    """The recipe for asynchronous saving: training goes on, what is written is what was."""
+    for wrap in (FSDP, fully_shard):
+        torch.manual_seed(0)
+        model = wrap(ToyModel())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        future, name = None, f"{folder}/{wrap.__name__}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's
+            for number in range(2):
+                wanted = step(model, optimizer)
+                if future is not None:
+                    future.result()
+                app = AppState(model, optimizer)
+                future = dcp.async_save({"app": app}, checkpoint_id=f"{name}_{number}")
+            after = step(model, optimizer)
+            future.result()
+        other = wrap(ToyModel())
+        twin = torch.optim.Adam(other.parameters(), lr=0.1)
+        load({"app": AppState(other, twin)}, f"{name}_1")
+        assert torch.equal(other.net2.weight.full_tensor(), wanted)
+        assert torch.equal(step(other, twin), after)
+
+
+def test_the_recipe_for_asynchronous_checkpoints(ranks, tmp_path):
+    ranks(2)(in_the_background, str(tmp_path))
+
+
+def whole() -> None:
+    """Full state dicts; and each of the calls before a model has run."""
+    model, optimizer = make()
+    fresh = get_optimizer_state_dict(model, optimizer)
+    assert isinstance(fresh["state"]["net1.weight"]["exp_avg"], DTensor)
+    wanted = step(model, optimizer)
+    assert type(model.state_dict()["net2.weight"]) is torch.Tensor  # asked for by nobody else
+    assert not isinstance(optimizer.state_dict()["state"][0]["exp_avg"], DTensor)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_model_state_dict(model, options=options)
+    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        assert torch.equal(states["net2.weight"], wanted)
+        assert moments["state"]["net2.weight"]["exp_avg"].shape == (9, 16)
+    else:
+        assert states == moments == {}
+    wanted = step(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for seed in (1, 2):
+        other, twin = make(seed, auto_wrap_policy=always_wrap_policy if seed == 1 else None)
+        set_model_state_dict(other, dict(states), options=options)
+        set_optimizer_state_dict(other, twin, dict(moments), options=options)
+        assert torch.equal(step(other, twin), wanted)
+
+
+def test_full_state_dicts_of_an_fsdp1_model(ranks):
+    ranks(2)(whole)
