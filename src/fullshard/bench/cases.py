@@ -115,6 +115,7 @@ PEERS = {
         Peer("fsdp1", "full_shard", "torch", "FullyShardedDataParallel, use_orig_params=True"),
         Peer("ddp", "no_shard", "torch", "DistributedDataParallel, gradient_as_bucket_view=True"),
         Peer("deepspeed", "full_shard", "deepspeed", "DeepSpeed ZeRO stage 3"),
+        Peer("deepspeed-zero2", "shard_grad_op", "deepspeed", "DeepSpeed ZeRO stage 2"),
         Peer("floor", "none", "torch", "no communication, 1/W of the optimizer", trains=False),
     )
 }
@@ -125,6 +126,7 @@ UNFIT: dict[tuple[str, Compute], str] = {
     ("ddp", "bfloat16"): "it has no bfloat16 compute; autocast keeps norms and sums in float32, "
     "which is another arithmetic",
     ("deepspeed", "bfloat16"): "its bfloat16 mode has an optimizer of its own",
+    ("deepspeed-zero2", "bfloat16"): "its bfloat16 mode has an optimizer of its own",
 }
 
 

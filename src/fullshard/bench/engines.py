@@ -137,8 +137,8 @@ def build_ddp(setup: Setup) -> Step:
     return train_step(model, setup)
 
 
-def build_deepspeed(setup: Setup) -> Step:
-    """DeepSpeed ZeRO stage 3 on its CPU accelerator, with torch's optimizer."""
+def build_deepspeed(setup: Setup, stage: int) -> Step:
+    """DeepSpeed ZeRO of a stage on its CPU accelerator, with torch's optimizer."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     model = setup.model()
@@ -147,7 +147,7 @@ def build_deepspeed(setup: Setup) -> Step:
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": stage},
     }
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -202,6 +202,7 @@ BUILDERS: dict[str, Callable[[Setup], Step]] = {
     "fsdp2-zero2": build_fsdp2_zero2,
     "fsdp1": build_fsdp1,
     "ddp": build_ddp,
-    "deepspeed": build_deepspeed,
+    "deepspeed": partial(build_deepspeed, stage=3),
+    "deepspeed-zero2": partial(build_deepspeed, stage=2),
     "floor": build_floor,
 }
