@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 import optax
 import torch
 
@@ -46,16 +45,16 @@ from fullshard.train.steps import LoopSettings
 from fullshard.train.watcher import RunWatcher
 from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
 from fullshard.train.xla_loop import XlaLoop, XlaTrainee
+from fullshard.train.xla_weights import state_of, torch_weights
 from fullshard.xla import optim, processes
-from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
 from fullshard.xla.plan import XlaPlan, plan
-from fullshard.xla.step import State, eval_step, train_step, trained, whole_array, with_optimizer
+from fullshard.xla.step import State, eval_step, train_step, trained
 from fullshard.xla_state import read
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COORDINATOR = "fullshard/jax"  # under which the launcher's store has its address
 
 
@@ -116,7 +115,7 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
         with RunWatcher(console, folder, trainee.done, config) as watcher:
             XlaLoop(trainee, recipe, settings, keeper, watcher).run(trainee.done)
     watchdog.phase("saving", steps.num_steps)
-    weights = _torch_weights(trainee.state)
+    weights = torch_weights(trainee.state)
     processes.leave()
     if console is None:
         return
@@ -197,25 +196,7 @@ def _initial(built: _Built) -> State:
     dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
     weights = build_model(built.model_config, None, dtype, config.training.seed).state_dict()
 
-    def place(array: Any, sharding: Any) -> jax.Array:
-        tensors = [weights[name].numpy() for name in array.names()]
-        whole = np.stack(tensors) if array.block else tensors[0]
-        pairs = zip(array.stored_shape, whole.shape, strict=True)
-        whole = np.pad(whole, [(0, to - here) for to, here in pairs])
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-    return with_optimizer(placed, placed.with_arrays(place, placed.shardings), tx)
-
-
-def _torch_weights(state: State) -> dict[str, torch.Tensor]:
-    """All weights by name, whole. A collective."""
-    found: dict[str, torch.Tensor] = {}
-    for array, leaf in zip(state.plan.table.arrays, jax.tree.leaves(state.params), strict=True):
-        whole = np.array(whole_array(array, leaf), copy=True)
-        layers = whole if array.block else [whole]
-        for name, values in zip(array.names(), layers, strict=True):
-            found[name] = torch.from_numpy(values)
-    return found
+    return state_of(placed, weights, tx)
 
 
 def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, table: ArraysPlan) -> None:

@@ -31,6 +31,7 @@ from fullshard.xla.gather import scan_blocks
 from fullshard.xla.plan import Tree, XlaPlan, table_of
 
 BLOCKS = ("model.layers",)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = -100  # a label that counts nothing
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
