@@ -130,9 +130,6 @@ def check_supported(
         ]
         if config.backend is Backend.JAX:
             problems += _problems(XLA_TRAINING, config.training, "training", planning=planning)
-        if config.backend is Backend.JAX and planning:
-            advice = "fullshard train --dry-run shows the plan of this backend"
-            problems.append(Problem("backend", "torch", "'jax'", advice))
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"
             problems.append(Problem("sharding.transport", "a real transport", "'fake'", advice))
