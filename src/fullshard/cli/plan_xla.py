@@ -83,7 +83,7 @@ def _to_dict(outlook: XlaOutlook, exact: Compiled | None, fit: Fit | None) -> di
             "in_place_bytes": exact.in_place,
             "temporary_bytes": exact.temporary,
             "peak_bytes": exact.peak,
-            "collectives": _moved(exact.collectives),
+            "collectives": None if exact.collectives is None else _moved(exact.collectives),
             "compile_s": exact.compile_s,
             "error": outlook.errors(exact),
         }
@@ -123,6 +123,9 @@ def _print_exact(outlook: XlaOutlook, exact: Compiled, target: str) -> None:
     ]
     for name, num_bytes, said in rows:
         print(f"  {name:28s} {human_bytes(num_bytes):>12s}  {said}".rstrip())
+    if exact.collectives is None:
+        print("  its collectives are not known: this jaxlib cannot read what the plugin compiled")
+        return
     if error["collectives"]:
         print("  its collectives are the plan's, in number and bytes")
         return

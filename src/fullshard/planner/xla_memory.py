@@ -5,7 +5,9 @@ backward needs of a block is what its policy keeps:
 
     none        norms, rotated heads, scores, the parts of the mlp
     selective   the outputs of products
-    block       the block's input; the rest of one block at a time
+    block       the block's input
+
+and at once either the logits and the head's gradient, or all of one block and its gradients.
 """
 
 from __future__ import annotations
@@ -55,18 +57,16 @@ def temporaries(table: ArraysPlan, shape: DecoderShape) -> tuple[MemoryRow, ...]
         case RecomputeKind.NONE:
             kept = layers * full
         case RecomputeKind.SELECTIVE:
-            kept = layers * products + full
+            kept = layers * products
         case RecomputeKind.BLOCK:
             cheap = -(-layers // every)
-            kept = cheap * entry + (layers - cheap) * full + full
+            kept = cheap * entry + (layers - cheap) * full
         case RecomputeKind.OFFLOAD:
-            kept = entry + full  # the others' inputs wait on the host
-    logits = 2 * wide * shape.vocab_size  # and their gradient
-    return (
-        MemoryRow("activations", tokens * kept),
-        MemoryRow("logits", tokens * logits),
-        MemoryRow("gradients before reduction", _unreduced_bytes(table)),
-    )
+            kept = entry  # the others' inputs wait on the host
+    logits = (wide + compute) * shape.vocab_size
+    head, block = _unreduced_bytes(table)
+    working = max(tokens * logits + head, tokens * full + block)
+    return (MemoryRow("activations", tokens * kept), MemoryRow("head or one block", working))
 
 
 def _kept_bytes(shape: DecoderShape, compute: int, wide: int) -> tuple[int, int, int]:
@@ -80,15 +80,11 @@ def _kept_bytes(shape: DecoderShape, compute: int, wide: int) -> tuple[int, int,
     return 2 * entry + heads + scores + norms + mlp, products * compute + entry, entry
 
 
-def _unreduced_bytes(table: ArraysPlan) -> int:
-    """Whole gradients at once: of the largest array outside of blocks, or of one block."""
-    found = {"": 0}
+def _unreduced_bytes(table: ArraysPlan) -> tuple[int, int]:
+    """Whole gradients at once: of the largest array outside of blocks, and of one block."""
+    outside, inside = [0], [0]
     for array in table.arrays:
         if array.trainable and array.cut.dim is not None:
-            layers = array.num_layers or 1
-            num_bytes = array.numel // layers * ITEMSIZE[array.dtypes.reduce]
-            if array.block:
-                found[array.block] = found.get(array.block, 0) + num_bytes
-            else:
-                found[""] = max(found[""], num_bytes)
-    return max(found.values())
+            num_bytes = array.numel // (array.num_layers or 1) * ITEMSIZE[array.dtypes.reduce]
+            (inside if array.block else outside).append(num_bytes)
+    return max(outside), sum(inside)

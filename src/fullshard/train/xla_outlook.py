@@ -44,13 +44,15 @@ class XlaOutlook:
         return sum(row.num_bytes for row in self.rows)
 
     def errors(self, exact: Compiled) -> dict[str, Any]:
-        """How far the plan is from XLA: bytes of the state, share of the peak, collectives."""
+        """How far the plan is from XLA: bytes of the state, share of the peak, and whether
+        the collectives are the same (None: they are not known).
+        """
         wanted = self.table.collectives(self.num_micro_batches)
-        found = {kind: c for kind, c in exact.collectives.items() if c.count}
+        planned, found = {kind: c for kind, c in wanted.items() if c.count}, exact.collectives
         return {
             "state_bytes": exact.arguments - self.table.state_bytes,
             "peak": self.peak_bytes / exact.peak - 1,
-            "collectives": found == {kind: c for kind, c in wanted.items() if c.count},
+            "collectives": None if found is None else found == planned,
         }
 
 

@@ -14,7 +14,7 @@ import jax
 import optax
 from jax.experimental import topologies
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla import processes
 from fullshard.xla.census import census
@@ -31,7 +31,8 @@ class Compiled:
         in_place: Of these, given back in the same memory.
         temporary: Everything else that the step holds at once.
         peak: What the device reports; on CPUs, which report none, all of the above together.
-        collectives: By kind, loops multiplied.
+        collectives: By kind, loops multiplied; None where this jaxlib cannot read what the plugin
+            compiled (libtpu is often the newer of the two).
         compile_s: Seconds that it took.
     """
 
@@ -39,7 +40,7 @@ class Compiled:
     in_place: int
     temporary: int
     peak: int
-    collectives: dict[str, Collectives]
+    collectives: dict[str, Collectives] | None
     compile_s: float
 
 
@@ -89,15 +90,29 @@ def compile_step(
         tx: The optimizer, whose update is given `learning_rate`.
         batch: Shapes with shardings.
         **settings: Of `train_step`.
+
+    Raises:
+        WillNotFitError: XLA knows the devices' memory, and the step takes more.
     """
     step = train_step(plan, loss_fn, tx, **settings)
     began = time.perf_counter()
-    compiled = step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3)
+    try:
+        compiled = step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise WillNotFitError(
+            f"plan: expected a step that fits the device; XLA says {str(error).splitlines()[0]} "
+            "Use more devices, a smaller batch or activation_checkpointing=block."
+        ) from error
     compile_s = time.perf_counter() - began
     on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
     # TPU's loops do not say how often they run: those with collectives run over the blocks.
     layers = max((array.num_layers for array in plan.table.arrays), default=0)
-    moved = census(compiled, num_trips=layers or None)
+    try:
+        moved = census(compiled, num_trips=layers or None)
+    except jax.errors.JaxRuntimeError:
+        moved = None
     return Compiled(**memory_of(compiled, on_cpu=on_cpu), collectives=moved, compile_s=compile_s)
 
 
