@@ -107,6 +107,7 @@ SURFACE = {
         "--timeout",
         "--wait",
     ],
+    "bench jax": ["--case", "--help", "--json", "--out", "--rounds", "--timeout", "--wait"],
     "bench overlap": [
         "--compute-per-wire",
         "--help",

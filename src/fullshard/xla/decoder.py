@@ -146,11 +146,22 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int) -> ArraysPlan
 
 def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, ids: jax.Array) -> jax.Array:
     """(batch, length, vocabulary) logits of (batch, length) token ids."""
+
+    def scan(block: Any, x: jax.Array, stacked: Tree) -> jax.Array:
+        return scan_blocks(block, x, stacked, plan, BLOCKS[0])
+
+    return decode(config, params, ids, scan)
+
+
+def decode(
+    config: DecoderConfig, params: Tree, ids: jax.Array, scan: Callable[..., jax.Array]
+) -> jax.Array:
+    """The same, with the blocks run by (block, x, their stacked arrays) -> x."""
     model = params["model"]
     embedding = model["embed_tokens"]["weight"]
     x = embedding[ids]
     turns = _rotations(config, ids.shape[1], x.dtype)
-    x = scan_blocks(partial(_block, config, turns), x, model["layers"], plan, BLOCKS[0])
+    x = scan(partial(_block, config, turns), x, model["layers"])
     x = _norm(x, model["norm"]["weight"], config.rms_norm_eps)
     head = embedding if config.tie_word_embeddings else params["lm_head"]["weight"]
     return x @ head.T
