@@ -49,7 +49,7 @@ def auto_step(
         met = placed.with_arrays(
             lambda a, leaf: leaf if a.block else _whole(placed, a, leaf), params
         )
-        logits = pin(decode(decoder, met, batch["input_ids"], scan))[:, :-1]
+        logits = pin(decode(decoder, met, batch, scan))[:, :-1]
         total, count = token_loss(logits, batch["labels"][:, 1:])
         return total / count
 
