@@ -15,16 +15,9 @@ from fullshard.train.tokenizer import train_tokenizer
 
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
 WORDS = [
-    "max_steps=8",
-    "max_length=64",
-    "per_device_train_batch_size=2",
-    "gradient_accumulation_steps=2",
-    "learning_rate=1e-2",
-    "warmup_steps=0",
-    "adam_epsilon=1e-4",
-    "max_grad_norm=0.5",
-    "eval_steps=4",
-    "data.validation_fraction=0.1",
+    *("max_steps=8", "max_length=64", "per_device_train_batch_size=2"),
+    *("gradient_accumulation_steps=2", "learning_rate=1e-2", "warmup_steps=0", "eval_steps=4"),
+    *("adam_epsilon=1e-4", "max_grad_norm=0.5", "data.validation_fraction=0.1"),
     "launch.num_processes=2",
 ]
 
