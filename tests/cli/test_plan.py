@@ -281,3 +281,47 @@ def test_a_device_that_cannot_be_used_is_named(capfd, config, tmp_path, text, me
     file.write_text(text)
     assert run(["plan", str(config), "--gpus", "8xX1", "--devices", str(file)]) == 2
     assert f"devices.yaml: {message}" in capfd.readouterr().err
+
+
+def test_plan_for_xla_has_the_keys_of_the_other_and_its_collectives(plan, config):
+    wanted, _ = plan(config)
+    found, code = plan(config, "backend=jax", "--gpus", "4xA100-40GB")
+    assert code == 0
+    assert found["fits"] == "fits"
+    assert set(wanted) - set(found) == {"memory_bytes", "scaling"}
+    assert rows(found)["parameter shards"] == NUMEL  # 4 bytes a parameter on 4 devices
+    assert found["peak_bytes"]["device"] == sum(rows(found).values())
+    # Twelve arrays: nine of three layers each, gathered twice, and three outside of blocks.
+    assert found["plan"]["collectives"]["all-gather"]["count"] == 9 * 3 * 2 + 3
+
+
+def test_exact_plan_is_what_xla_says_of_the_compiled_step(fullshard, config):
+    words = ("backend=jax", "max_seq_length=32", "gradient_accumulation_steps=2", "--exact")
+    done = fullshard("plan", str(config), *words, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    exact = found["exact"]
+    assert exact["collectives"] == found["plan"]["collectives"]
+    assert exact["error"]["collectives"] is True
+    assert 0 <= exact["error"]["state_bytes"] < 64 << 10
+    assert exact["peak_bytes"] >= exact["arguments_bytes"] + exact["temporary_bytes"]
+    wanted = found["peak_bytes"]["device"] / exact["peak_bytes"] - 1
+    assert exact["error"]["peak"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--exact",), "--exact: expected backend: jax"),
+        (("backend=jax", "--topology", "v5p:2x2x2"), "--topology: expected --exact beside it"),
+        (("backend=jax", "--out", "page.html"), "--out: expected backend: torch"),
+        (
+            ("backend=jax", "--exact", "--topology", "v5p:2x2x2"),
+            "--topology: expected libtpu to compile for 'v5p:2x2x2'; it is not installed",
+        ),
+    ],
+)
+def test_what_no_compiler_is_there_for_is_an_error(capsys, monkeypatch, config, words, said):
+    monkeypatch.setattr("fullshard.xla.aot.find_spec", lambda _: None)
+    assert run(["plan", str(config), *words]) == 2
+    assert said in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_dry_run_shows_what_would_be_compared_and_runs_nothing(fullshard, config
         (["freeze=[decoder.*]"], "freeze: expected globs of parameter names, got 'decoder.*'"),
         (["sharding.wrap=[LlamaDecoderLayer]"], "LlamaDecoderLayer"),
         (["sharding.transport=fake"], "sharding.transport: expected a real one, got 'fake'"),
-        (["backend=jax"], "backend: expected torch, got 'jax'"),
+        (["backend=jax", "--inject", "lost_tie"], "--inject: expected repeated_data with backend"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error_of_the_configuration(

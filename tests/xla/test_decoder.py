@@ -25,14 +25,15 @@ def differences(name, folder):
     config = DecoderConfig.of(hf_config)
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     ids = np.random.default_rng(0).integers(0, 96, (2, 40))
+    places = np.stack([np.arange(40), np.r_[0:13, 0:20, 0:7]])  # one document, and three
     found = {}
     for dtype, other in (("float64", model), ("float32", plain)):
         sharding = {"master_dtype": dtype}
         plan = fj.plan(config.shapes(), sharding, mesh, blocks=BLOCKS)
         state = fj.load(plan, folder)
 
-        def logits(params, ids, plan=plan):
-            return logits_of(config, plan, whole_but_blocks(plan, params), ids)
+        def logits(params, batch, plan=plan):
+            return logits_of(config, plan, whole_but_blocks(plan, params), batch)
 
         spec = batch_spec(mesh, 1)
         run = jax.jit(
@@ -40,15 +41,22 @@ def differences(name, folder):
                 logits, mesh=mesh, in_specs=(plan.specs, spec), out_specs=spec, check_vma=False
             )
         )
-        with torch.no_grad():
-            wanted = other(input_ids=torch.from_numpy(ids)).logits.numpy()
-        got = np.asarray(run(state.params, ids))
-        found[dtype] = (str(got.dtype), float(np.abs(got - wanted).max() / np.abs(wanted).max()))
+        for what, batch in (
+            ("texts", {"input_ids": ids}),
+            ("documents", {"input_ids": ids, "position_ids": places}),
+        ):
+            given = {key: torch.from_numpy(value) for key, value in batch.items()}
+            with torch.no_grad():
+                wanted = other(**given, use_cache=False).logits.numpy()
+            got = np.asarray(run(state.params, batch))
+            error = float(np.abs(got - wanted).max() / np.abs(wanted).max())
+            found[dtype, what] = (str(got.dtype), error)
     return found
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_logits_are_those_of_transformers(devices, tmp_path, name):
     found = devices(differences, name, tmp_path)
-    assert found["float64"] == ("float64", pytest.approx(0, abs=1e-12))
-    assert found["float32"] == ("float32", pytest.approx(0, abs=1e-5))
+    for what in ("texts", "documents"):
+        assert found["float64", what] == ("float64", pytest.approx(0, abs=1e-12))
+        assert found["float32", what] == ("float32", pytest.approx(0, abs=1e-5))

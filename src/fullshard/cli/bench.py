@@ -233,6 +233,22 @@ def compiled(  # noqa: PLR0913  (one parameter an option)
     return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
 
 
+@app.command("jax")
+def xla(
+    case: Annotated[str, typer.Option(help="29M or tiny.")] = "29M",
+    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 900.0,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Time the JAX engine on two gloo processes beside one process and beside XLA's partitioner."""
+    from fullshard.bench import xla as bench
+
+    job, command = bench.Job(bench.find_shape(case), rounds), _command_line("jax")
+    return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
+
+
 @app.command()
 def gpu(
     tiny: Annotated[bool, typer.Option("--tiny", help="Small blocks, on a CPU too.")] = False,
@@ -336,7 +352,7 @@ def _register_not_yet(name: str) -> None:
         """Not yet."""
         from fullshard.errors import ConfigError
 
-        there = "step, strategies, prefetch, comm, compile, copies, gpu, host, scale, overlap"
+        there = "step, strategies, prefetch, comm, compile, copies, gpu, host, jax, scale, overlap"
         raise ConfigError(f"bench {name}: not yet. {there} are there.")
 
 

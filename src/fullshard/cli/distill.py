@@ -43,8 +43,10 @@ def distill(  # noqa: PLR0913  (one parameter an option)
     words = words[1:] if words and caches else words
     resolved = load(words, config, config_file, flags=FLAGS, default=JOB)
     how = How(resume, max_restarts, dry_run)
+    command = Command.CACHE if caches else Command.DISTILL
+    resolved.check_command(command)  # before a teacher is trained for it
     teacher = resolved.config.teacher
     ended = made_first(teacher.name_or_path if teacher else None, TEACHER_JOB, how)
     if ended is not None:
         return ended
-    return run_recipe(Command.CACHE if caches else Command.DISTILL, resolved, how)
+    return run_recipe(command, resolved, how)

@@ -35,7 +35,7 @@ app = typer.Typer()
 
 FLAGS = (
     *("--config", "--config_file", "--gpus", "--nodes", "--devices", "--table", "--out"),
-    *("--json", "--help"),
+    *("--exact", "--topology", "--json", "--help"),
 )
 
 
@@ -59,6 +59,13 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         Path | None,
         typer.Option(help="A page with figures to write; with --table: where predictions go."),
     ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="backend: jax: compile the step, and say XLA's figures.")
+    ] = False,
+    topology: Annotated[
+        str | None,
+        typer.Option(help="With --exact: for these TPUs, by libtpu's names (v5p:2x2x2)."),
+    ] = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Say what every rank will hold, how long a step takes, and what to change.
@@ -74,20 +81,34 @@ def plan(  # noqa: PLR0913  (one parameter an option)
                 "Plan them one after the other."
             )
         return predict_table(table, out or Path("predictions.csv"))
-    from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.hardware import Fit
-
     hardware, own = _hardware(gpus, devices)
     resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
-    from fullshard.train.outlook import machine_of  # with torch: what is mistyped is said before
-
+    for_xla = _is_for_xla(resolved.config, exact=exact, topology=topology, out=out)
     try:
-        topology = _topology(resolved.config, hardware, nodes)
+        world = _topology(resolved.config, hardware, nodes)
+        if for_xla:
+            from fullshard.cli.plan_xla import plan_on_xla
+
+            size = world.world_size
+            return plan_on_xla(resolved.config, size, hardware, exact=exact, topology=topology)
+        # With torch: what is mistyped is said before.
+        from fullshard.train.outlook import machine_of
+
         machine = machine_of(hardware, own)
-        study, strategies = _study(resolved.config, topology, machine, compares=out is not None)
+        study, strategies = _study(resolved.config, world, machine, compares=out is not None)
     except ConfigError as error:
         raise placed(resolved, error) from error
+    return _told(study, strategies, hardware, out)
+
+
+def _told(
+    study: Study, strategies: list[Outlook], hardware: Gpus | None, out: Path | None
+) -> Outcome:
+    """Show it, and write a page where that is asked for."""
+    from fullshard.launch.exit_codes import ExitCode
+    from fullshard.planner.hardware import Fit
+
     _print_plan(study, hardware)
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
@@ -95,6 +116,24 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         print(f"Figures: {write_plan_page(study, strategies, out)}")
     code = ExitCode.WILL_NOT_FIT if study.outlook.fit is Fit.NO else ExitCode.OK
     return Outcome(_to_dict(study), code)
+
+
+def _is_for_xla(config: RunConfig, *, exact: bool, topology: str | None, out: Path | None) -> bool:
+    """Whether the backend is jax, to which alone two of the options belong, and one does not."""
+    from fullshard.config.values import Backend
+
+    if topology is not None and not exact:
+        raise ConfigError(
+            "--topology: expected --exact beside it, which compiles for it; got none."
+        )
+    if exact and config.backend is not Backend.JAX:
+        raise ConfigError(
+            "--exact: expected backend: jax, whose compiler is asked; got torch, whose plan is "
+            "exact but for activations. Leave --exact out, or say backend=jax."
+        )
+    if out is not None and config.backend is Backend.JAX:
+        raise ConfigError("--out: expected backend: torch, whose plan has a page; got jax.")
+    return config.backend is Backend.JAX
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:

@@ -95,6 +95,7 @@ XLA_TRAINING = (
     NotYet("ema_decay", lambda c: c.ema_decay, "Leave it out"),
     NotYet("max_skipped_steps", _any("max_skipped_steps"), "Leave it out"),
 )
+XLA_LORA = NotYet("lora", _any("lora"), "Leave it out, or use backend: torch")
 
 
 def check_supported(
@@ -130,9 +131,7 @@ def check_supported(
         ]
         if config.backend is Backend.JAX:
             problems += _problems(XLA_TRAINING, config.training, "training", planning=planning)
-        if config.backend is Backend.JAX and planning:
-            advice = "fullshard train --dry-run shows the plan of this backend"
-            problems.append(Problem("backend", "torch", "'jax'", advice))
+            problems += _problems([XLA_LORA], config, "", planning=planning)
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"
             problems.append(Problem("sharding.transport", "a real transport", "'fake'", advice))
@@ -151,9 +150,8 @@ def check_command(config: RunConfig, command: Command) -> None:
         ConfigError: with every such section.
     """
     problems: list[Problem] = []
-    if config.backend is Backend.JAX and command is not Command.TRAIN:
-        says = f"'jax' under `fullshard {command}` is not yet supported"
-        problems.append(Problem("backend", "", says, "Use torch"))
+    if config.backend is Backend.JAX:
+        problems += _of_xla(config, command)
     if command is Command.TRAIN:
         asked = (
             config.sft.model_dump(exclude_none=True, exclude_defaults=True) if config.sft else {}
@@ -169,6 +167,16 @@ def check_command(config: RunConfig, command: Command) -> None:
                 problems.append(_of_other(key, "a mapping", Command.DISTILL))
     if problems:
         raise ConfigProblems(problems)
+
+
+def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
+    if command not in (Command.TRAIN, Command.SFT):
+        says = f"'jax' under `fullshard {command}` is not yet supported"
+        yield Problem("backend", "", says, "Use torch")
+    sft = config.sft
+    if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
+        says = f"{sft.num_samples} with backend: jax is not yet supported"
+        yield Problem("sft.num_samples", "", says, "Leave it out: no prompt is answered")
 
 
 def _of_distillation(config: RunConfig, command: Command) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ import optax
 
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
+from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
 from fullshard.xla.plan import XlaPlan, pad
 from fullshard.xla.step import State, Step, with_optimizer
@@ -72,17 +73,8 @@ def memory(step: Step, state: State, batch: Any) -> dict[str, int]:
         `arguments` (state and batch), `in_place` (of these, given back in the same memory),
         `temporary`, and `peak`, which on the CPU is their sum, since it reports none itself.
     """
-    found = step.compile(state, step.place(batch)).memory_analysis()
-    arguments, in_place = found.argument_size_in_bytes, found.alias_size_in_bytes
-    temporary = found.temp_size_in_bytes
-    together = arguments + found.output_size_in_bytes - in_place + temporary
-    reported = 0 if jax.default_backend() == "cpu" else found.peak_memory_in_bytes
-    return {
-        "arguments": arguments,
-        "in_place": in_place,
-        "temporary": temporary,
-        "peak": reported or together,
-    }
+    compiled = step.compile(state, step.place(batch))
+    return memory_of(compiled, on_cpu=jax.default_backend() == "cpu")
 
 
 def pad_batch(batch: dict[str, Any], size: int) -> dict[str, Any]:

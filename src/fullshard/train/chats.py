@@ -50,6 +50,11 @@ class Chats:
         )
 
     @property
+    def length(self) -> int:
+        """Most tokens of a row."""
+        return max(2, self._data.facts.sequence_length)
+
+    @property
     def samples_per_step(self) -> int:
         return self._order.shape.global_batch
 

@@ -15,11 +15,15 @@ over the label tokens of micro-batch a of rank r, and N the label tokens of all 
 
 then clipping by the norm of the whole gradient, and one step of AdamW. The parameters that are
 updated (masters) are apart from those that compute, which are cast from them before every step.
+
+A pass that is `wide` computes norms and rotary positions in the dtype of the weights: transformers
+makes them float32 in float64 models too, and another program then agrees to 1e-7 and no further.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +97,8 @@ class _Training:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
+            if self.settings["wide"]:
+                widen(module)
         for name, param in model.named_parameters():
             param.requires_grad_(name not in self.job["frozen"])
         return model.to(self.device).train()
@@ -134,7 +140,8 @@ class _Training:
             sums, own = self._play_rank(step, rank, world_size / num_tokens)
             losses.append(sums)
             for name, gradient in own.items():
-                self.tensors[f"{step}/own/{rank}/{name}"] = gradient.cpu()
+                if step in self.job["told_steps"]:
+                    self.tensors[f"{step}/own/{rank}/{name}"] = gradient.cpu()
                 total[name] = gradient.clone() if name not in total else total[name] + gradient
         gradients = {name: gradient / world_size for name, gradient in total.items()}
         self.numbers["losses"].append(losses)
@@ -167,12 +174,14 @@ class _Training:
         norm = sum(squares) ** 0.5
         factor = min(1.0, self.job["max_grad_norm"] / (norm + 1e-6))
         for name, gradient in gradients.items():
-            self.tensors[f"{step}/gradient/{name}"] = gradient.cpu().contiguous()
             self.masters[name].grad = gradient * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for name, master in self.masters.items():
-            self.tensors[f"{step}/parameter/{name}"] = master.detach().cpu().clone()
+        if step in self.job["told_steps"]:
+            for name, gradient in gradients.items():
+                self.tensors[f"{step}/gradient/{name}"] = gradient.cpu().contiguous()
+            for name, master in self.masters.items():
+                self.tensors[f"{step}/parameter/{name}"] = master.detach().cpu().clone()
         return norm
 
     def write_state(self) -> None:
@@ -197,6 +206,44 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     counts = targets != IGNORED
     chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return ((torch.logsumexp(logits, -1) - chosen) * counts).sum()
+
+
+def widen(module: nn.Module) -> None:
+    """Norms and rotary positions of Llama, Qwen2 and Qwen3 in the dtype of the weights."""
+    kind = type(module).__name__
+    if kind.endswith("RMSNorm"):
+        module.forward = lambda x: _norm(module, x)
+    elif kind.endswith("RotaryEmbedding"):
+        module.forward = lambda x, position_ids: _positions(module.config, x, position_ids)
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    mean = x.pow(2).mean(-1, keepdim=True)
+    return module.weight * (x * torch.rsqrt(mean + module.variance_epsilon))
+
+
+def _positions(config: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    """Cosines and sines, (batch, length, head_dim), of float64 angles."""
+    rope = config.rope_parameters
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    frequencies = _scaled(float(rope["rope_theta"]) ** -exponents, rope)
+    angles = position_ids[..., None].to(torch.float64) * frequencies.to(x.device)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def _scaled(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """By `linear` all are slower; by `llama3` those of long waves, and between a blend."""
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        return frequencies / rope["factor"]
+    if kind != "llama3":
+        return frequencies
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / rope["factor"])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     the user's model --> small model of its class --> folder: weights, batches, job
                                                         |
-              reference.py, a process of its own  <-----+----->  local ranks, fs.shard, the loop
+              reference.py, a process of its own  <-----+----->  local ranks, fs.shard, the loop;
+                                                        |        or XLA's step (xla_verify.py)
                                                         |
                             rows, a diagnosis  <--------'        compared piece by piece
 
@@ -42,19 +43,25 @@ from fullshard.train.model import (
 from fullshard.train.verify_compare import Row, Sides, rows_of
 from fullshard.train.verify_diagnose import Diagnosis, diagnose
 from fullshard.train.verify_faults import NEEDS_GATHERS, Fault
-from fullshard.train.verify_job import Job, Pass, write_batches, write_weights
+from fullshard.train.verify_job import (
+    EXACT,
+    LOW,
+    SINGLE,
+    Job,
+    Pass,
+    write_batches,
+    write_weights,
+)
 from fullshard.train.verify_shrink import Change, Limits, Shrunk, fit_globs, shrink, shrunk
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from fullshard.planner.arrays import ArraysPlan
     from fullshard.planner.plan import Plan
 
 RANK_MODULE = "fullshard.train.verify_rank"
 REFERENCE = Path(__file__).with_name("reference.py")
-# Tolerances: float64; float64 with logits that a model makes float32 all the same (two ways to
-# write a loss then differ by 1e-7); below float32.
-EXACT, SINGLE, LOW = 1e-9, 1e-4, 0.2
 MOST_RANKS = 4
 MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
 TIMEOUT_S = 600.0
@@ -72,14 +79,16 @@ class Prepared:
         plan: What its ranks will run, in float64.
         changes: How it differs from the user's.
         notes: What else is not as in the user's run.
+        program: The module that plays the ranks, and how many processes that takes.
     """
 
     job: Job
     model: nn.Module
     config: PretrainedConfig
-    plan: Plan
+    plan: Plan | ArraysPlan
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
+    program: tuple[str, int]
 
     def facts(self) -> dict[str, Any]:
         """For --json."""
@@ -89,7 +98,7 @@ class Prepared:
             "strategy": self.plan.strategy,
             "world_size": self.job.world_size,
             "mesh": {"replicate": self.plan.mesh.replicate, "shard": self.plan.mesh.shard},
-            "num_units": len(self.plan.units),
+            "num_units": self.plan.num_units,
             "dtypes": [choice.name for choice in self.job.passes],
             "num_steps": self.job.num_steps,
             "injected": self.job.fault,
@@ -122,11 +131,15 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
     """
-    _check_supported(config)
     require_transformers()
     quiet_libraries()
+    if config.backend is Backend.JAX:
+        from fullshard.train import xla_verify
+
+        return xla_verify.prepare(config, fault)
+    _check_supported(config)
     notes: list[str] = []
-    model_config = _model_config(config, fault, notes)
+    model_config = model_config_of(config, fault, notes)
     sharding, world_size = _fit_ranks(config, notes)
     small, model = _shrink(model_config, sharding, world_size, notes)
     frozen = _freeze(config, model, model_config, len(small.layers), notes)
@@ -137,7 +150,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
         notes.append("The model makes its logits float32, also in float64.")
     num_micro_batches = min(2, config.training.gradient_accumulation_steps)
     job = Job(
-        passes=_passes(sharding, exact),
+        passes=passes_of(sharding, exact),
         world_size=world_size,
         num_micro_batches=num_micro_batches,
         frozen=frozen,
@@ -147,22 +160,19 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     )
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
     _check_fault(fault, plan, model)
-    return Prepared(job, model, small.config, plan, small.changes, tuple(notes))
+    program = (RANK_MODULE, world_size)
+    return Prepared(job, model, small.config, plan, small.changes, tuple(notes), program)
 
 
 def _check_supported(config: RunConfig) -> None:
     """Of the whole configuration only the model and its sharding matter here."""
-    if config.backend is not Backend.TORCH:
-        raise ConfigError(
-            f"backend: expected torch, got '{config.backend}', which verify does not know yet. "
-            "Its losses can be laid beside torch's: train both for some steps."
-        )
     if config.sharding.transport is Transport.FAKE:
         raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
     check_supported(config.sharding)
 
 
-def _model_config(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
+def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
+    """Of the user's whole model; tied where the fault needs it."""
     if config.model.name_or_path is not None:
         found = config_from_folder(Path(config.model.name_or_path))
     else:
@@ -245,8 +255,13 @@ def _freeze(
     return tuple(name for name, param in model.named_parameters() if not param.requires_grad)
 
 
-def _passes(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
-    """In float64; and in the user's dtypes where these are others than the master's."""
+def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
+    """In float64; and in the user's dtypes where these are others than the master's.
+
+    Args:
+        sharding: Fields of ShardConfig.
+        exact: Tolerance in float64.
+    """
     low = (DType.BFLOAT16, DType.FLOAT16)
     master = sharding["master_dtype"] or DType.FLOAT32
     compute = sharding["param_dtype"] or master
@@ -337,9 +352,8 @@ def run_sides(prepared: Prepared, folder: Path) -> tuple[LocalLaunch, LaunchResu
             stderr=output,
         )
         try:
-            launch = LocalLaunch(
-                RANK_MODULE, (str(folder),), prepared.job.world_size, folder / "logs", TIMEOUT_S
-            )
+            module, num_processes = prepared.program
+            launch = LocalLaunch(module, (str(folder),), num_processes, folder / "logs", TIMEOUT_S)
             result = launch_local_ranks(launch)
             code = alone.wait(TIMEOUT_S) if result.exit_code == 0 else 0
         finally:

@@ -96,8 +96,7 @@ class Sides:
         self.pieces = [load_file(place / f"rank_{rank}.safetensors") for rank in ranks]
         state = place / "state.safetensors"
         self.state = load_file(state) if state.is_file() else None
-        # Few roundings of a low precision fall the other way, and are large: on the average.
-        self.size = _largest if choice.compute_dtype == "float64" else _root_mean_square
+        self.size = _largest if choice.is_exact else _root_mean_square
 
     @property
     def names(self) -> list[str]:
@@ -114,7 +113,9 @@ class Sides:
         return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
 
     def places(self, step: int, rank: int) -> dict[str, dict[str, Any]]:
-        """Which elements of each parameter a rank holds: {name: {start, stop, unit}}."""
+        """Which elements of each parameter a rank holds: {name: {start, stop, unit}}, or a box
+        [[start, stop], ...], a range a dimension, in place of the one range.
+        """
         models = self.facts[rank]["pieces"]
         return _at(models, int(step == self.job.num_steps), {})
 
@@ -124,18 +125,23 @@ class Sides:
         place = self.places(step, rank).get(name)
         if whole is None or place is None:
             return None
-        return whole.reshape(-1)[place["start"] : place["stop"]]
+        return _elements(whole, place).reshape(-1)
 
     def joined(self, step: int, kind: str, name: str) -> torch.Tensor | None:
         """A whole parameter or gradient, flat, from the ranks' pieces."""
-        found = {}
+        found: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for rank in range(self.job.world_size):
             piece = self.piece(step, kind, rank, name)
             if piece is None:
                 return None
-            if piece.numel():
-                found[self.places(step, rank)[name]["start"]] = piece
-        return torch.cat([found[start] for start in sorted(found)]) if found else None
+            found.append((piece, self.places(step, rank)[name]))
+        boxes = [place.get("box", [(place.get("start"), place.get("stop"))]) for _, place in found]
+        shape = [max(stop for _, stop in spans) for spans in zip(*boxes, strict=True)]
+        whole = torch.zeros(shape, dtype=torch.float64)
+        for piece, place in found:
+            part = _elements(whole, place)
+            part.copy_(piece.reshape(part.shape))
+        return whole.reshape(-1)
 
     # ---- comparing
 
@@ -144,19 +150,21 @@ class Sides:
         for step in range(self.job.num_steps + 1):
             if step == self.job.num_steps:
                 yield from self._state_errors()
+            told = step in self.job.told_steps
             yield from self._loss_errors(step)
-            yield from self._tensor_errors(step, "gradient", GRADIENT)
+            yield from self._tensor_errors(step, "gradient", GRADIENT) if told else ()
             yield from self._norm_errors(step)
-            yield from self._tensor_errors(step, "parameter", PARAMETER)
+            yield from self._tensor_errors(step, "parameter", PARAMETER) if told else ()
 
     def _loss_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):
-            found, wanted = _at(facts["losses"], step, []), self.numbers["losses"][step][rank]
-            error = max(
-                (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
-                default=0.0,
-            )
-            yield Difference(LOSS, step, rank, "", error)
+            if "losses" in facts:  # a rank's own; XLA's step knows the mean alone
+                found, wanted = _at(facts["losses"], step, []), self.numbers["losses"][step][rank]
+                error = max(
+                    (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
+                    default=0.0,
+                )
+                yield Difference(LOSS, step, rank, "", error)
             mean = _number_error(_at(facts["loss"], step, math.nan), self.numbers["loss"][step])
             yield Difference(LOSS, step, None, MEAN, mean)
 
@@ -170,7 +178,7 @@ class Sides:
         floor = self._floor(step) if what == "gradient" else 1e-3
         for name in self.names:
             key = f"{step}/{what}/{name}"
-            covered = 0
+            covered = torch.zeros(self.whole[f"0/parameter/{name}"].shape, dtype=torch.bool)
             for rank in range(self.job.world_size):
                 place = self.places(step, rank).get(name)
                 if place is None:
@@ -180,9 +188,8 @@ class Sides:
                 wanted = self.part(step, what, rank, name)
                 error = self._error(found, wanted, self._scale(key, floor))
                 yield Difference(kind, step, rank, name, error)
-                if place["start"] <= covered:
-                    covered = max(covered, place["stop"])
-            if covered < self.whole[f"0/parameter/{name}"].numel():
+                _elements(covered, place).fill_(True)
+            if not covered.all():
                 yield Difference(kind, step, None, name, math.inf)
 
     def _state_errors(self) -> Iterator[Difference]:
@@ -208,7 +215,7 @@ class Sides:
         return 1.0 if whole is None else max(self.size(whole), floor)
 
     def _floor(self, step: int) -> float:
-        share = EXACT_FLOOR if self.choice.compute_dtype == "float64" else LOW_FLOOR
+        share = EXACT_FLOOR if self.choice.is_exact else LOW_FLOOR
         prefix = f"{step}/gradient/"
         sizes = (self.size(whole) for key, whole in self.whole.items() if key.startswith(prefix))
         return share * max(sizes, default=1.0)
@@ -227,6 +234,13 @@ def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
         choice = sides.choice
         rows.append(Row(kind, choice.name, worst.error, choice.tolerance, worst.where()))
     return rows
+
+
+def _elements(whole: torch.Tensor, place: dict[str, Any]) -> torch.Tensor:
+    """A view of what a piece holds of a whole, contiguous tensor."""
+    if "box" in place:
+        return whole[tuple(slice(start, stop) for start, stop in place["box"])]
+    return whole.view(-1)[place["start"] : place["stop"]]
 
 
 def _at(values: list[Any], index: int, default: Any) -> Any:

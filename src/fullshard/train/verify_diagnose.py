@@ -176,6 +176,7 @@ def _factor(sides: Sides, step: int, name: str) -> float | None:
 def _plain(first: Sequence[Difference]) -> Diagnosis:
     """The kind of result that is wrong first, where no pattern is known."""
     advice = {
+        LOSS: "The loss is that of other data or of other weights.",
         GRADIENT: "Gradients differ in no way that a known fault would make them differ.",
         NORM: "Gradients are right and their norm is not: clipping would be wrong.",
         PARAMETER: "Gradients are right and the update is not: clipping or the optimizer.",

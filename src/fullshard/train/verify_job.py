@@ -5,7 +5,8 @@ config.json           the shrunk model's configuration     both
 weights.safetensors   every weight, perturbed              both
 batches.safetensors   STEP.RANK.MICRO.input_ids, .labels   both
 PASS/reference.*      what one process computed            written by reference.py
-PASS/rank_K.*         what rank K computed                 written by verify_rank.py
+PASS/rank_K.*         what rank K computed                 written by verify_rank.py, or for every
+                                                           device by xla_verify_rank.py
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ NUM_STEPS = 3  # and one more after saving and loading
 NUM_SEQUENCES = 2
 NUM_TOKENS = 12
 JOB_FILE = "job.json"
+# Tolerances: float64; float64 with logits that a model makes float32 all the same (two ways to
+# write a loss then differ by 1e-7); below float32.
+EXACT, SINGLE, LOW = 1e-9, 1e-4, 0.2
 
 # The epsilon is large: an update is gradient over root of its square, so that with the usual 1e-8
 # the rounding noise of gradients that should be zero (a bias before a norm) would move weights.
@@ -47,6 +51,8 @@ class Pass:
         tolerance: Largest relative difference that counts as equal.
         sharding: Fields of ShardConfig.
         loss_scale: Keeps float16 gradients of the reference from underflow.
+        wide: The reference computes norms and rotary positions in the dtype of its weights, and not
+            in float32, as transformers does in float64 models too.
     """
 
     name: str
@@ -56,6 +62,14 @@ class Pass:
     compute_dtype: str = "float64"
     reduce_dtype: str = "float64"
     loss_scale: float = 1.0
+    wide: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every element is compared: below float32 few roundings that fall the other way
+        are large, and what is compared is their average.
+        """
+        return self.compute_dtype == "float64" or self.tolerance < LOW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +87,22 @@ class Job:
     max_grad_norm: float = MAX_GRAD_NORM
     optimizer: dict[str, float] = dataclasses.field(default_factory=lambda: dict(OPTIMIZER))
 
+    @property
+    def told_steps(self) -> tuple[int, ...]:
+        """Steps whose gradients and parameters are written down; losses and norms always are."""
+        last = self.num_steps
+        return tuple(step for step in range(last + 1) if step < NUM_STEPS or step >= last - 1)
+
     def write(self, folder: Path) -> None:
         """Writes the numbers where both sides look for them."""
-        (folder / JOB_FILE).write_text(json.dumps(dataclasses.asdict(self)))
+        fields = {**dataclasses.asdict(self), "told_steps": self.told_steps}
+        (folder / JOB_FILE).write_text(json.dumps(fields))
 
     @staticmethod
     def read(folder: Path) -> Job:
         """Reads what `write` wrote."""
         fields = json.loads((folder / JOB_FILE).read_text())
+        fields.pop("told_steps")  # follows from the others; the reference reads it
         fields["passes"] = tuple(Pass(**entry) for entry in fields["passes"])
         return Job(**{**fields, "frozen": tuple(fields["frozen"])})
 

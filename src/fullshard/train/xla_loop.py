@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from jax.experimental import multihost_utils
 
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import StepRow
 from fullshard.train.causal_lm import PackedText
+from fullshard.train.chats import Chats
 from fullshard.train.loop import Batch
+from fullshard.train.loss import IGNORED
 from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
 from fullshard.train.xla_checkpoints import XlaCheckpoints
 from fullshard.xla.step import State, Step
 
-KEYS = ("input_ids", "labels")
+KEYS = ("input_ids", "labels", "position_ids")
 
 
 @dataclass
@@ -45,12 +49,12 @@ class XlaTrainee:
 
 
 class XlaLoop(StepLoop):
-    """Runs packed text over a number of steps."""
+    """Runs packed text, or chats, over a number of steps."""
 
     def __init__(
         self,
         trainee: XlaTrainee,
-        recipe: PackedText,
+        recipe: PackedText | Chats,
         settings: LoopSettings,
         keeper: XlaCheckpoints,
         watcher: Watcher,
@@ -58,6 +62,7 @@ class XlaLoop(StepLoop):
         super().__init__(settings, watcher)
         self._trainee = trainee
         self._recipe = recipe
+        self._length = recipe.length if isinstance(recipe, Chats) else None
         self._keeper = keeper
 
     def held_out_loss(self, step: int) -> float | None:
@@ -67,7 +72,7 @@ class XlaLoop(StepLoop):
         for batch in self._recipe.held_out():
             if self._stops_within(step):
                 return None
-            sums.append(self._trainee.totals(self._trainee.state, _arrays([batch])))
+            sums.append(self._trainee.totals(self._trainee.state, self._arrays([batch])))
         if not sums:
             return None
         return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
@@ -81,7 +86,7 @@ class XlaLoop(StepLoop):
         data_s = time.perf_counter() - began
         self._watcher.entered("forward and backward", step)
         trainee.state, found = trainee.step(
-            trainee.state, _arrays(batches), learning_rate=learning_rate
+            trainee.state, self._arrays(batches), learning_rate=learning_rate
         )
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         for what, value in (("loss", loss), ("gradient norm", norm)):
@@ -112,6 +117,20 @@ class XlaLoop(StepLoop):
             memory_peak_bytes=int(peak.max()),
         )
 
+    def _arrays(self, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+        """This rank's samples; micro-batches, where there are several, on an axis before.
+
+        Rows of chats are as long as rows may be, since another shape would be another program.
+        """
+        if self._length is not None:
+            batches = [_filled(batch, self._length) for batch in batches]
+        stacked = {
+            key: np.stack([batch[key].numpy().astype(np.int32) for batch in batches])
+            for key in KEYS
+            if key in batches[0]
+        }
+        return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
+
     def _on_any_rank(self, flag: float) -> bool:
         return bool(_exchange([flag]).any())
 
@@ -123,12 +142,20 @@ class XlaLoop(StepLoop):
         self._keeper.keep(step, stopping=stopping, last=last)
 
 
-def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """This rank's samples; micro-batches, where there are several, on an axis before."""
-    stacked = {
-        key: np.stack([batch[key].numpy().astype(np.int32) for batch in batches]) for key in KEYS
+def _filled(batch: Batch, length: int) -> Batch:
+    """Rows of one length, as if the batch's longest were as long: see [Note: documents]."""
+    ids = batch["input_ids"]
+    num_rows, here = ids.shape
+    more, places = length - here, torch.arange(length)
+    first = places[:here].expand(num_rows, here)
+    own = batch.get("position_ids", first)
+    # What fills begins anew in each row, and is learned by nobody.
+    filled = torch.cat([own, places[:more].expand(num_rows, more)], 1)
+    return {
+        "input_ids": F.pad(ids, (0, more)),
+        "labels": F.pad(batch["labels"], (0, more), value=IGNORED),
+        "position_ids": filled,
     }
-    return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
 
 
 def _exchange(values: Sequence[float]) -> np.ndarray:

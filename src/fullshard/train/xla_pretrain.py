@@ -1,7 +1,8 @@
-"""Pretraining on XLA, on one rank: what job.py does, by `backend: jax`."""
+"""Pretraining and fine-tuning on XLA, on one rank: what job.py does, by `backend: jax`."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 import optax
 import torch
 
@@ -23,9 +23,8 @@ from fullshard.observe.memory import memory_bytes
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.render import human_bytes
 from fullshard.train.banner import DataFacts
-from fullshard.train.causal_lm import PackedText, Sequences
+from fullshard.train.chat_dataset import ChatDataset
 from fullshard.train.console import RunConsole
-from fullshard.train.dataset import Dataset
 from fullshard.train.export import write_folder
 from fullshard.train.facts import tokenizer_texts
 from fullshard.train.model import build_model, build_on_meta, freeze, quiet_libraries
@@ -38,24 +37,28 @@ from fullshard.train.prepare import (
     schedule_of,
     weights_folder,
 )
+from fullshard.train.recipes import load_data, make_recipe
 from fullshard.train.result import conclude, environment, planned
 from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder, RunStatus
 from fullshard.train.schedule import Schedule
+from fullshard.train.seat import Seat
 from fullshard.train.steps import LoopSettings
 from fullshard.train.watcher import RunWatcher
 from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
 from fullshard.train.xla_loop import XlaLoop, XlaTrainee
+from fullshard.train.xla_weights import state_of, torch_weights
 from fullshard.xla import optim, processes
-from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
 from fullshard.xla.plan import XlaPlan, plan
-from fullshard.xla.step import State, eval_step, train_step, trained, whole_array, with_optimizer
+from fullshard.xla.step import State, eval_step, train_step, trained
 from fullshard.xla_state import read
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+logger = logging.getLogger(__name__)
+
 COORDINATOR = "fullshard/jax"  # under which the launcher's store has its address
 
 
@@ -84,18 +87,21 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
     """
     began = time.perf_counter()
     quiet_libraries()
-    dataset, resume = Dataset.load(folder.data), Resume.of_record(folder.read_record())
+    dataset, record = load_data(folder.data), folder.read_record()
+    resume, command = Resume.of_record(record), Command(record["command"])
     world_size = _join(config, rank)
     steps = plan_steps(config.training, dataset.facts, world_size, resume.global_batch)
     built = _build(config, model_config_of(config, dataset.tokenizer), steps)
     console = RunConsole(steps.num_steps, steps.log_every) if rank == 0 else None
     if console is not None:
         _announce(
-            DataFacts(Command.TRAIN, config, dataset.facts, steps),
+            DataFacts(command, config, dataset.facts, steps),
             folder,
             console,
             built.plan.table,
         )
+        if isinstance(dataset, ChatDataset) and dataset.samples:
+            logger.info("held-out prompts are not answered with backend: jax")
     with caught_stop_signals(SAVE_SIGNALS, is_ending) as caught:
         kept = _kept(built, tokenizer_texts(folder.data))
         limit = config.training.save_total_limit
@@ -104,8 +110,8 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
         keeper = XlaCheckpoints(folder.checkpoints, kept, steps, limit, caught, patience)
         trainee = _trainee(built, *keeper.load(resume, partial(_initial, built), built.tx))
         per_device = config.training.per_device_eval_batch_size
-        sequences = Sequences(dataset.train, dataset.held_out, per_device)
-        recipe = PackedText(sequences, steps.order, rank, torch.device("cpu"))
+        seat = Seat(rank, world_size, torch.device("cpu"))
+        recipe = make_recipe(dataset, steps.order, per_device, seat)
         settings = LoopSettings(
             steps.num_steps,
             steps.eval_every,
@@ -116,7 +122,7 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
         with RunWatcher(console, folder, trainee.done, config) as watcher:
             XlaLoop(trainee, recipe, settings, keeper, watcher).run(trainee.done)
     watchdog.phase("saving", steps.num_steps)
-    weights = _torch_weights(trainee.state)
+    weights = torch_weights(trainee.state)
     processes.leave()
     if console is None:
         return
@@ -197,25 +203,7 @@ def _initial(built: _Built) -> State:
     dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
     weights = build_model(built.model_config, None, dtype, config.training.seed).state_dict()
 
-    def place(array: Any, sharding: Any) -> jax.Array:
-        tensors = [weights[name].numpy() for name in array.names()]
-        whole = np.stack(tensors) if array.block else tensors[0]
-        pairs = zip(array.stored_shape, whole.shape, strict=True)
-        whole = np.pad(whole, [(0, to - here) for to, here in pairs])
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
-
-    return with_optimizer(placed, placed.with_arrays(place, placed.shardings), tx)
-
-
-def _torch_weights(state: State) -> dict[str, torch.Tensor]:
-    """All weights by name, whole. A collective."""
-    found: dict[str, torch.Tensor] = {}
-    for array, leaf in zip(state.plan.table.arrays, jax.tree.leaves(state.params), strict=True):
-        whole = np.array(whole_array(array, leaf), copy=True)
-        layers = whole if array.block else [whole]
-        for name, values in zip(array.names(), layers, strict=True):
-            found[name] = torch.from_numpy(values)
-    return found
+    return state_of(placed, weights, tx)
 
 
 def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, table: ArraysPlan) -> None:
@@ -242,4 +230,4 @@ def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, table: A
         ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),
         ("state", f"{human_bytes(table.peak_bytes['device'])} a device: {rows}"),
     ]
-    console.print_banner(f"fullshard train  {folder.path}", [*lines, *facts.lines()])
+    console.print_banner(f"fullshard {facts.command}  {folder.path}", [*lines, *facts.lines()])

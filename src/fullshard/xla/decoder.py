@@ -31,6 +31,7 @@ from fullshard.xla.gather import scan_blocks
 from fullshard.xla.plan import Tree, XlaPlan, table_of
 
 BLOCKS = ("model.layers",)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = -100  # a label that counts nothing
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -143,13 +144,39 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int) -> ArraysPlan
     return replace(table, model_kind=model_config.model_type)
 
 
-def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, ids: jax.Array) -> jax.Array:
-    """(batch, length, vocabulary) logits of (batch, length) token ids."""
-    model = params["model"]
+def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
+    """(batch, length, vocabulary) logits of (batch, length) token ids.
+
+    Args:
+        config: The model.
+        plan: Of its arrays.
+        params: Whole arrays, and shards of the blocks.
+        batch: `input_ids`, and where rows hold several documents `position_ids`, which begin anew
+            with each: no token sees another document. See [Note: documents].
+    """
+
+    def scan(block: Any, x: jax.Array, stacked: Tree) -> jax.Array:
+        return scan_blocks(block, x, stacked, plan, BLOCKS[0])
+
+    return decode(config, params, batch, scan)
+
+
+def decode(
+    config: DecoderConfig, params: Tree, batch: Any, scan: Callable[..., jax.Array]
+) -> jax.Array:
+    """The same, with the blocks run by (block, x, their stacked arrays) -> x."""
+    model, ids, places = params["model"], batch["input_ids"], batch.get("position_ids")
     embedding = model["embed_tokens"]["weight"]
     x = embedding[ids]
     turns = _rotations(config, ids.shape[1], x.dtype)
-    x = scan_blocks(partial(_block, config, turns), x, model["layers"], plan, BLOCKS[0])
+    seen = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
+    if places is not None:
+        turns = turns[0][places], turns[1][places]
+        documents = jnp.cumsum(places[:, 1:] != places[:, :-1] + 1, axis=1)
+        documents = jnp.pad(documents, ((0, 0), (1, 0)))
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
+        seen = seen[:, None, None]
+    x = scan(partial(_block, config, (turns, seen)), x, model["layers"])
     x = _norm(x, model["norm"]["weight"], config.rms_norm_eps)
     head = embedding if config.tie_word_embeddings else params["lm_head"]["weight"]
     return x @ head.T
@@ -158,11 +185,12 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, ids: jax.Array
 def loss_fn(config: DecoderConfig, plan: XlaPlan) -> Callable[[Tree, Any], Any]:
     """(parameters, batch) -> next-token loss, summed, and the number of label tokens.
 
-    The batch has `input_ids` and `labels`, (batch, length), -100 where nothing is predicted.
+    The batch is that of `logits_of`, with `labels`, (batch, length): -100 where nothing is
+    predicted.
     """
 
     def loss(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
-        logits = logits_of(config, plan, params, batch["input_ids"])[:, :-1]
+        logits = logits_of(config, plan, params, batch)[:, :-1]
         return token_loss(logits, batch["labels"][:, 1:])
 
     return loss
@@ -178,19 +206,19 @@ def token_loss(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.sum(jnp.where(counts, each, 0.0)), jnp.sum(counts)
 
 
-def _block(config: DecoderConfig, turns: Any, layer: Tree, x: jax.Array) -> jax.Array:
+def _block(config: DecoderConfig, places: Any, layer: Tree, x: jax.Array) -> jax.Array:
     eps = config.rms_norm_eps
     x = x + _attention(
-        config, turns, layer["self_attn"], _norm_of(layer, "input_layernorm", x, eps)
+        config, places, layer["self_attn"], _norm_of(layer, "input_layernorm", x, eps)
     )
     h, mlp = _norm_of(layer, "post_attention_layernorm", x, eps), layer["mlp"]
     inner = jax.nn.silu(_apply(mlp["gate_proj"], h)) * _apply(mlp["up_proj"], h)
     return x + _apply(mlp["down_proj"], inner)
 
 
-def _attention(config: DecoderConfig, turns: Any, attn: Tree, x: jax.Array) -> jax.Array:
+def _attention(config: DecoderConfig, places: Any, attn: Tree, x: jax.Array) -> jax.Array:
     """Causal, grouped: several heads of queries share one of keys and values."""
-    batch, length, _ = x.shape
+    (batch, length, _), (turns, seen) = x.shape, places
     groups, dim = config.num_key_value_heads, config.head_dim
     q, k, v = (
         _apply(attn[f"{name}_proj"], x).reshape(batch, length, -1, dim) for name in ("q", "k", "v")
@@ -201,7 +229,6 @@ def _attention(config: DecoderConfig, turns: Any, attn: Tree, x: jax.Array) -> j
     q, k = _rotate(q, turns), _rotate(k, turns)
     q = q.reshape(batch, length, groups, -1, dim)
     scores = _wide(jnp.einsum("bqghd,bkgd->bghqk", q, k) * dim**-0.5)
-    seen = jnp.tril(jnp.ones((length, length), bool))
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(x.dtype)
     found = jnp.einsum("bghqk,bkgd->bqghd", weights, v)
     return _apply(attn["o_proj"], found.reshape(batch, length, -1))
@@ -224,7 +251,7 @@ def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def _rotate(x: jax.Array, turns: tuple[Any, Any]) -> jax.Array:
     """Rotary positions on (batch, length, heads, head_dim): halves are the pairs."""
-    cos, sin = (turn[:, None, :] for turn in turns)
+    cos, sin = (turn[..., None, :] for turn in turns)
     first, second = jnp.split(x, 2, axis=-1)
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 

@@ -37,6 +37,12 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
         )
 
 
+def play(num_devices: int) -> None:
+    """Be several CPU devices in this process; before anything else that jax does."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
 def check_reductions(table: ArraysPlan) -> None:
     """Refuse what hangs on gloo: several all-reduces of a program, which wait for each other.
 

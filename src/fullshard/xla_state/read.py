@@ -53,15 +53,23 @@ def load(
     with Checkpoint.open(_choose(path)) as checkpoint:
         source = _Saved(checkpoint)
         params = _read_arrays(plan, source, partial(key_of, Kind.MODEL))
-        step = int(checkpoint.state["step"] or 0)
-        state = with_optimizer(plan, params, tx, step)
-        groups: Sequence[Mapping[str, Any]] = ()
         get_tensor = partial(state_tensor, checkpoint, 0)
+        state = with_optimizer(plan, params, tx, _num_updates(checkpoint, get_tensor))
+        groups: Sequence[Mapping[str, Any]] = ()
         values = {n: decode(v, get_tensor) for n, v in checkpoint.state["state"].items()}
         if tx is not None:
             state = _with_saved_optimizer(state, source, values.pop(OPTAX, ()))
             groups = decode(checkpoint.state["optimizer"]["groups"], get_tensor)
     return state, Beside(groups, values, checkpoint.index.tied)
+
+
+def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> int:
+    """The checkpoint's step; of one that was saved without, its optimizer's."""
+    step, optimizer = checkpoint.state["step"], checkpoint.state.get("optimizer")
+    if step is None and optimizer is not None:
+        scalars = decode(optimizer["scalars"], get_tensor)
+        step = max((int(found.get("step", 0)) for found in scalars.values()), default=0)
+    return int(step or 0)
 
 
 def _with_saved_optimizer(state: State, source: _Saved, numbers: Sequence[Any]) -> State:

@@ -1,0 +1,260 @@
+"""`fullshard bench jax`: the JAX engine on two gloo processes, beside two ways to do without it.
+
+fullshard     two processes, full_shard under shard_map: gathers and reductions of the plan
+auto          two processes, the same arrays cut alike under jit: XLA's partitioner places them
+one process   the first alone with its own batch, nothing sharded, the other waiting
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from fullshard.bench import ranks
+from fullshard.bench.job import JOB_FILE
+from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.page import Page
+from fullshard.bench.statistics import Estimate, largest_difference, paired_ratio
+from fullshard.bench.step import WAIT_LIMIT_S, Say
+from fullshard.errors import ConfigError, FullshardError
+from fullshard.launch.machine import describe_versions
+
+RANK_MODULE = "fullshard.bench.xla_rank"
+NUM_RANKS = 2
+OURS, AUTO, ONE = "fullshard", "auto", "one process"
+ENGINES = {OURS: "full_shard", AUTO: "full_shard", ONE: "none"}
+GOALS = {ONE: 1.2, AUTO: 1.0}
+LOSS_TOLERANCE = 2e-5
+HANGS = (
+    "Its reductions are several all-reduces a step, which can wait for each other on XLA's gloo "
+    "(docs/log.md); the ranks did not end in time."
+)
+COLUMNS = (
+    "engine",
+    "strategy",
+    "step, ms",
+    "CPU, ms",
+    "tokens/s",
+    *(f"to {n} [95 %]" for n in GOALS),
+)
+METHOD = (
+    "Two gloo processes on a core each, in which all three live and take one step each per round, "
+    "in an order that turns with every round; a step is timed from when both ranks are ready until "
+    "both have finished. Ratios are medians over the rounds of paired step times, with a 95 % "
+    "bootstrap interval.",
+    "The same decoder (Llama), float32, AdamW, first weights; a rank's batch is the same in all "
+    "three, and one process has that of the first rank alone: it computes what each of two does.",
+    "auto cuts the same dimensions of the same arrays; activations are pinned to the axis of "
+    "samples and each block's arrays gathered in the loop, without which the partitioner moves "
+    f"more. Losses of the first steps must agree with its own within {LOSS_TOLERANCE:g}.",
+    "CPU is the processor time of one rank, all its threads; of one process that of the first.",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder and a rank's batch."""
+
+    name: str
+    width: int
+    mlp_width: int
+    layers: int
+    heads: int
+    vocab: int
+    batch: int
+    seq: int
+
+    def config(self) -> dict[str, Any]:
+        """Of Hugging Face, for the decoder."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": False,
+        }
+
+    def describe(self) -> str:
+        """Says the shape in one line."""
+        return (
+            f"{self.name}: Llama of width {self.width} and {self.layers} blocks, {NUM_RANKS} "
+            f"ranks, {self.batch} x {self.seq} tokens a rank, float32"
+        )
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("29M", 512, 1376, 8, 8, 4096, 2, 256),
+        Shape("tiny", 64, 128, 2, 4, 128, 2, 16),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks measure."""
+
+    shape: Shape
+    num_rounds: int = 11
+    engines: tuple[str, ...] = tuple(ENGINES)
+    num_checked: int = 3
+
+    def write(self, folder: Path) -> None:
+        """Writes the job where its ranks look for it."""
+        (folder / JOB_FILE).write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(folder: Path) -> Job:
+        """Reads what `write` wrote."""
+        fields = json.loads((folder / JOB_FILE).read_text())
+        shape = Shape(**fields.pop("shape"))
+        return Job(shape, engines=tuple(fields.pop("engines")), **fields)
+
+
+def find_shape(name: str) -> Shape:
+    """The case of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"--case: expected one of {', '.join(SHAPES)}; got {name!r}.")
+    return SHAPES[name]
+
+
+def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Page:
+    """Measures all three; without auto where its ranks hang.
+
+    Raises:
+        ConfigError: jax is not installed.
+        FullshardError: The ranks failed.
+    """
+    if find_spec("jax") is None:
+        raise ConfigError(
+            "bench jax: expected jax, which is not installed. Run pip install 'fullshard[jax]'."
+        )
+    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
+    absent: dict[str, str] = {}
+    say(f"{job.shape.describe()}: {job.num_rounds} rounds of {', '.join(job.engines)}")
+    with Neighbours() as neighbours:
+        try:
+            results = _run_ranks(job, timeout_s)
+        except FullshardError:
+            absent[AUTO] = HANGS
+            job = replace(job, engines=(OURS, ONE))
+            say(f"once more without {AUTO}: its ranks did not end well")
+            results = _run_ranks(job, timeout_s)
+    return page_of(job, results, absent, (neighbours.share, became_idle), command)
+
+
+def _run_ranks(job: Job, timeout_s: float) -> list[dict[str, Any]]:
+    what = f"bench jax: the ranks of {job.shape.name}"
+    return ranks.run_ranks(RANK_MODULE, job, NUM_RANKS, what=what, timeout_s=timeout_s)
+
+
+def page_of(
+    job: Job,
+    results: Sequence[Mapping[str, Any]],
+    absent: Mapping[str, str],
+    neighbours: tuple[float, bool],
+    command: str,
+) -> Page:
+    """Rows and a page from what the ranks wrote.
+
+    Args:
+        job: That they had.
+        results: Of every rank.
+        absent: Engines that could not run, and why.
+        neighbours: Share of the cores that others used; whether they became idle.
+        command: As typed.
+    """
+    rows = rows_of(job, results)
+    notes = [job.shape.describe() + ".", *_goals(rows), *_loss_errors(results)]
+    return Page(
+        name="jax",
+        title="JAX engine on two processes",
+        command=command,
+        rows=rows,
+        columns=COLUMNS,
+        cells=[_cells(row) for row in rows],
+        method=METHOD,
+        others_share=neighbours[0],
+        became_idle=neighbours[1],
+        absent=absent,
+        notes=notes,
+        versions=describe_versions(("fullshard", "jax", "jaxlib", "optax")),
+    )
+
+
+def rows_of(job: Job, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row an engine."""
+    times_s = results[0]["times_s"]
+    rows: list[dict[str, Any]] = []
+    for name in job.engines:
+        here = results[:1] if name == ONE else results
+        step_time_s = median(times_s[name])
+        tokens = len(here) * job.shape.batch * job.shape.seq
+        ratios = {
+            f"ratio_to_{other.replace(' ', '_')}": paired_ratio(
+                times_s[name], times_s[other]
+            ).to_dict()
+            for other in GOALS
+            if other in times_s and other != name
+        }
+        rows.append(
+            {
+                "name": name,
+                "strategy": ENGINES[name],
+                "step_time_s": step_time_s,
+                "tokens_per_s": tokens / step_time_s,
+                "memory_peak_bytes": None,
+                "cpu_step_s": fmean(median(rank["cpu_times_s"][name]) for rank in here),
+                "num_rounds": job.num_rounds,
+                **ratios,
+            }
+        )
+    return rows
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    ratios = (row.get(f"ratio_to_{name.replace(' ', '_')}") for name in GOALS)
+    return (
+        row["name"],
+        row["strategy"],
+        f"{row['step_time_s'] * 1e3:.1f}",
+        f"{row['cpu_step_s'] * 1e3:.1f}",
+        f"{row['tokens_per_s']:.0f}",
+        *("-" if ratio is None else str(Estimate(**ratio)) for ratio in ratios),
+    )
+
+
+def _goals(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    ours = next(row for row in rows if row["name"] == OURS)
+    found = []
+    for name, goal in GOALS.items():
+        ratio = ours.get(f"ratio_to_{name.replace(' ', '_')}")
+        if ratio is not None:
+            said = "met" if ratio["value"] <= goal else "not met"
+            found.append(
+                f"{OURS} takes {ratio['value']:.3f} of {name}'s step (goal {goal}: {said})."
+            )
+    return found
+
+
+def _loss_errors(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    losses = {name: found for name, found in results[0]["losses"].items() if name != ONE}
+    differences = largest_difference(losses, OURS)
+    return [
+        f"Losses of {name} differ from {OURS}'s by {difference:.1e}. Do not compare its speed."
+        for name, difference in differences.items()
+        if not difference <= LOSS_TOLERANCE
+    ]

@@ -1,0 +1,77 @@
+"""ZeRO-3 as users of jax write it: arrays cut, activations pinned, the rest XLA's affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fullshard.planner.arrays import ArrayPlan
+from fullshard.xla.decoder import DecoderConfig, decode, token_loss
+from fullshard.xla.mesh import SHARD
+from fullshard.xla.plan import Tree, XlaPlan, spec_of
+from fullshard.xla.step import State, opt_shardings
+
+
+def auto_step(
+    decoder: DecoderConfig, placed: XlaPlan, tx: optax.GradientTransformation, learning_rate: float
+) -> Callable[[State, Any], tuple[State, dict[str, Any]]]:
+    """(state, batch) -> (state, metrics), under jit alone.
+
+    Args:
+        decoder: The model.
+        placed: Where its arrays lie; no collective of it is issued by us.
+        tx: The optimizer.
+        learning_rate: Of every step.
+    """
+    tx = optax.with_extra_args_support(tx)
+    samples = NamedSharding(placed.mesh, PartitionSpec(SHARD))
+    pin = partial(lax.with_sharding_constraint, shardings=samples)
+    arrays = placed.under("model.layers")
+
+    def scan(block: Any, x: jax.Array, stacked: Tree) -> jax.Array:
+        structure = jax.tree.structure(stacked)
+
+        def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+            leaves = zip(arrays, jax.tree.leaves(layer), strict=True)
+            whole = [_whole(placed, array, leaf) for array, leaf in leaves]
+            return pin(block(jax.tree.unflatten(structure, whole), x)), None
+
+        return lax.scan(body, pin(x), stacked)[0]
+
+    def loss(params: Tree, batch: Any) -> jax.Array:
+        met = placed.with_arrays(
+            lambda a, leaf: leaf if a.block else _whole(placed, a, leaf), params
+        )
+        logits = pin(decode(decoder, met, batch, scan))[:, :-1]
+        total, count = token_loss(logits, batch["labels"][:, 1:])
+        return total / count
+
+    def run(state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        grads = lax.with_sharding_constraint(grads, placed.shardings)
+        rate = jnp.asarray(learning_rate, jnp.float32)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, learning_rate=rate)
+        params = optax.apply_updates(state.params, updates)
+        return State(params, opt_state, state.step + 1, placed), {"loss": value}
+
+    lies = State(placed.shardings, opt_shardings(placed, tx), placed.replicated, placed)
+    return jax.jit(run, donate_argnums=0, out_shardings=(lies, placed.replicated))
+
+
+def _whole(placed: XlaPlan, array: ArrayPlan, leaf: jax.Array) -> jax.Array:
+    """Gathered; the gradient goes back to where the array lies, which is not what jax derives."""
+    axes = tuple(spec_of(array))[1:] if array.block else tuple(spec_of(array))
+    cut = NamedSharding(placed.mesh, PartitionSpec(*axes))
+    gathered = jax.custom_vjp(partial(lax.with_sharding_constraint, shardings=placed.replicated))
+    gathered.defvjp(
+        lambda x: (lax.with_sharding_constraint(x, placed.replicated), None),
+        lambda _, grad: (lax.with_sharding_constraint(grad, cut),),
+    )
+    return gathered(leaf)

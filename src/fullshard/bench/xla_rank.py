@@ -1,0 +1,135 @@
+"""One rank of `fullshard bench jax`: `python -m fullshard.bench.xla_rank FOLDER`.
+
+The group of torch is there for the rendezvous and for the barriers around a step, the group of jax
+for what is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch.distributed as dist
+
+from fullshard.bench.rank import write_result
+from fullshard.bench.step_rank import timed
+from fullshard.bench.xla import AUTO, ONE, Job
+from fullshard.bench.xla_auto import auto_step
+from fullshard.launch import rendezvous
+from fullshard.train.model import config_from_settings
+from fullshard.train.xla_pretrain import COORDINATOR
+from fullshard.xla import optim, processes
+from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
+from fullshard.xla.mesh import make_mesh
+from fullshard.xla.plan import Tree, XlaPlan, plan
+from fullshard.xla.step import State, init, train_step
+
+NUM_BATCHES = 4
+SEED, LEARNING_RATE = 0, 1e-3
+Train = Callable[[State, Any], tuple[State, dict[str, Any]]]
+
+
+class Trainee:
+    """An engine with its state and batches.
+
+    Args:
+        job: What is measured.
+        name: Of the engine.
+    """
+
+    def __init__(self, job: Job, name: str) -> None:
+        decoder = DecoderConfig.of(config_from_settings(job.shape.config()))
+        alone = name == ONE
+        mesh = make_mesh(1, 1, devices=jax.local_devices()) if alone else make_mesh(1, None)
+        placed = plan(decoder.shapes(), {"strategy": "full_shard"}, mesh, blocks=BLOCKS)
+        tx = optim.adamw((0.9, 0.95), 1e-8, placed.map(lambda _: 0.0))
+        self._state = init(placed, partial(_weights, placed), tx, jax.random.key(SEED))
+        if name == AUTO:
+            self._step: Train = auto_step(decoder, placed, tx, LEARNING_RATE)
+        else:
+            found = train_step(placed, loss_fn(decoder, placed), tx)
+            self._step = partial(found, learning_rate=LEARNING_RATE)
+        self._batches = [_batch(job, placed, at) for at in range(NUM_BATCHES)]
+        self._num_steps = 0
+
+    def step(self) -> dict[str, Any]:
+        """Trains one step, to its end."""
+        batch = self._batches[self._num_steps % NUM_BATCHES]
+        self._num_steps += 1
+        self._state, metrics = self._step(self._state, batch)
+        jax.block_until_ready(self._state)
+        return metrics
+
+
+def _weights(placed: XlaPlan, key: Any) -> Tree:
+    """The same numbers on any mesh; norms near one."""
+
+    def draw(array: Any) -> jax.Array:
+        layers = (array.num_layers,) if array.block else ()
+        place = [a.name for a in placed.table.arrays].index(array.name)
+        noise = jax.random.normal(jax.random.fold_in(key, place), (*layers, *array.shape))
+        return 0.02 * noise + float(len(array.shape) == 1)
+
+    return placed.map(draw)
+
+
+def _batch(job: Job, placed: XlaPlan, at: int) -> dict[str, jax.Array]:
+    """This rank's tokens, as part of the batch of all devices of the mesh."""
+    draw = np.random.default_rng(NUM_BATCHES * dist.get_rank() + at)
+    shape = (job.shape.batch, job.shape.seq)
+    ids = draw.integers(0, job.shape.vocab, shape).astype(np.int32)
+    whole = (placed.table.mesh.world_size * shape[0], shape[1])
+    made = jax.make_array_from_process_local_data(placed.batch_sharding(), ids, whole)
+    return {"input_ids": made, "labels": made}
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Builds all engines, then takes their steps in turn."""
+    _join()
+    rank = dist.get_rank()
+    trainees: dict[str, Trainee] = {}
+    losses: dict[str, list[float]] = {}
+    for name in job.engines:
+        if name != ONE or rank == 0:
+            trainees[name] = Trainee(job, name)
+            losses[name] = [float(trainees[name].step()["loss"]) for _ in range(job.num_checked)]
+        dist.barrier()
+    times: dict[str, list[float]] = {name: [] for name in job.engines}
+    cpu_times: dict[str, list[float]] = {name: [] for name in job.engines}
+    for at in range(job.num_rounds):
+        turn = at % len(job.engines)
+        for name in job.engines[turn:] + job.engines[:turn]:
+            step = trainees[name].step if name in trainees else time.thread_time
+            step_s, cpu_s = timed(step)
+            times[name].append(step_s)
+            cpu_times[name].append(cpu_s)
+    return {"times_s": times, "cpu_times_s": cpu_times, "losses": losses}
+
+
+def _join() -> None:
+    """One core a rank, as torch's engines have one thread; then meet in jax."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+    free = partial(rendezvous.free_address, None)
+    publish = partial(rendezvous.published, COORDINATOR, free)
+    processes.join(dist.get_rank(), dist.get_world_size(), publish)
+
+
+def main(folder: Path) -> None:
+    """Measures what the folder's job asks for and writes this rank's result."""
+    job = Job.read(folder)
+    try:
+        write_result(folder, lambda: measure(job))
+    finally:
+        processes.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

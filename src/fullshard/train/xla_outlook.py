@@ -1,0 +1,123 @@
+"""What a configuration's step takes on XLA: as planned, and as XLA says once it has compiled it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import DType, Optimizer
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.memory import MemoryRow
+from fullshard.planner.xla_memory import DecoderShape, temporaries
+from fullshard.xla import optim
+from fullshard.xla.aot import Compiled, compile_step, devices_of
+from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table
+from fullshard.xla.mesh import make_mesh
+from fullshard.xla.plan import plan
+from fullshard.xla.step import trained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class XlaOutlook:
+    """A plan with activations.
+
+    Attributes:
+        table: The plan.
+        num_micro_batches: Of a step.
+        rows: Memory of a device by kind: state to the byte, the rest estimated.
+    """
+
+    table: ArraysPlan
+    num_micro_batches: int
+    rows: tuple[MemoryRow, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of a device."""
+        return sum(row.num_bytes for row in self.rows)
+
+    def errors(self, exact: Compiled) -> dict[str, Any]:
+        """How far the plan is from XLA: bytes of the state, share of the peak, and whether
+        the collectives are the same (None: they are not known).
+        """
+        wanted = self.table.collectives(self.num_micro_batches)
+        planned, found = {kind: c for kind, c in wanted.items() if c.count}, exact.collectives
+        return {
+            "state_bytes": exact.arguments - self.table.state_bytes,
+            "peak": self.peak_bytes / exact.peak - 1,
+            "collectives": None if found is None else found == planned,
+        }
+
+
+def look(config: RunConfig, model_config: PretrainedConfig, world_size: int) -> XlaOutlook:
+    """The plan of a run on so many devices.
+
+    Raises:
+        ConfigError: The decoder does not compute this model, or the mesh is impossible.
+    """
+    table, training = plan_table(model_config, config, world_size), config.training
+    training = training.divided(world_size)
+    decoder = DecoderConfig.of(model_config)
+    shape = DecoderShape(
+        width=decoder.hidden_size,
+        query_width=decoder.num_attention_heads * decoder.head_dim,
+        kv_width=decoder.num_key_value_heads * decoder.head_dim,
+        mlp_width=decoder.intermediate_size,
+        num_heads=decoder.num_attention_heads,
+        vocab_size=decoder.vocab_size,
+        num_samples=training.per_device_train_batch_size,
+        num_tokens=training.max_seq_length,
+    )
+    rows = (*table.memory, *temporaries(table, shape))
+    return XlaOutlook(table, training.gradient_accumulation_steps, rows)
+
+
+def compiled_step(
+    config: RunConfig, model_config: PretrainedConfig, topology: str | None, world_size: int
+) -> tuple[Compiled, int]:
+    """What XLA makes of the run's step, and for how many devices; before jax does anything else.
+
+    Args:
+        config: Of the run.
+        model_config: Of its model.
+        topology: As for `devices_of`.
+        world_size: Where no topology is named.
+    """
+    wide = config.sharding.master_dtype is DType.FLOAT64
+    jax.config.update("jax_enable_x64", wide)
+    devices, sharding = devices_of(topology, world_size), config.sharding
+    training, num_devices = config.training.divided(len(devices)), len(devices)
+    mesh = make_mesh(
+        sharding.replicate, sharding.shard, strategy=sharding.strategy, devices=devices
+    )
+    decoder = DecoderConfig.of(model_config)
+    placed = plan(decoder.shapes(), sharding, mesh, blocks=BLOCKS, freeze=config.freeze)
+    num_micro_batches = training.gradient_accumulation_steps
+    samples = num_devices * training.per_device_train_batch_size
+    axes = (num_micro_batches, samples) if num_micro_batches > 1 else (samples,)
+    ids = jax.ShapeDtypeStruct(
+        (*axes, training.max_seq_length),
+        jnp.int32,
+        sharding=placed.batch_sharding(num_micro_batches),
+    )
+    tx = optim.sgd()
+    if training.optim is not Optimizer.SGD:
+        decay = trained(placed, placed.map(lambda _: training.weight_decay))
+        betas = (training.adam_beta1, training.adam_beta2)
+        tx = optim.adamw(betas, training.adam_epsilon, decay)
+    found = compile_step(
+        placed,
+        loss_fn(decoder, placed),
+        tx,
+        {"input_ids": ids, "labels": ids},
+        max_grad_norm=training.max_grad_norm or None,
+        num_micro_batches=num_micro_batches,
+    )
+    return found, num_devices

@@ -1,0 +1,147 @@
+"""Compiling a step ahead of time, for devices that are played or that are not there.
+
+What XLA says of its own program is exact: the bytes that it allocates, the collectives it issues.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import optax
+from jax.experimental import topologies
+
+from fullshard.errors import ConfigError, WillNotFitError
+from fullshard.planner.arrays import Collectives
+from fullshard.xla import processes
+from fullshard.xla.census import census
+from fullshard.xla.plan import Tree, XlaPlan
+from fullshard.xla.step import LossFn, State, opt_shardings, train_step, trained
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA says of a step, in bytes of a device.
+
+    Attributes:
+        arguments: State and batch.
+        in_place: Of these, given back in the same memory.
+        temporary: Everything else that the step holds at once.
+        peak: What the device reports; on CPUs, which report none, all of the above together.
+        collectives: By kind, loops multiplied; None where this jaxlib cannot read what the plugin
+            compiled (libtpu is often the newer of the two).
+        compile_s: Seconds that it took.
+    """
+
+    arguments: int
+    in_place: int
+    temporary: int
+    peak: int
+    collectives: dict[str, Collectives] | None
+    compile_s: float
+
+
+def devices_of(topology: str | None, world_size: int) -> list[Any]:
+    """CPU devices that this process plays, or those of a named topology, none of which is needed.
+
+    Args:
+        topology: As libtpu names TPU slices: v5p:2x2x2, v6e:4x4; None: CPUs.
+        world_size: How many to play.
+
+    Raises:
+        ConfigError: The plugin is not installed, or it does not know the name.
+    """
+    if topology is None:
+        processes.play(world_size)
+        return list(jax.devices())
+    if find_spec("libtpu") is None:
+        raise ConfigError(
+            f"--topology: expected libtpu to compile for {topology!r}; it is not installed. Run "
+            "pip install libtpu (no TPU is needed), or leave --topology out: the step is then "
+            "compiled for CPUs."
+        )
+    processes.play(1)
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:  # whatever the plugin raises at a name
+        raise ConfigError(
+            f"--topology: expected a slice that libtpu describes, such as v5p:2x2x2 or v6e:4x4; "
+            f"got {topology!r}, of which it says: {str(error).splitlines()[0]} GPUs are not among "
+            "them yet: leave --topology out to compile for CPUs."
+        ) from error
+    return list(found)
+
+
+def compile_step(
+    plan: XlaPlan,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    batch: Tree,
+    **settings: Any,
+) -> Compiled:
+    """Compile a training step from shapes alone.
+
+    Args:
+        plan: On the devices to compile for.
+        loss_fn: As for `train_step`.
+        tx: The optimizer, whose update is given `learning_rate`.
+        batch: Shapes with shardings.
+        **settings: Of `train_step`.
+
+    Raises:
+        WillNotFitError: XLA knows the devices' memory, and the step takes more.
+    """
+    step = train_step(plan, loss_fn, tx, **settings)
+    began = time.perf_counter()
+    try:
+        compiled = step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise WillNotFitError(
+            f"plan: expected a step that fits the device; XLA says {str(error).splitlines()[0]} "
+            "Use more devices, a smaller batch or activation_checkpointing=block."
+        ) from error
+    compile_s = time.perf_counter() - began
+    on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
+    # TPU's loops do not say how often they run: those with collectives run over the blocks.
+    layers = max((array.num_layers for array in plan.table.arrays), default=0)
+    try:
+        moved = census(compiled, num_trips=layers or None)
+    except jax.errors.JaxRuntimeError:
+        moved = None
+    return Compiled(**memory_of(compiled, on_cpu=on_cpu), collectives=moved, compile_s=compile_s)
+
+
+def abstract_state(plan: XlaPlan, tx: optax.GradientTransformation) -> State:
+    """A state's shapes, each with its sharding."""
+
+    def shaped(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    stored = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
+    opt_state = jax.eval_shape(tx.init, trained(plan, stored))
+    return State(
+        jax.tree.map(shaped, stored, plan.shardings),
+        jax.tree.map(shaped, opt_state, opt_shardings(plan, tx)),
+        jax.ShapeDtypeStruct((), "int32", sharding=plan.replicated),
+        plan,
+    )
+
+
+def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:
+    """`arguments`, `in_place`, `temporary` and `peak` of a compiled program; see Compiled."""
+    found = compiled.memory_analysis()
+    arguments, in_place = found.argument_size_in_bytes, found.alias_size_in_bytes
+    temporary = found.temp_size_in_bytes
+    together = arguments + found.output_size_in_bytes - in_place + temporary
+    reported = 0 if on_cpu else found.peak_memory_in_bytes
+    return {
+        "arguments": arguments,
+        "in_place": in_place,
+        "temporary": temporary,
+        "peak": reported or together,
+    }

@@ -1,0 +1,69 @@
+"""`fullshard bench jax`: what its rows say. No times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.bench import xla
+
+
+def results(slow_down=1.0, other_loss=2.0):
+    """Of two ranks; a round was disturbed for all alike."""
+    times = {
+        xla.OURS: [1.1 * slow_down, 3.3 * slow_down, 1.1 * slow_down],
+        xla.AUTO: [2.0, 6.0, 2.0],
+        xla.ONE: [1.0, 3.0, 1.0],
+    }
+    first = {
+        "times_s": times,
+        "cpu_times_s": {name: [0.5, 0.5, 0.5] for name in times},
+        "losses": {xla.OURS: [2.0], xla.AUTO: [other_loss], xla.ONE: [7.0]},
+    }
+    return [first, {**first, "cpu_times_s": {name: [0.7, 0.7, 0.7] for name in times}}]
+
+
+def page(found):
+    job = xla.Job(xla.find_shape("tiny"), 3)
+    return xla.page_of(job, found, {}, (0.0, True), "fullshard bench jax")
+
+
+def test_rows_have_paired_ratios_to_one_process_and_to_auto():
+    ours, auto, one = page(results()).to_dict()["rows"]
+    assert (ours["name"], auto["name"], one["name"]) == tuple(xla.ENGINES)
+    assert ours["ratio_to_one_process"]["value"] == pytest.approx(1.1)
+    assert ours["ratio_to_auto"]["value"] == pytest.approx(0.55)
+    assert ours["tokens_per_s"] == pytest.approx(2 * 2 * 16 / 1.1)
+    assert one["tokens_per_s"] == pytest.approx(2 * 16)  # the first rank's batch alone
+    assert (ours["cpu_step_s"], one["cpu_step_s"]) == (pytest.approx(0.6), 0.5)
+    assert not ours["loaded"]
+
+
+def test_goals_and_unequal_losses_are_said():
+    assert [note.rpartition("(")[2] for note in page(results()).notes[1:]] == [
+        "goal 1.2: met).",
+        "goal 1.0: met).",
+    ]
+    notes = page(results(slow_down=2.0, other_loss=2.1)).notes
+    assert "(goal 1.2: not met)" in notes[1]
+    assert "Losses of auto differ from fullshard's by 5.0e-02" in notes[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_engines_train_the_same_on_two_processes(tmp_path):
+    words = ("--case", "tiny", "--rounds", "2", "--json", "--out", str(tmp_path))
+    command = [sys.executable, "benchmarks/jax.py", *words]
+    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["name"] for row in found["rows"]] == list(xla.ENGINES)
+    assert found["absent"] == []
+    assert "Do not compare" not in (tmp_path / "jax.md").read_text()

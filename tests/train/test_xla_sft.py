@@ -1,0 +1,102 @@
+"""`fullshard sft` with `backend: jax` learns from chats what torch learns from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fullshard.observe.metrics import read_rows
+from fullshard.train.loss import IGNORED
+from fullshard.train.tokenizer import train_tokenizer
+
+# A large epsilon: rounding noise of gradients that should be zero must not decide a step.
+WORDS = [
+    *("max_steps=8", "max_length=64", "per_device_train_batch_size=2"),
+    *("gradient_accumulation_steps=2", "learning_rate=1e-2", "warmup_steps=0", "eval_steps=4"),
+    *("adam_epsilon=1e-4", "max_grad_norm=0.5", "data.validation_fraction=0.1"),
+    "launch.num_processes=2",
+]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    """A model folder and chats of many lengths, as words of the command."""
+    folder: Path = tmp_path_factory.mktemp("chats")
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} and one?"},
+                {"role": "assistant", "content": f"{n + 1}, of course" + " yes" * (n % 7)},
+            ]
+        }
+        for n in range(96)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    train_tokenizer([json.dumps(lines)], 300).save_pretrained(folder / "base")
+    return [f"model={folder / 'base'}", f"data={folder / 'chat.jsonl'}", *WORDS]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("packing", [True, False])
+def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, packing):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = {}
+    for backend in ("torch", "jax"):
+        run = tmp_path / backend
+        more = (f"backend={backend}", f"output_dir={run}", f"packing={packing}")
+        done = fullshard("sft", *words, *more)
+        assert done.exit_code == 0, done.err
+        rows = read_rows(run / "metrics.jsonl")
+        found[backend] = [row.get("loss", row.get("eval_loss")) for row in rows]
+        assert (run / "model" / "model.safetensors").is_file()
+    assert len(found["torch"]) == 10
+    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
+    assert found["jax"][-1] < found["jax"][0]  # the rate is one that changes weights
+
+
+def test_rows_are_filled_up_with_a_document_of_its_own():
+    from fullshard.train.xla_loop import _filled
+
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    labels = torch.tensor([[IGNORED, 6, 7, 8], [IGNORED, 6, IGNORED, IGNORED]])
+    plain = _filled({"input_ids": ids, "labels": labels}, 6)
+    assert plain["input_ids"].tolist() == [[5, 6, 7, 8, 0, 0], [5, 6, 9, 0, 0, 0]]
+    assert plain["labels"][:, 4:].eq(IGNORED).all()
+    assert plain["labels"][:, :4].equal(labels)
+    assert plain["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+    places = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
+    packed = _filled({"input_ids": ids, "labels": labels, "position_ids": places}, 6)
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 0, 1]]
+    assert _filled({"input_ids": ids, "labels": labels}, 4)["input_ids"].equal(ids)
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "said"),
+    [
+        ("sft", ("lora.r=4",), "lora: a mapping is not yet supported"),
+        ("sft", ("sft.num_samples=3",), "sft.num_samples: 3 with backend: jax is not yet"),
+        ("distill", (), "'jax' under `fullshard distill` is not yet supported"),
+    ],
+)
+def test_what_the_backend_lacks_is_refused_before_ranks_start(
+    words, fullshard, command, more, said
+):
+    done = fullshard(command, *words, "backend=jax", "--dry-run", *more)
+    assert done.exit_code == 2
+    assert said in done.err

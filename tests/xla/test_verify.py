@@ -1,0 +1,145 @@
+"""`fullshard verify` with `backend: jax`: the real reference, and the step on eight CPU devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import runpy
+import time
+
+import pytest
+
+from fullshard.config.load import load_config
+from fullshard.errors import ConfigError
+from fullshard.train import verify
+from fullshard.train.verify_faults import Fault
+
+MODEL = (
+    "model={config: {model_type: qwen3, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "
+    "num_hidden_layers: 9, num_attention_heads: 6, num_key_value_heads: 2}}"
+)
+ROWS = ("loss", "gradient norm", "gradients", "updated parameters", "saved state")
+# Strategy, replicate and shard.
+GRID = [
+    *(("full_shard", 1, shard) for shard in (1, 2, 3, 8)),
+    *(("shard_grad_op", 1, shard) for shard in (1, 2, 3, 8)),
+    *(("no_shard", copies, 1) for copies in (1, 2, 3, 8)),
+    *(("hybrid_shard", 2, shard) for shard in (1, 2, 3)),
+    *(("hybrid_shard_zero2", copies, 2) for copies in (2, 4)),
+]
+
+
+def prepared_of(*words, fault=None):
+    return verify.prepare(load_config(None, [MODEL, "backend=jax", *words]).config, fault)
+
+
+def in_reference(folder):
+    """What a process of its own does, in one that has torch already."""
+    reference = runpy.run_path(str(verify.REFERENCE))
+    job = json.loads((folder / "job.json").read_text())
+    for settings in job["passes"]:
+        reference["run_pass"](folder, job, settings)
+
+
+def on_devices(folder):
+    import jax
+
+    from fullshard.train.xla_verify_rank import run_passes
+
+    before = jax.config.jax_enable_x64
+    try:
+        run_passes(folder)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def verdict_of(devices, prepared, folder, fault=None):
+    job = dataclasses.replace(prepared.job, fault=fault)
+    job.write(folder)
+    devices(on_devices, folder)
+    return verify.judge(job, folder, time.perf_counter())
+
+
+@pytest.fixture(scope="module")
+def checked(devices, tmp_path_factory):
+    """A short check in float64, of arrays that are frozen or whole, and its reference."""
+    folder = tmp_path_factory.mktemp("verify")
+    words = ("launch.num_processes=3", "freeze=['*.mlp.up_proj.*']")
+    prepared = prepared_of(*words, "gradient_accumulation_steps=2")
+    job = dataclasses.replace(prepared.job, passes=prepared.job.passes[:1], num_steps=2)
+    prepared = dataclasses.replace(prepared, job=job)
+    verify.write(prepared, folder)
+    devices(in_reference, folder)
+    return prepared, folder
+
+
+def test_a_sharded_run_is_that_of_one_process_of_torch(devices, checked):
+    verdict = verdict_of(devices, *checked)
+    assert verdict.diagnosis is None, verdict.diagnosis
+    assert [row.name for row in verdict.rows] == [*ROWS, "step after loading"]
+    assert {row.tolerance for row in verdict.rows} == {1e-10}
+    assert 0 < max(row.worst_error for row in verdict.rows) < 1e-10
+
+
+def test_a_device_with_data_of_another_is_seen(devices, checked):
+    verdict = verdict_of(devices, *checked, Fault.REPEATED_DATA)
+    assert verdict.diagnosis is not None
+    assert "loss" in [row.name for row in verdict.rows if not row.is_equal]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_twenty_steps_of_every_strategy_in_float64_and_float32(devices, tmp_path, world_size):
+    """The reference knows no strategy: one run of it serves all of a world size."""
+    cases = [case for case in GRID if case[1] * case[2] == world_size]
+    for at, (strategy, replicate, shard) in enumerate(cases):
+        sizes = (f"sharding.replicate={replicate}", f"sharding.shard={shard}")
+        words = (f"strategy={strategy}", f"launch.num_processes={world_size}", *sizes)
+        prepared = prepared_of(*words)
+        assert prepared.job.num_steps == 20
+        assert [choice.tolerance for choice in prepared.job.passes] == [1e-10, 1e-5]
+        if at == 0:
+            verify.write(prepared, tmp_path)
+            devices(in_reference, tmp_path)
+        verdict = verdict_of(devices, prepared, tmp_path)
+        assert verdict.diagnosis is None, (strategy, replicate, shard, verdict)
+
+
+def test_the_mesh_of_the_run_is_played_where_it_is_small():
+    def mesh_of(*words):
+        prepared = prepared_of(*words)
+        return prepared.plan.mesh.replicate, prepared.plan.mesh.shard, prepared.notes
+
+    assert mesh_of("launch.num_processes=8") == (1, 8, ())
+    assert mesh_of("launch.num_processes=64") == (1, 2, ("2 devices instead of 64.",))
+    hybrid = ("strategy=hybrid_shard", "sharding.replicate=2")
+    assert mesh_of(*hybrid, "launch.num_processes=6") == (2, 3, ())
+
+
+def test_a_low_precision_has_a_pass_of_its_own():
+    passes = prepared_of("param_dtype=bf16").job.passes
+    assert [(choice.name, choice.tolerance) for choice in passes] == [
+        ("float64", 1e-10),
+        ("float32", 1e-5),
+        ("bfloat16", 0.2),
+    ]
+    assert [choice.wide for choice in passes] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "said"),
+    [
+        ((), Fault.STALE_SLOT, "--inject: expected repeated_data with backend: jax"),
+        (("sharding.transport=direct",), None, "transport: 'direct' is not yet supported"),
+        (("model.config.attention_dropout=0.5",), None, "attention_dropout: expected one of 0.0"),
+        (
+            ("launch.num_processes=64", "sharding.replicate=8", "sharding.shard=8"),
+            None,
+            "expected a mesh of at most 8 devices",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error_of_the_configuration(words, fault, said):
+    with pytest.raises(ConfigError, match=said):
+        prepared_of(*words, fault=fault)
