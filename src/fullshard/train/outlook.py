@@ -25,6 +25,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.search import PlanOf, advise, choose
 from fullshard.train.build import model_on_meta
 from fullshard.train.prepare import Prepared
+from fullshard.train.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
     """A step's work on one rank.
 
     Args:
-        model: A Hugging Face model, on meta or not.
+        model: A Hugging Face model; steps of one on meta are traced.
         training: Its batch.
         world_size: Ranks that share train_batch_size.
     """
@@ -56,7 +57,9 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
         mlp_width=_number(config, "intermediate_size", "n_inner") or (4 * width if width else None),
         vocab=_number(config, "vocab_size"),
     )
-    return Job(decoder(shapes, _active_params(model, config, numel)), batch)
+    on_meta = all(param.is_meta for param in model.parameters())
+    trace = Tracer(model, training.max_seq_length) if on_meta else None
+    return Job(decoder(shapes, _active_params(model, config, numel)), batch, trace)
 
 
 def _number(config: Any, *names: str) -> int | None:
