@@ -141,8 +141,11 @@ def _study(
         world, local = topology.world_size, topology.local_world_size
         return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
-    job = job_of(model, config.training, topology.world_size)
-    found = study(config.sharding, plan_of, job, machine, topology)
+    training, leaves = config.training, config.training.leaves_micro_batch
+    if leaves:
+        training = training.undivided(topology.world_size)
+    job = job_of(model, training, topology.world_size)
+    found = study(config.sharding, plan_of, job, machine, topology, leaves_micro_batch=leaves)
     if not compares:
         return found, []
     return found, compare(found.outlook, plan_of, machine, hosts=found.hosts)

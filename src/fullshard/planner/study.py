@@ -11,7 +11,7 @@ from fullshard.planner.forecast.speed import step_times
 from fullshard.planner.forecast.workload import Mesh
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, Outlook, look, workload
-from fullshard.planner.search import Advice, PlanOf, advise, choose
+from fullshard.planner.search import MICRO_BATCH, Advice, PlanOf, advise, choose
 
 MAX_SCALE = 1024
 
@@ -49,7 +49,13 @@ class Study:
 
 
 def study(
-    config: ShardConfig, plan_of: PlanOf, job: Job, machine: Machine, topology: Topology
+    config: ShardConfig,
+    plan_of: PlanOf,
+    job: Job,
+    machine: Machine,
+    topology: Topology,
+    *,
+    leaves_micro_batch: bool = False,
 ) -> Study:
     """Plan, look around, and look at other scales.
 
@@ -59,6 +65,8 @@ def study(
         job: One rank's step.
         machine: What a rank runs on.
         topology: Ranks.
+        leaves_micro_batch: Whether the job's micro-batch is all that a rank has for an update, to
+            be divided.
 
     Raises:
         WillNotFitError: `auto`, and nothing fits.
@@ -68,8 +76,9 @@ def study(
     if asked is Strategy.AUTO:
         config = config.model_copy(update={"strategy": Strategy.FULL_SHARD})
     outlook = look(plan_of(config), config, job, machine)
-    if asked is Strategy.AUTO:
-        outlook = choose(outlook, plan_of, machine, ["strategy"], hosts=hosts)
+    free = ["strategy"] * (asked is Strategy.AUTO) + [MICRO_BATCH] * leaves_micro_batch
+    if free:
+        outlook = choose(outlook, plan_of, machine, free, hosts=hosts)
     advice = advise(outlook, plan_of, machine, hosts=hosts)
     return Study(outlook, advice, scaling(outlook, machine, topology), machine, hosts)
 
