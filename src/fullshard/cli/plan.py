@@ -80,7 +80,10 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     hardware, own = _hardware(gpus, devices)
     resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
-    from fullshard.train.outlook import machine_of  # with torch: what is mistyped is said before
+    from fullshard.train.outlook import (  # with torch: what is mistyped is said before
+        leaves_something,
+        machine_of,
+    )
 
     try:
         topology = _topology(resolved.config, hardware, nodes)
@@ -89,6 +92,13 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     except ConfigError as error:
         raise placed(resolved, error) from error
     _print_plan(study, hardware)
+    if leaves_something(resolved.config):
+        batch = study.outlook.job.batch
+        print(
+            f"auto is strategy={study.outlook.config.strategy} "
+            f"per_device_train_batch_size={batch.micro_batch:g} "
+            f"gradient_accumulation_steps={batch.accumulation:g} here."
+        )
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
@@ -198,6 +208,8 @@ def _to_dict(study: Study) -> dict[str, Any]:
             "model": made.model_kind,
             "num_parameters": made.num_parameters,
             "strategy": made.strategy,
+            "per_device_train_batch_size": round(outlook.job.batch.micro_batch),
+            "gradient_accumulation_steps": round(outlook.job.batch.accumulation),
             "mesh": {"replicate": made.mesh.replicate, "shard": made.mesh.shard},
             "digest": made.digest(),
             "units": [

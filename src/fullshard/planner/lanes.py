@@ -19,6 +19,7 @@ from fullshard.planner.forecast.speed import traffic
 from fullshard.planner.outlook import Machine, Outlook, workload
 
 BACKWARD_SHARE = 2 / 3  # of a unit's work, without recompute
+NOTICED = 0.01  # of a micro-batch's time: shorter is not seen in a figure
 
 
 class Lane(StrEnum):
@@ -112,7 +113,9 @@ def held_over_time(outlook: Outlook, bars: list[Bar]) -> list[Moment]:
     if not forward or not backward:
         return []
     turn, end = forward[-1].end_s, backward[-1].end_s
-    left = max(end - backward[0].end_s, 1e-12)
+    # The root's own backward may be nothing: what stands at the loss goes with the head's.
+    gone = next(bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end)
+    left = max(end - gone, 1e-12)
 
     def at(time_s: float, share: float, *, at_loss: bool = False) -> Moment:
         held = {kind: at_loss * sizes.get(kind, 0.0) for kind in Kind}
@@ -122,6 +125,6 @@ def held_over_time(outlook: Outlook, bars: list[Bar]) -> list[Moment]:
         at(0.0, 0.0),
         *(at(bar.end_s, bar.end_s / turn) for bar in forward),
         at(turn, 1.0, at_loss=True),
-        at(backward[0].end_s, 1.0, at_loss=True),
-        *(at(bar.end_s, (end - bar.end_s) / left) for bar in backward),
+        at(gone, 1.0, at_loss=True),
+        *(at(bar.end_s, (end - bar.end_s) / left) for bar in backward if bar.end_s >= gone),
     ]

@@ -9,6 +9,7 @@ from fullshard.config.values import Strategy
 from fullshard.planner.forecast.memory import peak_memory
 from fullshard.planner.forecast.speed import step_times
 from fullshard.planner.forecast.workload import Mesh
+from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, Outlook, look, workload
 from fullshard.planner.search import MICRO_BATCH, Advice, PlanOf, advise, choose
@@ -87,9 +88,11 @@ def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[Scal
     """Efficiency over the number of ranks, 1 to 1,024, with the work of a rank kept."""
     if machine.device is None:
         return []
+    peak = outlook.peak_bytes[Place.DEVICE]
     base = workload(outlook.plan, outlook.config, outlook.job, machine)
     hybrid = outlook.plan.mesh.replicate > 1 and outlook.plan.mesh.shard > 1
     local = topology.local_world_size or topology.world_size
+    here = peak_memory(base).active  # other scales differ from the plan by what they do from this
     points: list[ScalePoint] = []
     world = 1
     while world <= max(MAX_SCALE, topology.world_size):
@@ -112,8 +115,8 @@ def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[Scal
                 world,
                 times.step,
                 1.0,
-                round(held.active),
-                not limit or held.active <= limit,
+                peak + round(held.active - here),
+                not limit or peak + held.active - here <= limit,
                 reason,
             )
         )
