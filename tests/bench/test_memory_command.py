@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ QUICK = [
 
 
 def named(case):
-    return f"{case.kind}-{case.strategy}-{case.recompute}-{case.compute}-{case.accumulation}"
+    return "-".join(map(str, astuple(case)))
 
 
 @pytest.mark.parametrize(

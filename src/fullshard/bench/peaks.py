@@ -58,15 +58,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 FLAT = ("full_shard", "shard_grad_op", "no_shard")
 HYBRID = "hybrid_shard"
 RECOMPUTES = ("none", "block", "selective", "every_2")
-COLUMNS = ("model", "strategy", "recompute", "compute", "planned, MiB", "measured, MiB", "error")
+COLUMNS = (
+    *("model", "strategy", "recompute", "compute", "transport"),
+    *("planned, MiB", "measured, MiB", "error"),
+)
 METHOD = (
-    "Two ranks over gloo (hybrid: four, two replicas), transport direct, AdamW, four samples of "
+    "Two ranks over gloo (hybrid: four, two replicas), AdamW, four samples of "
     "256 tokens a rank, three steps; the largest rank's peak. Measured is the highest sum of live "
     "bytes of torch's CPU allocator, from the memory events of torch.profiler, of everything from "
     "building the model on: weights, slots, gradients, optimizer, activations. It is no resident "
     "set, and is the same on a busy machine.",
     "Planned is the device's peak that `fullshard plan` says of the same configuration: state of "
-    "the plan, and the activations of a trace of the model under fake tensors.",
+    "the plan, and the activations of a trace of the model under fake tensors. What a shared home "
+    "maps (weights, gradient slots) is no allocator's, and is left out of both.",
 )
 
 
@@ -79,6 +83,7 @@ class MemoryCase:
     recompute: str
     compute: str = "float32"
     accumulation: int = 1
+    transport: str = "direct"
 
     @property
     def num_ranks(self) -> int:
@@ -96,7 +101,7 @@ class MemoryCase:
             "model.config": json.dumps(_accepted(model)),
             "sharding.strategy": self.strategy,
             "sharding.activation_checkpointing": self.recompute,
-            "sharding.transport": "direct",
+            "sharding.transport": self.transport,
             "training.per_device_train_batch_size": 4,
             "training.gradient_accumulation_steps": self.accumulation,
             "training.max_seq_length": 256,
@@ -128,6 +133,11 @@ def all_cases() -> list[MemoryCase]:
     ]
     found += [MemoryCase("llama", s, r) for s in (*FLAT, HYBRID) for r in RECOMPUTES]
     found += [MemoryCase(kind, "full_shard", "none", "bfloat16") for kind in ARCHITECTURES]
+    found += [
+        MemoryCase("llama", strategy, "block", compute, transport=transport)
+        for strategy, compute in (("full_shard", "float32"), ("shard_grad_op", "bfloat16"))
+        for transport in ("c10d", "shared")
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -216,6 +226,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["strategy"],
         row["recompute"],
         row["compute"],
+        row["transport"],
         f"{row['planned_bytes'] / MIB:.2f}",
         f"{row['measured_bytes'] / MIB:.2f}",
         f"{row['error']:+.2%}" + ("" if row["is_traced"] else " (not traced)"),

@@ -17,6 +17,7 @@ import fullshard as fs
 from fullshard.bench.peaks import Job, MemoryCase
 from fullshard.bench.rank import write_result
 from fullshard.config.schema import RunConfig
+from fullshard.config.values import Transport
 from fullshard.planner.homes import Place
 from fullshard.planner.outlook import Machine, Outlook, look
 from fullshard.train.build import build_sharded, model_on_meta
@@ -85,13 +86,24 @@ def train(config: RunConfig) -> object:
     return model, optimizer
 
 
+def _mapped_bytes(outlook: Outlook) -> int:
+    """What ranks of one host map together: weights, and gradient slots that peers read."""
+    if outlook.plan.transport is not Transport.SHARED:
+        return 0
+    return sum(
+        row.num_bytes
+        for row in outlook.rows
+        if row.place is Place.SHARED or row.name == "gradient slots"
+    )
+
+
 def measure(case: MemoryCase) -> dict[str, Any]:
     """Plans and runs a case."""
     config = case.config()
     outlook = planned(config, dist.get_world_size())
     measured = live_peak_bytes(lambda: train(config))
     return {
-        "planned_bytes": outlook.peak_bytes[Place.DEVICE],
+        "planned_bytes": outlook.peak_bytes[Place.DEVICE] - _mapped_bytes(outlook),
         "measured_bytes": measured,
         "is_traced": outlook.is_traced,
         "rows": {row.name: row.num_bytes for row in outlook.rows},
