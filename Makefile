@@ -32,7 +32,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-jax bench-scale bench-overlap bench-planner chaos distill-study long-parity gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner chaos distill-study long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -52,6 +52,7 @@ help:
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
 	@echo "make bench-io      saving and loading beside the disk and torch's checkpoints"
 	@echo "make bench-jax     the JAX engine on two processes beside one, and beside XLA's partitioner"
+	@echo "make bench-memory  the memory that the plan says beside what runs take, ten architectures"
 	@echo "make bench-scale   planning and bookkeeping of one rank over the world size"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
 	@echo "make bench-planner   the forecast beside published runs that it was not fitted to"
@@ -126,7 +127,7 @@ test-torch:
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
 
-bench-comm bench-compile bench-copies bench-host bench-io bench-jax bench-scale bench-overlap: bench-%: $(VENV)/.stamp-setup
+bench-comm bench-compile bench-copies bench-host bench-io bench-jax bench-memory bench-scale bench-overlap: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
 bench-planner: $(VENV)/.stamp-setup

@@ -107,6 +107,18 @@ def test_units_add_up_to_the_model(plan, config):
     assert [u["kind"] for u in units].count("LlamaDecoderLayer") == 3
 
 
+def test_what_is_left_to_the_planner_is_chosen_and_said(plan, config, capfd):
+    words = ("strategy=auto", "per_device_train_batch_size=auto", "train_batch_size=64")
+    found, code = plan(config, *words, "--gpus", "4x1GB", "max_seq_length=512")
+    made = found["plan"]
+    sizes = made["per_device_train_batch_size"], made["gradient_accumulation_steps"]
+    assert (code, sizes[0] * sizes[1]) == (0, 16)
+    assert (
+        f"auto is strategy={made['strategy']} per_device_train_batch_size={sizes[0]} "
+        f"gradient_accumulation_steps={sizes[1]} here."
+    ) in capfd.readouterr().out
+
+
 def test_the_world_is_the_files_unless_gpus_and_nodes_say_another(plan, config):
     meshes = [
         plan(config, *words)[0]["plan"]["mesh"]
@@ -190,7 +202,7 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
     assert "parameter shards" in out
     assert "together" in out
-    assert "Activations and what follows are estimates" in out
+    assert "Activations and what follows are traced on the model" in out
     assert "H100 (79.6 GiB): fits, it takes" in out
     assert "tokens a second" in out
     assert err == ""

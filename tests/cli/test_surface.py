@@ -94,6 +94,7 @@ SURFACE = {
         "--wait",
     ],
     "bench copies": ["--case", "--help", "--json", "--out", "--timeout"],
+    "bench memory": ["--help", "--json", "--model", "--out", "--timeout"],
     "bench gpu": ["--help", "--json", "--out", "--rounds", "--tiny"],
     "bench host": ["--help", "--json", "--out", "--rounds", "--wait", "--world"],
     "bench io": [

@@ -215,6 +215,25 @@ def copies(
     return _show(page, out)
 
 
+@app.command()
+def memory(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="llama, gpt2, qwen3_moe ...; may be given again. Default: all ten."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 3600.0,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Compare the memory that the plan says with the peak of the allocator's live bytes."""
+    from fullshard.bench import peaks as bench
+
+    cases = bench.find_cases(model or ())
+    return _show(
+        bench.run(cases, command=_command_line("memory"), timeout_s=timeout, say=_say), out
+    )
+
+
 @app.command("compile")
 def compiled(  # noqa: PLR0913  (one parameter an option)
     case: Annotated[str, typer.Option(help="A case of bench step.")] = "29M",
@@ -352,7 +371,7 @@ def _register_not_yet(name: str) -> None:
         """Not yet."""
         from fullshard.errors import ConfigError
 
-        there = "step, strategies, prefetch, comm, compile, copies, gpu, host, jax, scale, overlap"
+        there = "step, strategies, prefetch, memory, comm, compile, copies, host, io, jax, scale"
         raise ConfigError(f"bench {name}: not yet. {there} are there.")
 
 

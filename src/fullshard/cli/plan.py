@@ -99,17 +99,29 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         study, strategies = _study(resolved.config, world, machine, compares=out is not None)
     except ConfigError as error:
         raise placed(resolved, error) from error
-    return _told(study, strategies, hardware, out)
+    return _told(resolved.config, study, strategies, hardware, out)
 
 
 def _told(
-    study: Study, strategies: list[Outlook], hardware: Gpus | None, out: Path | None
+    config: RunConfig,
+    study: Study,
+    strategies: list[Outlook],
+    hardware: Gpus | None,
+    out: Path | None,
 ) -> Outcome:
     """Show it, and write a page where that is asked for."""
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.planner.hardware import Fit
+    from fullshard.train.outlook import leaves_something
 
     _print_plan(study, hardware)
+    if leaves_something(config):
+        batch = study.outlook.job.batch
+        print(
+            f"auto is strategy={study.outlook.config.strategy} "
+            f"per_device_train_batch_size={batch.micro_batch:g} "
+            f"gradient_accumulation_steps={batch.accumulation:g} here."
+        )
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
@@ -180,8 +192,11 @@ def _study(
         world, local = topology.world_size, topology.local_world_size
         return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
-    job = job_of(model, config.training, topology.world_size)
-    found = study(config.sharding, plan_of, job, machine, topology)
+    training, leaves = config.training, config.training.leaves_micro_batch
+    if leaves:
+        training = training.undivided(topology.world_size)
+    job = job_of(model, training, topology.world_size)
+    found = study(config.sharding, plan_of, job, machine, topology, leaves_micro_batch=leaves)
     if not compares:
         return found, []
     return found, compare(found.outlook, plan_of, machine, hosts=found.hosts)
@@ -234,6 +249,8 @@ def _to_dict(study: Study) -> dict[str, Any]:
             "model": made.model_kind,
             "num_parameters": made.num_parameters,
             "strategy": made.strategy,
+            "per_device_train_batch_size": round(outlook.job.batch.micro_batch),
+            "gradient_accumulation_steps": round(outlook.job.batch.accumulation),
             "mesh": {"replicate": made.mesh.replicate, "shard": made.mesh.shard},
             "digest": made.digest(),
             "units": [
@@ -272,7 +289,8 @@ def _print_plan(study: Study, hardware: Gpus | None) -> None:
     total = outlook.peak_bytes["device"]
     table.add_row("together", f"{total:,}", human_bytes(total))
     console.print(table)
-    print("Activations and what follows are estimates; everything above them is exact.")
+    how = "traced on the model" if outlook.is_traced else "counted from shapes"
+    print(f"Activations and what follows are {how}; everything above them is exact.")
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
         print(f"{outlook.step_time_s:.3g} s a step, {outlook.tokens_per_s:,.0f} tokens a second.")
     if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:

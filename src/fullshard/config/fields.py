@@ -49,11 +49,13 @@ class Number:
         at_least: smallest allowed value, or None.
         above: values must exceed this, or None.
         below: values must stay under this, or None.
+        zero: a word for 0, which is no number here: somebody else finds the value.
     """
 
     at_least: float | None = None
     above: float | None = None
     below: float | None = None
+    zero: str = ""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -64,7 +66,12 @@ class Number:
         def read(value: object) -> float:
             return self._read(value, whole=whole)
 
-        return core_schema.no_info_before_validator_function(read, handler(source))
+        shown = core_schema.plain_serializer_function_ser_schema(
+            lambda value: value or self.zero, when_used="json"
+        )
+        return core_schema.no_info_before_validator_function(
+            read, handler(source), serialization=shown if self.zero else None
+        )
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -75,7 +82,8 @@ class Number:
             "exclusiveMinimum": self.above,
             "exclusiveMaximum": self.below,
         }
-        return handler(schema) | {name: b for name, b in bounds.items() if b is not None}
+        number = handler(schema) | {name: b for name, b in bounds.items() if b is not None}
+        return {"anyOf": [number, {"const": self.zero}]} if self.zero else number
 
     def expected(self, *, whole: bool) -> str:
         """`an integer >= 1`, `a number > 0 and < 1`."""
@@ -84,9 +92,12 @@ class Number:
             for sign, bound in ((">=", self.at_least), (">", self.above), ("<", self.below))
             if bound is not None
         ]
-        return " ".join(["an integer" if whole else "a number", " and ".join(bounds)]).strip()
+        told = " ".join(["an integer" if whole else "a number", " and ".join(bounds)]).strip()
+        return f"{told}, or {self.zero}" if self.zero else told
 
     def _read(self, value: object, *, whole: bool) -> float:
+        if self.zero and isinstance(value, str) and value.strip().lower() == self.zero:
+            return 0
         number = to_number(value)
         if number is None or (whole and number != int(number)):
             raise Rejected(self.expected(whole=whole))
@@ -197,4 +208,5 @@ Flag = Annotated[bool, _Reader(to_flag)]
 Text = Annotated[str, _Reader(to_text)]
 Names = Annotated[tuple[str, ...], _Reader(to_names)]
 Count = Annotated[int, Number(at_least=1)]
+CountOrAuto = Annotated[int, Number(at_least=1, zero="auto")]
 Depth = Annotated[int, Number(at_least=0)]

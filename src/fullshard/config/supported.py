@@ -94,6 +94,11 @@ XLA = (
 XLA_TRAINING = (
     NotYet("ema_decay", lambda c: c.ema_decay, "Leave it out"),
     NotYet("max_skipped_steps", _any("max_skipped_steps"), "Leave it out"),
+    NotYet(
+        "per_device_train_batch_size",
+        lambda c: "auto" if c.leaves_micro_batch else None,
+        "Write a number",
+    ),
 )
 XLA_LORA = NotYet("lora", _any("lora"), "Leave it out, or use backend: torch")
 

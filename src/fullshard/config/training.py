@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, model_validator
 
 from fullshard.config.fields import (
     Count,
+    CountOrAuto,
     Flag,
     Number,
     Rejected,
@@ -73,6 +74,8 @@ Steps = Annotated[int | float, BeforeValidator(_read_steps)]
 Warmup = Annotated[int | float, BeforeValidator(_read_warmup)]
 Share = Annotated[float, Number(at_least=0, below=1)]
 
+DEFAULT_SAMPLES = 8  # Hugging Face's default
+
 
 class TrainingConfig(Section):
     """The main loop: Hugging Face's names, meanings and defaults (transformers 4.40 to 5.x).
@@ -108,8 +111,9 @@ class TrainingConfig(Section):
     num_train_epochs: Annotated[float, Number(above=0)] = 3.0
     """Passes over the training text, where max_steps does not say."""
 
-    per_device_train_batch_size: Count = 8
-    """Sequences of one rank in one micro-batch."""
+    per_device_train_batch_size: CountOrAuto = DEFAULT_SAMPLES
+    """Sequences of one rank in one micro-batch. auto: the planner divides a rank's part of
+    train_batch_size, else 8 x gradient_accumulation_steps, into the micro-batches that fit best."""
 
     per_device_eval_batch_size: Count = 8
     """Sequences of one rank in one evaluation batch."""
@@ -229,7 +233,7 @@ class TrainingConfig(Section):
         Raises:
             ConfigError: it is no multiple of what is given of the two, and the ranks.
         """
-        if self.train_batch_size is None:
+        if self.train_batch_size is None or self.leaves_micro_batch:
             return self
         micro, accumulation = "per_device_train_batch_size", "gradient_accumulation_steps"
         says_micro, says_accumulation = (n in self.model_fields_set for n in (micro, accumulation))
@@ -242,6 +246,35 @@ class TrainingConfig(Section):
                 [Problem("train_batch_size", expected, show(self.train_batch_size))]
             )
         return self.model_copy(update={accumulation if says_micro else micro: rest})
+
+    @property
+    def leaves_micro_batch(self) -> bool:
+        """Whether per_device_train_batch_size is auto."""
+        return self.per_device_train_batch_size == 0
+
+    def undivided(self, world_size: int) -> Self:
+        """The same with all sequences of a rank and an update in one micro-batch.
+
+        Raises:
+            ConfigError: train_batch_size is no multiple of the ranks.
+        """
+        samples = DEFAULT_SAMPLES * self.gradient_accumulation_steps
+        if self.train_batch_size is not None:
+            samples, remainder = divmod(self.train_batch_size, world_size)
+            if remainder:
+                expected = f"a multiple of {world_size} ranks"
+                got = show(self.train_batch_size)
+                raise ConfigProblems([Problem("training.train_batch_size", expected, got)])
+        return self.in_micro_batches(samples, 1)
+
+    def in_micro_batches(self, micro_batch: int, accumulation: int) -> Self:
+        """The same with this many sequences in so many micro-batches of a rank and an update."""
+        changes = {
+            "per_device_train_batch_size": micro_batch,
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": None,
+        }
+        return self.model_copy(update=changes)
 
     @property
     def saves(self) -> IntervalStrategy:

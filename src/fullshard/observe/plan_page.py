@@ -10,6 +10,7 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.report import render
+from fullshard.planner.activations import Kind
 from fullshard.planner.hardware import Fit
 from fullshard.planner.lanes import Bar, Lane, held_over_time, lay_out
 from fullshard.planner.outlook import Outlook
@@ -113,14 +114,14 @@ def memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
     if not moments:
         return ""
     xs = [1000 * moment.time_s for moment in moments]
-    state = [row for row in outlook.rows if row.name not in ("activations", "logits and loss")]
-    largest = sorted(state, key=lambda row: -row.num_bytes)[:4]
+    state = [row for row in outlook.rows if row.name not in list(Kind)]
+    largest = sorted(state, key=lambda row: -row.num_bytes)[:3]
     rest = sum(row.num_bytes for row in state if row not in largest)
     layers = [(row.name, [float(row.num_bytes)] * len(xs)) for row in largest]
     if rest:
         layers.append(("other state", [float(rest)] * len(xs)))
-    layers.append(("activations", [moment.activations for moment in moments]))
-    layers.append(("logits and loss", [moment.logits for moment in moments]))
+    layers += [(kind, [moment.held[kind] for moment in moments]) for kind in Kind]
+    layers = [(name, values) for name, values in layers if any(values)]
     series = [
         Series(name, xs, [value / 2**30 for value in values], color)
         for color, (name, values) in enumerate(layers, start=1)

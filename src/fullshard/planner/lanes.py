@@ -9,14 +9,17 @@ Durations are the forecast's, shared out over units by their size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fullshard.planner.activations import Kind
 from fullshard.planner.events import EventKind
 from fullshard.planner.forecast.speed import traffic
 from fullshard.planner.outlook import Machine, Outlook, workload
 
 BACKWARD_SHARE = 2 / 3  # of a unit's work, without recompute
+NOTICED = 0.01  # of a micro-batch's time: shorter is not seen in a figure
 
 
 class Lane(StrEnum):
@@ -40,11 +43,10 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at a time beside state: activations and logits, in bytes."""
+    """What is held at a time beside state: bytes by the row's name."""
 
     time_s: float
-    activations: float
-    logits: float
+    held: Mapping[Kind, float]
 
 
 def lay_out(outlook: Outlook, machine: Machine) -> list[Bar]:
@@ -101,17 +103,28 @@ def _begun(bars: list[Bar]) -> float:
 
 
 def held_over_time(outlook: Outlook, bars: list[Bar]) -> list[Moment]:
-    """Activations grow through forward, logits stand at its end, backward gives all back."""
+    """Activations grow through forward, logits stand at its end, backward gives all back.
+
+    Gradients on their way are there from the logits' own on.
+    """
     sizes = {row.name: float(row.num_bytes) for row in outlook.rows}
-    whole, logits = sizes.get("activations", 0.0), sizes.get("logits and loss", 0.0)
     forward = [bar for bar in bars if bar.lane is Lane.FORWARD and bar.end_s > bar.start_s]
     backward = [bar for bar in bars if bar.lane is Lane.BACKWARD and bar.end_s > bar.start_s]
     if not forward or not backward:
         return []
     turn, end = forward[-1].end_s, backward[-1].end_s
-    moments = [Moment(bar.end_s, whole * bar.end_s / turn, 0.0) for bar in forward]
-    moments.insert(0, Moment(0.0, 0.0, 0.0))
-    moments += [Moment(turn, whole, logits), Moment(backward[0].end_s, whole, logits)]
-    left = max(end - backward[0].end_s, 1e-12)
-    moments += [Moment(bar.end_s, whole * (end - bar.end_s) / left, 0.0) for bar in backward]
-    return moments
+    # The root's own backward may be nothing: what stands at the loss goes with the head's.
+    gone = next(bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end)
+    left = max(end - gone, 1e-12)
+
+    def at(time_s: float, share: float, *, at_loss: bool = False) -> Moment:
+        held = {kind: at_loss * sizes.get(kind, 0.0) for kind in Kind}
+        return Moment(time_s, held | {Kind.ACTIVATIONS: share * sizes.get(Kind.ACTIVATIONS, 0.0)})
+
+    return [
+        at(0.0, 0.0),
+        *(at(bar.end_s, bar.end_s / turn) for bar in forward),
+        at(turn, 1.0, at_loss=True),
+        at(gone, 1.0, at_loss=True),
+        *(at(bar.end_s, (end - bar.end_s) / left) for bar in backward if bar.end_s >= gone),
+    ]

@@ -102,15 +102,26 @@ def gradient_bytes(group: GroupPlan) -> int:
 
 
 def communication_bytes(
-    units: Sequence[UnitPlan], events: Sequence[Event], transport: Transport, homes: Homes
+    units: Sequence[UnitPlan],
+    events: Sequence[Event],
+    transport: Transport,
+    homes: Homes,
+    *,
+    accumulates: bool = False,
 ) -> int:
     """Bytes of the receive buffers that a transport keeps, found by replaying a step's events.
 
     A reduction holds its buffers from REDUCE to ACCUMULATE; freed ones are lent again, the
     smallest that fits first. Ranks that exchange directly hold one part of every peer, c10d one
     part in all; replicas exchange chunks of a part when it lands. Gradients whose home is the host
-    land on the device first. So do those that are added to gradients of an earlier backward; that
-    one part more is not counted, since the plan does not know whether micro-batches accumulate.
+    land on the device first, and so do those that are added to gradients of an earlier backward.
+
+    Args:
+        units: Of the plan.
+        events: Of a step.
+        transport: Whose buffers.
+        homes: Of the plan.
+        accumulates: Whether several micro-batches are reduced into one sum. A plan does not know.
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
@@ -120,7 +131,8 @@ def communication_bytes(
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
             trained = [group for group in units[event.unit].groups if group.trainable]
-            aside = trained if homes.gradients is not Place.DEVICE else []
+            lands_aside = accumulates or homes.gradients is not Place.DEVICE
+            aside = trained if lands_aside else []
             landed = [pool.take(g.dtypes.accumulate, g.layout.part_numel) for g in aside]
             for group in trained:
                 pool.give(lent[event.unit])

@@ -1,7 +1,8 @@
 """What a plan takes on a device: memory with activations, time, and whether it fits.
 
-State is the plan's own, to the byte. Activations and logits are counted from the model's shapes,
-time is the forecast's (`planner/forecast`), of the plan's mesh and strategy.
+State is the plan's own, to the byte. Activations, logits and what backward makes on its way are
+traced on the module where it is at hand, else counted from the model's shapes; time is the
+forecast's (`planner/forecast`), of the plan's mesh and strategy.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
-from fullshard.config.values import DType, RecomputeKind
+from fullshard.config.values import DType, GradSync, RecomputeKind
+from fullshard.planner.activations import Kind, TraceOf
 from fullshard.planner.forecast.architecture import Architecture
 from fullshard.planner.forecast.devices import Device
-from fullshard.planner.forecast.memory import GIB, peak_memory
+from fullshard.planner.forecast.memory import GIB, Held, peak_memory
 from fullshard.planner.forecast.speed import Times, step_times
 from fullshard.planner.forecast.workload import (
     Batch,
@@ -29,7 +31,7 @@ from fullshard.planner.forecast.workload import (
 )
 from fullshard.planner.hardware import Fit, judge_fit
 from fullshard.planner.homes import Place
-from fullshard.planner.memory import MemoryRow
+from fullshard.planner.memory import MemoryRow, communication_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
@@ -58,10 +60,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a step is: the model's shapes and one rank's batch."""
+    """What a step is: the model's shapes, one rank's batch, and how to trace it (None: not)."""
 
     model: Architecture
     batch: Batch
+    trace: TraceOf | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Outlook:
         job: Its step.
         plan: What follows.
         rows: Memory of the largest rank by kind, activations and all.
+        is_traced: Whether activations come from the module, not from shapes.
         reserved_bytes: What the allocator holds at most, the holes between tensors too.
         times: Seconds of a step by what they are spent on; None without a known device.
         fit: Whether it fits; None where the memory is not known.
@@ -82,6 +86,7 @@ class Outlook:
     job: Job
     plan: Plan
     rows: tuple[MemoryRow, ...]
+    is_traced: bool
     reserved_bytes: int
     times: Times | None
     fit: Fit | None
@@ -111,19 +116,16 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     """Say what a plan takes."""
     run = workload(plan, config, job, machine)
     held = peak_memory(run)
-    libraries = held.base if machine.device is not None else 0.0
-    logits = _logits_bytes(run)
-    counted = {
-        # At the peak there are logits, or a block's inside: not both.
-        "activations": held.kept + max(0.0, held.block - logits),
-        "logits and loss": logits,
-        "libraries' workspaces": libraries,
-    }
+    traced = job.trace(plan, config, job.batch.micro_batch) if job.trace is not None else None
+    counted = _counted(run, held) if traced is None else traced.rows()
+    counted["accumulation buffers"] = _accumulation_bytes(plan, job.batch)
+    if machine.device is not None:
+        counted["libraries' workspaces"] = held.base
     rows = (
         *plan.memory,
         *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
     )
-    outlook = Outlook(config, job, plan, rows, 0, None, None)
+    outlook = Outlook(config, job, plan, rows, traced is not None, 0, None, None)
     peak = outlook.peak_bytes[Place.DEVICE]
     reserved = peak + round(held.reserved - held.active)
     fit = None
@@ -173,6 +175,28 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
 
 # Memory alone is asked of it.
 _UNKNOWN = Device("unknown", 1.0, 1.0, 1.0, 1024 * GIB, 1.0, 1.0)
+
+
+def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
+    """What a transport receives into when sums of several micro-batches are added, beyond one's."""
+    if batch.accumulation <= 1 or plan.grad_sync is GradSync.LAST_MICRO_BATCH:
+        return 0
+    once, again = (
+        communication_bytes(
+            plan.units, plan.events, plan.transport, plan.homes, accumulates=accumulates
+        )
+        for accumulates in (False, True)
+    )
+    return again - once
+
+
+def _counted(run: Workload, held: Held) -> dict[str, float]:
+    """From shapes: at the peak there are logits, or a block's inside, not both."""
+    logits = _logits_bytes(run)
+    return {
+        Kind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
+        Kind.LOGITS: logits,
+    }
 
 
 def _logits_bytes(run: Workload) -> float:

@@ -23,6 +23,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.strategy import row_of
 
+MICRO_BATCH = "per_device_train_batch_size"
 WORTHWHILE = 0.97  # of the step time: less of a gain is within the forecast's error
 SHOWN = 3
 MAX_MICRO_BATCH = 256
@@ -108,6 +109,8 @@ def choose(
 ) -> Outlook:
     """The fastest way that fits, of those that change nothing but what is left to the planner.
 
+    Where speed is not known, that with the fewest micro-batches, and of these the smallest.
+
     Args:
         current: The run with any value where one is to be chosen.
         plan_of: Plans a configuration.
@@ -129,7 +132,11 @@ def choose(
             f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
         )
     roomy = [one for one in fitting if one.fit is Fit.FITS] or fitting
-    return min(roomy, key=lambda one: (one.step_time_s or 0.0, one.peak_bytes[Place.DEVICE]))
+    return min(roomy, key=_slowness)
+
+
+def _slowness(one: Outlook) -> tuple[float, float, int]:
+    return one.step_time_s or 0.0, one.job.batch.accumulation, one.peak_bytes[Place.DEVICE]
 
 
 def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
@@ -145,7 +152,7 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
         "sharding.offload": ("none", "cpu")
         if old.offload is None and new.offload is not None
         else ("", ""),
-        "per_device_train_batch_size": (
+        MICRO_BATCH: (
             f"{before.job.batch.micro_batch:g}",
             f"{after.job.batch.micro_batch:g}",
         ),
@@ -153,9 +160,9 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
     changes = {key: then for key, (now, then) in values.items() if now != then}
     if before.job.batch.accumulation != after.job.batch.accumulation:
         # One decision in two keys: written together, counted once.
-        micro = changes.pop("per_device_train_batch_size")
+        micro = changes.pop(MICRO_BATCH)
         steps = f"gradient_accumulation_steps={after.job.batch.accumulation:g}"
-        changes["per_device_train_batch_size"] = f"{micro} {steps}"
+        changes[MICRO_BATCH] = f"{micro} {steps}"
     return changes
 
 

@@ -9,9 +9,10 @@ from fullshard.config.values import Strategy
 from fullshard.planner.forecast.memory import peak_memory
 from fullshard.planner.forecast.speed import step_times
 from fullshard.planner.forecast.workload import Mesh
+from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, Outlook, look, workload
-from fullshard.planner.search import Advice, PlanOf, advise, choose
+from fullshard.planner.search import MICRO_BATCH, Advice, PlanOf, advise, choose
 
 MAX_SCALE = 1024
 
@@ -49,7 +50,13 @@ class Study:
 
 
 def study(
-    config: ShardConfig, plan_of: PlanOf, job: Job, machine: Machine, topology: Topology
+    config: ShardConfig,
+    plan_of: PlanOf,
+    job: Job,
+    machine: Machine,
+    topology: Topology,
+    *,
+    leaves_micro_batch: bool = False,
 ) -> Study:
     """Plan, look around, and look at other scales.
 
@@ -59,6 +66,8 @@ def study(
         job: One rank's step.
         machine: What a rank runs on.
         topology: Ranks.
+        leaves_micro_batch: Whether the job's micro-batch is all that a rank has for an update, to
+            be divided.
 
     Raises:
         WillNotFitError: `auto`, and nothing fits.
@@ -68,8 +77,9 @@ def study(
     if asked is Strategy.AUTO:
         config = config.model_copy(update={"strategy": Strategy.FULL_SHARD})
     outlook = look(plan_of(config), config, job, machine)
-    if asked is Strategy.AUTO:
-        outlook = choose(outlook, plan_of, machine, ["strategy"], hosts=hosts)
+    free = ["strategy"] * (asked is Strategy.AUTO) + [MICRO_BATCH] * leaves_micro_batch
+    if free:
+        outlook = choose(outlook, plan_of, machine, free, hosts=hosts)
     advice = advise(outlook, plan_of, machine, hosts=hosts)
     return Study(outlook, advice, scaling(outlook, machine, topology), machine, hosts)
 
@@ -78,9 +88,11 @@ def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[Scal
     """Efficiency over the number of ranks, 1 to 1,024, with the work of a rank kept."""
     if machine.device is None:
         return []
+    peak = outlook.peak_bytes[Place.DEVICE]
     base = workload(outlook.plan, outlook.config, outlook.job, machine)
     hybrid = outlook.plan.mesh.replicate > 1 and outlook.plan.mesh.shard > 1
     local = topology.local_world_size or topology.world_size
+    here = peak_memory(base).active  # other scales differ from the plan by what they do from this
     points: list[ScalePoint] = []
     world = 1
     while world <= max(MAX_SCALE, topology.world_size):
@@ -103,8 +115,8 @@ def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[Scal
                 world,
                 times.step,
                 1.0,
-                round(held.active),
-                not limit or held.active <= limit,
+                peak + round(held.active - here),
+                not limit or peak + held.active - here <= limit,
                 reason,
             )
         )

@@ -20,7 +20,7 @@ from torch import nn
 
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import RunConfig, SftConfig
-from fullshard.config.values import Backend, Command, DType, Strategy
+from fullshard.config.values import Backend, Command, DType
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import HangError
@@ -44,7 +44,7 @@ from fullshard.train.loop import Loop, Recipe, Trainee
 from fullshard.train.model import quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.out_of_memory import answered
-from fullshard.train.outlook import View, view_of, with_chosen_strategy
+from fullshard.train.outlook import View, leaves_something, view_of, with_choices
 from fullshard.train.patience import Patience
 from fullshard.train.prepare import (
     StepPlan,
@@ -133,11 +133,10 @@ class _Run:
     def read(cls, config: RunConfig, folder: RunFolder, seat: Seat) -> _Run:
         dataset, record = load_data(folder.data), folder.read_record()
         resume, command = Resume.of_record(record), Command(record["command"])
-        steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
         model_config = model_config_of(config, dataset.tokenizer)
-        if config.sharding.strategy is Strategy.AUTO:  # a launcher of others started us
-            bare = model_on_meta(config, model_config)
-            config = with_chosen_strategy(config, bare, seat.world_size)
+        if leaves_something(config):  # a launcher of others started us
+            config = with_choices(config, model_on_meta(config, model_config), seat.world_size)
+        steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
         return cls(config, folder, seat, command, resume, dataset, steps, model_config)
 
     def recipe(self) -> Recipe:

@@ -22,9 +22,10 @@ from fullshard.planner.forecast.workload import Batch
 from fullshard.planner.hardware import Gpus
 from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.plan import Plan
-from fullshard.planner.search import PlanOf, advise, choose
+from fullshard.planner.search import MICRO_BATCH, PlanOf, advise, choose
 from fullshard.train.build import model_on_meta
 from fullshard.train.prepare import Prepared
+from fullshard.train.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
     """A step's work on one rank.
 
     Args:
-        model: A Hugging Face model, on meta or not.
+        model: A Hugging Face model; steps of one on meta are traced.
         training: Its batch.
         world_size: Ranks that share train_batch_size.
     """
@@ -56,7 +57,9 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
         mlp_width=_number(config, "intermediate_size", "n_inner") or (4 * width if width else None),
         vocab=_number(config, "vocab_size"),
     )
-    return Job(decoder(shapes, _active_params(model, config, numel)), batch)
+    on_meta = all(param.is_meta for param in model.parameters())
+    trace = Tracer(model, training.max_seq_length) if on_meta else None
+    return Job(decoder(shapes, _active_params(model, config, numel)), batch, trace)
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -167,17 +170,36 @@ def outlook_of(prepared: Prepared, world_size: int) -> Outlook | None:
     return view_of(prepared.config, model, world_size).outlook
 
 
-def with_chosen_strategy(config: RunConfig, model: nn.Module, world_size: int) -> RunConfig:
-    """`strategy: auto` as the fastest that fits, or where speed is not known the smallest.
+def leaves_something(config: RunConfig) -> bool:
+    """Whether the planner chooses a part of a configuration."""
+    return config.sharding.strategy is Strategy.AUTO or config.training.leaves_micro_batch
 
+
+def with_choices(config: RunConfig, model: nn.Module, world_size: int) -> RunConfig:
+    """What a configuration leaves to the planner, as the fastest that fits (see `choose`).
+
+    `strategy: auto`, `per_device_train_batch_size: auto`. The sequences of an update are kept.
     Every rank comes to the same choice: hosts and devices of a run are taken to be alike.
 
     Raises:
-        WillNotFitError: None fits.
+        WillNotFitError: Nothing fits.
     """
-    if config.sharding.strategy is not Strategy.AUTO:
+    training, free = config.training, ["strategy"] * (config.sharding.strategy is Strategy.AUTO)
+    if training.leaves_micro_batch:
+        free.append(MICRO_BATCH)
+        config = config.model_copy(update={"training": training.undivided(world_size)})
+    if not free:
         return config
     view = view_of(config, model, world_size)
-    chosen = choose(view.outlook, view.plan_of, view.machine, ["strategy"], hosts=view.hosts).config
-    logger.info("strategy: auto is %s here", chosen.strategy)
-    return config.model_copy(update={"sharding": chosen})
+    chosen = choose(view.outlook, view.plan_of, view.machine, free, hosts=view.hosts)
+    changes: dict[str, object] = {"sharding": chosen.config}
+    if config.sharding.strategy is Strategy.AUTO:
+        logger.info("strategy: auto is %s here", chosen.config.strategy)
+    if training.leaves_micro_batch:
+        batch = chosen.job.batch
+        micro, count = round(batch.micro_batch), round(batch.accumulation)
+        changes["training"] = config.training.in_micro_batches(micro, count)
+        logger.info(
+            "per_device_train_batch_size: auto is %d here, in %d micro-batch(es)", micro, count
+        )
+    return config.model_copy(update=changes)

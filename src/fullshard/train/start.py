@@ -14,7 +14,7 @@ from pathlib import Path
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.files import JOBS
 from fullshard.config.load import Resolved
-from fullshard.config.values import Command, Strategy
+from fullshard.config.values import Command
 from fullshard.errors import ConfigError, DataError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
@@ -24,7 +24,7 @@ from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.train.build import model_on_meta, plan_run
-from fullshard.train.outlook import with_chosen_strategy
+from fullshard.train.outlook import leaves_something, with_choices
 from fullshard.train.prepare import Prepared, prepare
 from fullshard.train.resume import Resume, check_same, find_resume, goes_on, own_resume
 from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir
@@ -105,14 +105,19 @@ def check(
     try:
         check_output_dir(output_dir)
         resume = find_resume(asked or training.resume_from_checkpoint or "auto", output_dir)
-        prepared = prepare(resolved.config, command, world_size, resume.global_batch)
+        config = resolved.config
+        if config.training.leaves_micro_batch:
+            training = config.training.undivided(world_size)
+            config = config.model_copy(update={"training": training})
+        prepared = prepare(config, command, world_size, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, prepared.steps.num_steps):
             resume = Resume()
             prepared = prepared.with_batch(world_size, None)
-        if prepared.config.sharding.strategy is Strategy.AUTO:
-            model = model_on_meta(prepared.config, prepared.model_config)
-            chosen = with_chosen_strategy(prepared.config, model, world_size)
-            prepared, resolved = replace(prepared, config=chosen), replace(resolved, config=chosen)
+        if leaves_something(resolved.config):
+            model = model_on_meta(resolved.config, prepared.model_config)
+            chosen = with_choices(resolved.config, model, world_size)
+            prepared = replace(prepared, config=chosen).with_batch(world_size, resume.global_batch)
+            resolved = replace(resolved, config=chosen)
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir)
         return CheckedRun(resolved, prepared, plan_run(prepared, world_size), output_dir, resume)

@@ -102,7 +102,8 @@ FILES = {
         "train.yaml:3: training.adam_beta1: expected a number >= 0 and < 1, got 1"
     ),
     "model: x\ntraining:\n  per_device_train_batch_size: 0\n": (
-        "train.yaml:3: training.per_device_train_batch_size: expected an integer >= 1, got 0"
+        "train.yaml:3: training.per_device_train_batch_size: "
+        "expected an integer >= 1, or auto; got 0"
     ),
     "model: x\ntraining:\n  output_dir: 2024\n": (
         "train.yaml:3: training.output_dir: expected text, got 2024. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from fullshard.planner.hardware import Fit
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, look
 from fullshard.planner.plan import make_plan
-from fullshard.planner.search import advise, choose
+from fullshard.planner.search import MICRO_BATCH, advise, choose
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 from fullshard.planner.study import study
 
@@ -127,6 +128,18 @@ def test_a_choice_changes_only_what_is_free():
     assert chosen.config.activation_checkpointing == current(4).config.activation_checkpointing
     assert chosen.job == current(4).job
     assert chosen.step_time_s <= current(4).step_time_s
+
+
+def test_a_choice_of_micro_batches_keeps_the_samples_and_takes_the_largest_that_fit():
+    unknown = Machine(None, H100.memory_bytes)  # of whose speed nothing is known
+    before = current(64, unknown)
+    chosen = choose(before, plan_of, unknown, [MICRO_BATCH])
+    assert samples(chosen) == samples(before)
+    assert chosen.fit is Fit.FITS
+    assert chosen.config == before.config
+    twice = replace(before.job.batch, micro_batch=2 * chosen.job.batch.micro_batch)
+    larger = look(chosen.plan, chosen.config, replace(before.job, batch=twice), unknown)
+    assert larger.fit is not Fit.FITS
 
 
 def test_a_choice_that_nothing_fits_is_refused_with_the_smallest():

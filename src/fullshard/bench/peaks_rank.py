@@ -1,0 +1,120 @@
+"""One rank of `fullshard bench memory`: `python -m fullshard.bench.peaks_rank FOLDER`."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import fullshard as fs
+from fullshard.bench.peaks import Job, MemoryCase
+from fullshard.bench.rank import write_result
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import Transport
+from fullshard.planner.homes import Place
+from fullshard.planner.outlook import Machine, Outlook, look
+from fullshard.train.build import build_sharded, model_on_meta
+from fullshard.train.loss import causal_lm_loss
+from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.train.outlook import job_of
+from fullshard.train.prepare import given_model_config
+
+NUM_STEPS = 3  # optimizer state and receive buffers are there from the second on
+
+
+def live_peak_bytes(work: Callable[[], Any]) -> int:
+    """Most bytes that torch's allocator had given out at once while `work` ran.
+
+    Memory that was there before, and memory that is no allocator's (mappings), is not counted.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = work()
+    del kept
+    events = sorted(_allocations(seen), key=lambda event: event.start_time_ns)
+    now = peak = 0
+    for event in events:
+        now += event.extra_fields.alloc_size  # below zero where memory is given back
+        peak = max(peak, now)
+    return peak
+
+
+def _allocations(seen: profile) -> Iterator[Any]:
+    results: Any = seen.profiler.kineto_results  # type: ignore[union-attr]
+    waiting = list(results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag.name == "Allocation":
+            yield event
+
+
+def planned(config: RunConfig, world_size: int) -> Outlook:
+    """What `fullshard plan` says."""
+    model = model_on_meta(config, given_model_config(config))
+    plan = fs.plan(model, config.sharding, world_size=world_size)
+    return look(
+        plan, config.sharding, job_of(model, config.training, world_size), Machine(None, None)
+    )
+
+
+def train(config: RunConfig) -> object:
+    """Takes a few steps as the loop of `fullshard train` does."""
+    training = config.training
+    model = build_sharded(config, given_model_config(config), torch.device("cpu"))
+    optimizer = build_optimizer(model, OptimizerSettings.of(training))
+    vocabulary = given_model_config(config).vocab_size
+    for _ in range(NUM_STEPS):
+        shape = (training.per_device_train_batch_size, training.max_seq_length)
+        ids = torch.randint(vocabulary, shape)
+        labels = ids.clone()
+        for _ in range(training.gradient_accumulation_steps):
+            logits = model(input_ids=ids, use_cache=False).logits
+            loss, num_tokens = causal_lm_loss(logits, labels)
+            del logits  # the loop's is gone when its recipe returns
+            (loss * (1 / num_tokens)).backward()
+        fs.clip_grad_norm_(model, training.max_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model, optimizer
+
+
+def _mapped_bytes(outlook: Outlook) -> int:
+    """What ranks of one host map together: weights, and gradient slots that peers read."""
+    if outlook.plan.transport is not Transport.SHARED:
+        return 0
+    return sum(
+        row.num_bytes
+        for row in outlook.rows
+        if row.place is Place.SHARED or row.name == "gradient slots"
+    )
+
+
+def measure(case: MemoryCase) -> dict[str, Any]:
+    """Plans and runs a case."""
+    config = case.config()
+    outlook = planned(config, dist.get_world_size())
+    measured = live_peak_bytes(lambda: train(config))
+    return {
+        "planned_bytes": outlook.peak_bytes[Place.DEVICE] - _mapped_bytes(outlook),
+        "measured_bytes": measured,
+        "is_traced": outlook.is_traced,
+        "rows": {row.name: row.num_bytes for row in outlook.rows},
+    }
+
+
+def main(folder: Path) -> None:
+    """Measures what the folder's job asks for and writes this rank's results."""
+    job = Job.read(folder)
+    write_result(folder, lambda: [measure(case) for case in job.cases])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

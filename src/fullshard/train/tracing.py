@@ -1,0 +1,140 @@
+"""What a micro-batch of a run holds, from tracing the run's own model and loss.
+
+[Note: traced in part]
+Deep models are traced with some of their blocks: where these come in a pattern of p (p is 1 where
+all are alike), a model of 2p blocks holds more than one of p by what every further p blocks add.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import RecomputeKind
+from fullshard.engine.activations import trace_step
+from fullshard.engine.model_spec import spec_of
+from fullshard.planner.activations import Moment, along, peak, peak_between
+from fullshard.planner.plan import Plan
+from fullshard.planner.recompute import recomputed_modules
+from fullshard.planner.spec import is_inside, parent_name
+from fullshard.planner.wrap import repeated_blocks
+from fullshard.train.loss import causal_lm_loss
+
+logger = logging.getLogger(__name__)
+
+MOST_BLOCKS = 12  # of a model that is traced whole
+MOST_SAMPLES = 3  # of a micro-batch that is traced; two of them tell of larger ones
+
+
+class Tracer:
+    """Traces micro-batches of a causal language model, each kind once.
+
+    Args:
+        model: On meta.
+        length: Tokens of a sample.
+    """
+
+    def __init__(self, model: nn.Module, length: int) -> None:
+        self._spec = spec_of(model)
+        self._length = length
+        self._model = model
+        self._traces: dict[Any, list[Moment]] = {}
+        self._found: dict[Any, Moment | None] = {}
+
+    def __call__(self, plan: Plan, config: ShardConfig, samples: float) -> Moment | None:
+        """The moment at which most is alive; None where the model cannot be traced.
+
+        Args:
+            plan: Of the model.
+            config: That it was planned with, and the recompute.
+            samples: Of a micro-batch.
+        """
+        recompute = config.activation_checkpointing
+        dtypes = {group.dtypes for unit in plan.units for group in unit.groups}
+        key = (recompute, frozenset(dtypes), len(plan.units), samples)
+        if key not in self._found:
+            plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
+            try:
+                self._found[key] = self._find(plan, config, key[:-1], samples)
+            except Exception as error:  # noqa: BLE001  a model's own code runs here
+                said = (str(error).splitlines() or [""])[0]
+                logger.info("activations: counted from shapes, since a trace met %s", said)
+                self._found[key] = None
+        return self._found[key]
+
+    def _find(self, plan: Plan, config: ShardConfig, key: Any, samples: float) -> Moment | None:
+        if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
+            return None
+        blocks = repeated_blocks(self._spec)
+        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        if len(blocks) <= max(MOST_BLOCKS, 2 * step):
+            return self._peak(plan, config, (key, None), int(samples))
+        depths = (step, 2 * step)
+        ends = [self._peak(plan, config, (key, depth), int(samples)) for depth in depths]
+        return along(ends[0], ends[1], depths, len(blocks))
+
+    def _pattern(self, blocks: Sequence[str]) -> int:
+        """After how many blocks they repeat; their number where they lie in several lists."""
+        if len(list(groupby(blocks, key=parent_name))) != 1:
+            return len(blocks)
+        kinds: Any = getattr(self._model.config, "layer_types", None) or [None] * len(blocks)
+        signs = [
+            (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self._model, block)))
+            for kind, block in zip(kinds, blocks, strict=True)
+        ]
+        fitting = (p for p in range(1, len(signs)) if signs[p:] == signs[:-p])
+        return next(fitting, len(blocks))
+
+    def _peak(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Moment:
+        """Of a model with all blocks, or some."""
+        if samples <= MOST_SAMPLES:
+            return peak(self._trace(plan, config, key, samples))
+        at = (MOST_SAMPLES - 1, MOST_SAMPLES)
+        ends = [self._trace(plan, config, key, size) for size in at]
+        found = peak_between(ends[0], ends[1], at, samples)
+        return found or peak(self._trace(plan, config, key, samples))
+
+    def _trace(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> list[Moment]:
+        known = (key, samples)
+        if known not in self._traces:
+            model, depth = self._model, key[1]
+            if depth is not None:
+                model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
+            self._traces[known] = trace_step(model, plan, config, self._work(samples))
+        return self._traces[known]
+
+    def _work(self, samples: int) -> Any:
+        """The recipe's forward and loss, as `PackedText` has them."""
+        shape = (samples, self._length)
+
+        def work(model: nn.Module) -> torch.Tensor:
+            ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+            logits = model(input_ids=ids, use_cache=False).logits
+            return causal_lm_loss(logits, labels)[0] * 1.0
+
+        return work
+
+
+def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
+    return list(model.get_submodule(block).named_parameters())
+
+
+def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:
+    """A model and its plan without the last blocks of its only list."""
+    model = copy.deepcopy(model)
+    path = parent_name(dropped[0])
+    blocks = model.get_submodule(path)
+    del blocks[len(blocks) - len(dropped) :]
+    model.config.get_text_config().num_hidden_layers = len(blocks)
+    units = tuple(u for u in plan.units if not any(is_inside(u.name, d) for d in dropped))
+    recompute = tuple(name for name in plan.recompute if name not in dropped)
+    return model, replace(plan, units=units, recompute=recompute)

@@ -1,0 +1,49 @@
+"""`per_device_train_batch_size: auto` is read and written as that word until it is chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.config.load import load_config
+from fullshard.config.training import TrainingConfig
+from fullshard.errors import ConfigError
+
+AUTO = "per_device_train_batch_size=auto"
+
+
+def test_the_word_is_kept_as_it_is_written(tmp_path):
+    resolved = load_config(None, [AUTO])
+    assert resolved.config.training.leaves_micro_batch
+    assert resolved.config.training.to_dict()["per_device_train_batch_size"] == "auto"
+    file = tmp_path / "again.yaml"
+    file.write_text(resolved.to_yaml())
+    assert load_config(file).config == resolved.config
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        ({}, 8),
+        ({"gradient_accumulation_steps": 4}, 32),
+        ({"train_batch_size": 24}, 12),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 4}, 12),
+    ],
+)
+def test_what_is_divided_is_what_a_rank_has_for_an_update(words, samples):
+    training = TrainingConfig(per_device_train_batch_size="auto", **words)
+    assert training.divided(2) is training
+    whole = training.undivided(2)
+    assert (whole.per_device_train_batch_size, whole.gradient_accumulation_steps) == (samples, 1)
+    assert whole.train_batch_size is None
+
+
+def test_sequences_that_ranks_cannot_share_are_refused():
+    training = TrainingConfig(per_device_train_batch_size="auto", train_batch_size=7)
+    with pytest.raises(ConfigError, match="expected a multiple of 2 ranks, got 7"):
+        training.undivided(2)
+
+
+def test_xla_cannot_choose_yet():
+    resolved = load_config(None, [AUTO, "backend=jax"])
+    with pytest.raises(ConfigError, match="per_device_train_batch_size: 'auto' is not yet"):
+        resolved.check_supported()

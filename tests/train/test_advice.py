@@ -1,0 +1,138 @@
+"""Each advice of the plan, followed, does what it said: runs on ranks with a memory limit."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.bench.peaks import MemoryCase
+from fullshard.bench.peaks_rank import live_peak_bytes, train
+from fullshard.config.load import load_config
+from fullshard.config.values import Command
+from fullshard.planner.hardware import Fit
+from fullshard.planner.homes import Place
+from fullshard.planner.outlook import Machine, Outlook, look
+from fullshard.planner.search import Advice, advise
+from fullshard.train import outlook as train_outlook
+from fullshard.train import start
+from fullshard.train.build import model_on_meta
+from fullshard.train.outlook import job_of, with_choices
+from fullshard.train.prepare import given_model_config
+
+TOLERANCE = 0.03
+PLENTY = 1 << 40
+# Of what a replicated llama without recompute needs: what there is to change gets less and less.
+SHARES = (0.85, 0.6, 0.4)
+AUTO = ["strategy=auto", "per_device_train_batch_size=auto", "train_batch_size=8"]
+
+
+def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[Advice]]:
+    """What `fullshard plan` says of a configuration on a device of this size."""
+    config = load_config(None, words).config
+    model = model_on_meta(config, given_model_config(config))
+    world_size = dist.get_world_size()
+
+    def plan_of(sharding):
+        return fs.plan(model, sharding, world_size=world_size)
+
+    machine = Machine(None, memory_bytes)
+    job = job_of(model, config.training, world_size)
+    outlook = look(plan_of(config.sharding), config.sharding, job, machine)
+    return outlook, advise(outlook, plan_of, machine)
+
+
+def measured(words: list[str]) -> int:
+    """The peak of a run."""
+    config = load_config(None, words).config
+    return live_peak_bytes(lambda: train(config))
+
+
+def followed(share: float, count: int) -> dict[str, Any]:
+    """Runs a job that does not fit, then the first `count` advices as one would write them."""
+    words = MemoryCase("llama", "no_shard", "none").words()
+    needed, _ = told(words, PLENTY)
+    memory_bytes = round(share * needed.peak_bytes[Place.DEVICE])
+    before, advice = told(words, memory_bytes)
+    runs = [
+        {
+            "words": one.words,
+            "fit": one.outlook.fit,
+            "planned": one.outlook.peak_bytes[Place.DEVICE],
+            "measured": measured([*words, *one.words.split()]),
+        }
+        for one in advice[:count]
+    ]
+    return {
+        "memory": memory_bytes,
+        "fit": before.fit,
+        "measured": measured(words) if count > 1 else before.peak_bytes[Place.DEVICE],
+        "advice": runs,
+    }
+
+
+@pytest.mark.parametrize(
+    ("share", "count"), [(0.85, 1), *(pytest.param(s, 9, marks=pytest.mark.slow) for s in SHARES)]
+)
+def test_what_is_advised_fits_and_takes_what_was_said(ranks, share, count):
+    found = ranks(2)(followed, share, count, timeout=500)
+    limit = found[0]["memory"]
+    assert found[0]["fit"] is Fit.NO
+    assert max(one["measured"] for one in found) > limit  # it was no false alarm
+    assert found[0]["advice"]
+    for runs in zip(*(one["advice"] for one in found), strict=True):
+        most = max(run["measured"] for run in runs)
+        print(f"{share:.0%}: {runs[0]['words']}: planned {runs[0]['planned']:,}, measured {most:,}")
+        assert runs[0]["fit"] in (Fit.FITS, Fit.TIGHT)
+        assert most <= limit
+        assert runs[0]["planned"] == pytest.approx(most, rel=TOLERANCE)
+
+
+def chosen(share: float) -> dict[str, Any]:
+    """Lets the planner choose on a device with a part of what the job needs; runs the choice."""
+    words = MemoryCase("llama", "no_shard", "none").words()
+    needed, _ = told(words, PLENTY)
+    limit = round(share * needed.peak_bytes[Place.DEVICE])
+    config = load_config(None, [w for w in words if "batch_size" not in w] + AUTO).config
+    model = model_on_meta(config, given_model_config(config))
+    with mock.patch.object(train_outlook, "this_machine", return_value=Machine(None, limit)):
+        config = with_choices(config, model, dist.get_world_size())
+    training = config.training
+    return {
+        "limit": limit,
+        "strategy": config.sharding.strategy.value,
+        "batch": (training.per_device_train_batch_size, training.gradient_accumulation_steps),
+        "measured": live_peak_bytes(lambda: train(config)),
+    }
+
+
+def test_what_is_chosen_fits_and_keeps_the_sequences_of_an_update(ranks):
+    found = ranks(2)(chosen, 0.5, timeout=300)
+    micro_batch, accumulation = found[0]["batch"]
+    assert micro_batch * accumulation == 4
+    assert accumulation > 1
+    assert max(one["measured"] for one in found) <= found[0]["limit"]
+
+
+def test_a_run_is_checked_with_the_micro_batches_that_were_chosen(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("a small text that says little, many times over. " * 4000)
+    words = [
+        *MemoryCase("llama", "full_shard", "none").words(),
+        f"data.path={text}",
+        f"training.output_dir={tmp_path / 'run'}",
+        "training.max_seq_length=128",
+        "per_device_train_batch_size=auto",
+        "gradient_accumulation_steps=2",
+    ]
+    for limit, expected in ((PLENTY, (16, 1)), (120 << 20, (8, 2))):
+        monkeypatch.setattr(train_outlook, "this_machine", lambda _, m=limit: Machine(None, m))
+        checked = start.check(load_config(None, words), 2, Command.TRAIN, "never")
+        training = checked.prepared.config.training
+        assert checked.resolved.config.training is training
+        assert training.gradient_accumulation_steps == expected[1]
+        assert training.per_device_train_batch_size == expected[0]
+        assert checked.prepared.steps.order.shape.global_batch == 32

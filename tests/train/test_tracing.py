@@ -1,0 +1,115 @@
+"""Micro-batches traced on the model: in part for deep models, not at all for odd ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import fullshard as fs
+from fullshard.config.schema import ShardConfig
+from fullshard.engine.activations import trace_step
+from fullshard.engine.model_spec import meta_model
+from fullshard.planner.activations import peak
+from fullshard.train import tracing
+from fullshard.train.tracing import Tracer
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def model_of(kind, num_blocks, **fields):
+    config = transformers.AutoConfig.for_model(
+        kind, **{**SIZES, "num_hidden_layers": num_blocks, **fields}
+    )
+    return meta_model(config)
+
+
+def traced(model, samples=2, **sharding):
+    config = ShardConfig(**sharding)
+    return Tracer(model, 32)(fs.plan(model, config, world_size=2), config, samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute", "fields"),
+    [
+        ("llama", "none", {}),
+        ("llama", "every_2", {}),
+        ("gemma2", "block", {"head_dim": 8, "sliding_window": 8}),  # two kinds of blocks in turn
+    ],
+)
+def test_a_deep_model_traced_in_part_is_what_it_is_traced_whole(
+    monkeypatch, kind, recompute, fields
+):
+    model = model_of(kind, 14, **fields)
+    in_part = traced(model, activation_checkpointing=recompute)
+    monkeypatch.setattr(tracing, "MOST_BLOCKS", 14)
+    assert in_part.total == traced(model, activation_checkpointing=recompute).total
+
+
+def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch):
+    model = model_of("llama", 2)
+    followed = traced(model, samples=8)
+    monkeypatch.setattr(tracing, "MOST_SAMPLES", 8)
+    assert followed == traced(model, samples=8)
+
+
+def test_every_strategy_asks_for_one_trace(monkeypatch):
+    model, calls = model_of("llama", 2), []
+
+    def counted(*args):
+        calls.append(args)
+        return trace_step(*args)
+
+    monkeypatch.setattr(tracing, "trace_step", counted)
+    tracer = Tracer(model, 32)
+    for strategy in ("full_shard", "shard_grad_op", "no_shard"):
+        config = ShardConfig(strategy=strategy)
+        tracer(fs.plan(model, config, world_size=2), config, 2)
+    assert len(calls) == 1
+
+
+def test_a_model_that_looks_at_numbers_is_counted_from_shapes():
+    model = model_of("llama", 2)
+
+    def forward(input_ids, **_):
+        if torch.rand(()).item() > 2:
+            raise AssertionError
+        return model.lm_head(model.model.embed_tokens(input_ids))
+
+    model.forward = forward
+    assert traced(model) is None
+
+
+def test_a_traced_model_is_left_as_it_was():
+    model = model_of("llama", 14)
+    before = {name: (id(value), value.device.type) for name, value in model.named_parameters()}
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert traced(model, activation_checkpointing="block") is not None
+    after = {name: (id(value), value.device.type) for name, value in model.named_parameters()}
+    assert after == before
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    assert model.config.num_hidden_layers == 14
+
+
+def test_a_plain_layer_s_weight_gradient_is_written_and_another_dtype_s_is_not():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512, bias=False), torch.nn.Linear(512, 1))
+    model = model.to("meta")
+
+    def work(model):
+        return model(torch.zeros(1, 64, dtype=next(model.parameters()).dtype)).sum()
+
+    def backward_bytes(**sharding):
+        config = ShardConfig(wrap="none", **sharding)
+        plan = fs.plan(model, config, world_size=2)
+        return max(moment.gradients for moment in trace_step(model, plan, config, work))
+
+    assert backward_bytes() < 64 * 512 * 4
+    assert backward_bytes(param_dtype="bf16") >= 64 * 512 * 2  # its slot is float32
+    assert peak([]).total == 0
