@@ -93,18 +93,22 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         raise placed(resolved, error) from error
     _print_plan(study, hardware)
     if leaves_something(resolved.config):
-        batch = study.outlook.job.batch
-        print(
-            f"auto is strategy={study.outlook.config.strategy} "
-            f"per_device_train_batch_size={batch.micro_batch:g} "
-            f"gradient_accumulation_steps={batch.accumulation:g} here."
-        )
+        _print_choice(study.outlook)
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
         print(f"Figures: {write_plan_page(study, strategies, out)}")
     code = ExitCode.WILL_NOT_FIT if study.outlook.fit is Fit.NO else ExitCode.OK
     return Outcome(_to_dict(study), code)
+
+
+def _print_choice(outlook: Outlook) -> None:
+    batch = outlook.job.batch
+    print(
+        f"auto is strategy={outlook.config.strategy} "
+        f"per_device_train_batch_size={batch.micro_batch:g} "
+        f"gradient_accumulation_steps={batch.accumulation:g} here."
+    )
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
