@@ -191,7 +191,8 @@ def test_a_model_folder_or_its_config_json_stand_in_for_a_configuration(plan, tm
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    expected = plan(config, "--gpus", "2")[0]["plan"]
+    batch = "per_device_train_batch_size=8"  # a folder's default
+    expected = plan(config, "--gpus", "2", batch)[0]["plan"]
     assert plan(folder, "--gpus", "2")[0]["plan"] == expected
     assert plan(folder / "config.json", "--gpus", "2")[0]["plan"] == expected
 

@@ -116,12 +116,7 @@ def _told(
 
     _print_plan(study, hardware)
     if leaves_something(config):
-        batch = study.outlook.job.batch
-        print(
-            f"auto is strategy={study.outlook.config.strategy} "
-            f"per_device_train_batch_size={batch.micro_batch:g} "
-            f"gradient_accumulation_steps={batch.accumulation:g} here."
-        )
+        _print_choice(study.outlook)
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
@@ -146,6 +141,15 @@ def _is_for_xla(config: RunConfig, *, exact: bool, topology: str | None, out: Pa
     if out is not None and config.backend is Backend.JAX:
         raise ConfigError("--out: expected backend: torch, whose plan has a page; got jax.")
     return config.backend is Backend.JAX
+
+
+def _print_choice(outlook: Outlook) -> None:
+    batch = outlook.job.batch
+    print(
+        f"auto is strategy={outlook.config.strategy} "
+        f"per_device_train_batch_size={batch.micro_batch:g} "
+        f"gradient_accumulation_steps={batch.accumulation:g} here."
+    )
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
