@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError, UnsupportedModelError
 from support.parity import whole_params
 
@@ -199,6 +200,40 @@ def test_experts_are_read_by_ranges_of_the_files_that_hold_one_each(ranks, tmp_p
     names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert any(".experts.3." in name for name in names)  # or there is nothing to put together
     ranks(2)(check_read, str(tmp_path), "full_shard")
+
+
+def test_quantized_weights_are_not_taken_for_values(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    config = transformers.AutoConfig.for_model("qwen3_moe", **COMMON, **MOE)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    coded = {**stored, name: stored[name].to(torch.float8_e4m3fn)}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    save_file(coded, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"expected .*down_proj in floating point; .* F8_E4M3"):
+        fs.shard(model, weights=tmp_path)
+    save_file({**coded, f"{name}_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert not has_weights_of(model, tmp_path)  # transformers loads it
+
+
+@pytest.mark.parametrize("lost", ["experts.2.up_proj", "experts.3.down_proj"])
+def test_an_expert_that_is_not_in_the_files_is_missed(tmp_path, lost):
+    from safetensors.torch import load_file, save_file
+
+    config = transformers.AutoConfig.for_model("qwen3_moe", **COMMON, **MOE)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in stored.items() if f"layers.1.mlp.{lost}" not in name}
+    assert len(kept) == len(stored) - 1
+    save_file(kept, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"weights: .*(lacks|expected) model\.layers\.1\.mlp"):
+        fs.shard(model, weights=tmp_path)
 
 
 def meta_llama():

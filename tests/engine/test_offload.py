@@ -5,6 +5,7 @@ Here the host computes as well; tests/gpu has the copies between host and device
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, EngineError
 from support.models import CASES, Chain, perturbed
 from support.parity import assert_parity, assert_planned_events
 
@@ -77,6 +78,36 @@ def test_a_model_that_does_not_train_is_read_from_disk_by_units(ranks, tmp_path,
     found = ranks(2)(forwards_from_disk, str(tmp_path), strategy)
     assert found == [(True, "disk", True, True)] * 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_shard_failed_half_way_is_refused(tmp_path, monkeypatch):
+    calls = []
+
+    def fallocate(*_):
+        calls.append(0)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    model = Chain(3).requires_grad_(requires_grad=False)
+    with pytest.raises(ConfigError, match=r"No space left on device.*build the model anew"):
+        fs.shard(model, offload={"parameters": "nvme", "folder": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(EngineError, match=r"was cut by an fs.shard that failed on its way"):
+        fs.shard(model)
+
+
+@pytest.mark.parametrize(
+    ("offload", "why"),
+    [
+        ({"folder": "x"}, "folder: expected nvme beside it"),
+        ({"parameters": "cpu", "folder": "x"}, "folder: expected nvme beside it"),
+        ({"parameters": "cpu", "optimizer": "cpu"}, "offload: expected cpu for parameters, grad"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(offload, why):
+    with pytest.raises(ConfigError, match=why):
+        fs.shard(Chain(3).requires_grad_(requires_grad=False), offload=offload)
 
 
 def test_a_folder_that_cannot_hold_the_files_is_named(tmp_path):

@@ -241,7 +241,7 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> Non
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             setattr(param, _ROWS, rows)
-    on_new_optimizer(_listen)
+    on_new_optimizer(_listen, module)
 
 
 _ROWS = "_fullshard_shows_rows"

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
 from fullshard.config.fields import (
     Count,
@@ -20,7 +26,7 @@ from fullshard.config.fields import (
     to_number,
 )
 from fullshard.config.model import Section
-from fullshard.config.problems import ConfigProblems
+from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
     DType,
@@ -64,6 +70,14 @@ class Offload(Section):
 
     folder: Text | None = None
     """Where nvme keeps its bytes, in files without a name. None: the system's temporary folder."""
+
+    @model_validator(mode="after")
+    def _has_use_of_its_folder(self) -> Self:
+        homes = (self.parameters, self.gradients, self.optimizer)
+        if self.folder is not None and Home.NVME not in homes:
+            expected, got = "nvme beside it, whose bytes it keeps", "none"
+            raise ConfigProblems([Problem("folder", expected, got, "Leave it out")])
+        return self
 
 
 def _read_wrap(value: object) -> object:
@@ -250,7 +264,7 @@ class ShardConfig(Section):
     """Units gathered ahead in backward; also takes FSDP1's words (BACKWARD_PRE: 1)."""
 
     offload: Annotated[Offload | None, BeforeValidator(_read_offload)] = None
-    """None | cpu | nvme | a table {parameters, gradients, optimizer} of these."""
+    """None | cpu | nvme | a table {parameters, gradients, optimizer, folder} of these."""
 
     activation_checkpointing: Annotated[
         Recompute,

@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from fullshard.engine.stored_names import StoredNames
 from fullshard.errors import ConfigError
 
+_CODES = ("F4", "F6", "F8")  # dtypes of quantized tensors
+
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -64,6 +66,8 @@ class FolderWeights:
         Raises:
             ConfigError: The tensor has another shape in the files.
         """
+        if start == stop:
+            return torch.empty(0)
         with self._opened(names, shape) as found:
             pieces: list[torch.Tensor] = []
             at = 0
@@ -96,6 +100,13 @@ class FolderWeights:
             files = {file: closing.enter_context(self._open(file)) for file in at}
             found = [files[self._files[part]].get_slice(part) for part in parts]
             shapes: list[tuple[int, ...]] = [tuple(one.get_shape()) for one in found]
+            coded = next((kind for one in found if (kind := one.get_dtype())[:2] in _CODES), None)
+            if coded is not None:
+                raise ConfigError(
+                    f"weights: expected {names[0]} in floating point; "
+                    f"{self._files[parts[0]].name} has {coded}, codes that are values only with "
+                    "their scales. Load the model with from_pretrained, then call fs.shard."
+                )
             if not _is_made_of(shape, shapes):
                 more = f" in {len(parts)} parts, the first" if len(parts) > 1 else ""
                 raise ConfigError(
@@ -116,9 +127,9 @@ class FolderWeights:
 
 
 def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
-    """Whether a tensor is its only part, or the rows of several."""
-    if len(parts) == 1:
-        return parts[0] == shape
+    """Whether a tensor is its only part, or made of the rows of experts."""
+    if parts == [shape]:
+        return True
     rows = {part[1:] for part in parts}
     return rows == {shape[2:]} and sum(map(math.prod, parts)) == math.prod(shape)
 

@@ -77,7 +77,7 @@ def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
     except OSError as error:
         raise ConfigError(
             f"offload.folder: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
-            "Name a folder on a disk with room."
+            "Name a folder on a disk with room, and build the model anew."
         ) from error
     return found
 

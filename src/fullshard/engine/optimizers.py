@@ -32,23 +32,24 @@ PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
 class _Watch:
     """The one process-wide hook that the engine permits itself.
 
-    Set with the first sharded model, removed with the last.
+    Set with the first model that has shards, removed with the last.
     """
 
     def __init__(self) -> None:
         self._alive = 0
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handle: Any = None
         self._passed: set[Any] = set()
         self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.tells: list[Callable[[torch.optim.Optimizer], None]] = []
 
-    def add(self, engine: Engine) -> None:
+    def add(self, owner: object) -> None:
+        """Listen while an engine lives, or a model whose shards have none yet."""
+        if owner in self._owners:
+            return
+        self._owners.add(owner)
         self._alive += 1
-        weakref.finalize(engine, self._release).atexit = False
-        self.listen()
-
-    def listen(self) -> None:
-        """Set the hook."""
+        weakref.finalize(owner, self._release).atexit = False
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
 
@@ -94,11 +95,16 @@ def watched_states() -> Iterator[tuple[Any, dict[str, Any]]]:
     return _WATCH.states()
 
 
-def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Tell of every optimizer at its first step on shards, also of shards without an engine yet."""
+def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None], owner: object) -> None:
+    """Tell of every optimizer at its first step on shards, also of shards without an engine yet.
+
+    Args:
+        tell: Called with it.
+        owner: Of these shards; as long as it lives, optimizers are listened to.
+    """
     if tell not in _WATCH.tells:
         _WATCH.tells.append(tell)
-    _WATCH.listen()
+    _WATCH.add(owner)
 
 
 def watch_optimizers(engine: Engine) -> None:

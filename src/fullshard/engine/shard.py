@@ -175,6 +175,12 @@ def _refuse_nested_engine(model: nn.Module) -> None:
                 f"fs.shard: {name} inside {type(model).__name__} is sharded already. "
                 "Shard the outermost model alone; its units are found inside."
             )
+    for name, param in model.named_parameters():
+        if isinstance(param, ShardedParameter) and not hasattr(param, "record"):
+            raise EngineError(
+                f"fs.shard: expected a whole model; {name} was cut by an fs.shard that failed on "
+                "its way. Build the model anew."
+            )
 
 
 def _check_world(topology: Topology) -> None:

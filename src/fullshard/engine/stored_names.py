@@ -44,7 +44,11 @@ class StoredNames:
             found = _IN_FILES.fullmatch(name)
             if found:
                 experts[found[1], found[3]][int(found[2])] = name
-        self._experts = {key: [of[n] for n in sorted(of)] for key, of in experts.items()}
+        self._experts = {
+            key: [of[n] for n in range(len(of))]
+            for key, of in experts.items()
+            if of.keys() == set(range(len(of)))
+        }
 
     def parts(self, names: Iterable[str]) -> tuple[str, ...]:
         """The stored tensors that hold a tensor's elements, one after another; () if none do.
@@ -55,9 +59,13 @@ class StoredNames:
         for name in names:
             for spelling in self._spellings(name):
                 found = (spelling,) if spelling in self._names else self._of_experts(spelling)
-                if found:
+                if found and not any(self._is_scaled(part) for part in found):
                     return found
         return ()
+
+    def _is_scaled(self, name: str) -> bool:
+        """Whether a tensor's values are those of the files times others: it is quantized."""
+        return any(name + ending in self._names for ending in ("_scale_inv", "_scale"))
 
     def _spellings(self, name: str) -> list[str]:
         spellings = [name]

@@ -66,7 +66,7 @@ def run_rank(main: Callable[[], None]) -> None:
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
         if folder is not None:  # at once: to explain it takes longer than the launcher may wait
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 failure.write(folder.failure(rank))
         failure = _explained(failure, error, folder)
         _report(failure, folder)

@@ -303,7 +303,7 @@ def _homes(config: ShardConfig, *, trains: bool) -> Homes:
         return Homes(Place.HOST, Place.HOST, Place.HOST)
     if set(kinds) == {None}:
         return Homes()
-    if not trains:
+    if not trains and set(kinds[1:]) == {None}:
         return Homes(parameters=_PLACES[config.offload.parameters])
     given = ", ".join(
         f"{name}: {kind or 'device'}"

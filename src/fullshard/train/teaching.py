@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, ShardConfig
-from fullshard.config.values import Command, DType
+from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
+from fullshard.config.values import Command, DType, Home, Transport
 from fullshard.engine.engine import engine_of
 from fullshard.engine.folder import INDEX
 from fullshard.engine.initial import has_weights_of
@@ -130,8 +130,10 @@ def _sharding(
         name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
     }
     if settings.teacher_offload is not None:
-        shared.pop("transport", None)  # a home that ranks share is in their memory
-        shared["offload"] = {"parameters": settings.teacher_offload, "folder": str(run)}
+        if config.sharding.transport is Transport.SHARED:  # it would be in the ranks' memory
+            del shared["transport"]
+        folder = str(run) if settings.teacher_offload is Home.NVME else None
+        shared["offload"] = Offload(parameters=settings.teacher_offload, folder=folder)
     strategy = settings.teacher_strategy or config.sharding.strategy
     return ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
 
