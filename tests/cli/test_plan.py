@@ -198,7 +198,7 @@ def test_people_get_the_units_and_a_table(capfd, config):
     assert "model.layers.0 .. model.layers.2 (3): LlamaDecoderLayer" in out
     assert "parameter shards" in out
     assert "together" in out
-    assert "Activations and what follows are traced on the model" in out
+    assert "Activations, logits and gradients on their way are traced on the model" in out
     assert "H100 (79.6 GiB): fits, it takes" in out
     assert "tokens a second" in out
     assert err == ""

@@ -8,6 +8,7 @@ import transformers
 
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
+from fullshard.engine import activations
 from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import meta_model
 from fullshard.planner.activations import peak
@@ -41,6 +42,7 @@ def traced(model, samples=2, **sharding):
     [
         ("llama", "none", {}),
         ("llama", "every_2", {}),
+        ("llama", "every_3", {}),  # 14 is no multiple of 3
         ("gemma2", "block", {"head_dim": 8, "sliding_window": 8}),  # two kinds of blocks in turn
     ],
 )
@@ -82,6 +84,19 @@ def test_a_model_that_looks_at_numbers_is_counted_from_shapes():
         if torch.rand(()).item() > 2:
             raise AssertionError
         return model.lm_head(model.model.embed_tokens(input_ids))
+
+    model.forward = forward
+    assert traced(model) is None
+
+
+def test_a_model_that_loops_over_its_tokens_is_counted_from_shapes():
+    model = model_of("llama", 2)
+
+    def forward(input_ids, **_):
+        states = model.model.embed_tokens(input_ids)
+        for _ in range(activations.MOST_OPERATIONS):
+            states = states + 1
+        return model.lm_head(states)
 
     model.forward = forward
     assert traced(model) is None

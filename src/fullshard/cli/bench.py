@@ -371,8 +371,10 @@ def _register_not_yet(name: str) -> None:
         """Not yet."""
         from fullshard.errors import ConfigError
 
-        there = "step, strategies, prefetch, memory, comm, compile, copies, host, io, jax, scale"
-        raise ConfigError(f"bench {name}: not yet. {there} are there.")
+        commands = app.registered_commands
+        there = [one.name or one.callback.__name__ for one in commands if one.callback]
+        names = ", ".join(one for one in there if one not in NOT_YET)
+        raise ConfigError(f"bench {name}: not yet. {names} are there.")
 
 
 for _name in NOT_YET:

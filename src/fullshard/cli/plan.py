@@ -294,7 +294,10 @@ def _print_plan(study: Study, hardware: Gpus | None) -> None:
     table.add_row("together", f"{total:,}", human_bytes(total))
     console.print(table)
     how = "traced on the model" if outlook.is_traced else "counted from shapes"
-    print(f"Activations and what follows are {how}; everything above them is exact.")
+    print(
+        f"Activations, logits and gradients on their way are {how}, libraries' workspaces are "
+        "estimated; everything else is exact."
+    )
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
         print(f"{outlook.step_time_s:.3g} s a step, {outlook.tokens_per_s:,.0f} tokens a second.")
     if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:

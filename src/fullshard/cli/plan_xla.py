@@ -45,12 +45,13 @@ def plan_on_xla(
         found, world_size = compiled_step(config, model_config, topology, world_size)
     outlook = look(config, model_config, world_size)
     fit: Fit | None = None
+    needed = found.peak if found is not None else outlook.peak_bytes
     if hardware is not None and hardware.memory_bytes is not None:
-        needed = found.peak if found is not None else outlook.peak_bytes
         fit = judge_fit(needed, hardware.memory_bytes)
     _print_outlook(outlook)
     if fit is not None and hardware is not None and hardware.memory_bytes is not None:
-        print(fit.sentence(outlook.peak_bytes, hardware.memory_bytes))
+        whose = "by XLA's figure" if found is not None else "by the plan"
+        print(f"{whose}: {fit.sentence(needed, hardware.memory_bytes)}")
     if found is not None:
         target = topology or f"{world_size} CPU device(s) of this process"
         _print_exact(outlook, found, target)

@@ -235,6 +235,14 @@ def _merge(layers: Sequence[Translation]) -> tuple[list[Entry], dict[str, Any]]:
         given = layer.entries if layer is layers[-1] else leaves(layer.entries)
         updates = {canonical(entry.key): entry for entry in given}
         replaced = {key for name in updates for key in (name, *rivals_of(name))}
+        # What is left to be chosen says nothing that another key could contradict.
+        said = {name: _raw(layer.config, entry.key) for name, entry in updates.items()}
+        replaced -= {
+            rival
+            for name in updates
+            for rival in rivals_of(name)
+            if rival not in updates and "auto" in (said[name], _raw(config, rival))
+        }
         gone = [entry for entry in entries if is_below(_full_key(entry.key, config), replaced)]
         entries = [entry for entry in entries if entry not in gone]
         for entry in gone:

@@ -42,6 +42,7 @@ from fullshard.planner.activations import Kind, Moment
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
 
+MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes
 COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very long sequences
 
 # Forward and loss of a micro-batch: calls the model that it is given, returns what backward starts
@@ -162,6 +163,7 @@ class _Ledger(TorchDispatchMode):
         self.moments: list[Moment] = []
         self._alive: dict[int, tuple[Kind, int]] = {}
         self._bytes = dict.fromkeys(Kind, 0)
+        self._num_operations = 0
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """This storage is somebody else's."""
@@ -176,6 +178,9 @@ class _Ledger(TorchDispatchMode):
         self._alive[key] = (self.kind, num_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_operations += 1
+        if self._num_operations > MOST_OPERATIONS:
+            raise RuntimeError(f"more than {MOST_OPERATIONS:,} operations")
         result = self._run(func, args, kwargs or {})
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made = [self._note(tensor) for tensor in tensors]

@@ -114,7 +114,7 @@ def held_over_time(outlook: Outlook, bars: list[Bar]) -> list[Moment]:
         return []
     turn, end = forward[-1].end_s, backward[-1].end_s
     # The root's own backward may be nothing: what stands at the loss goes with the head's.
-    gone = next(bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end)
+    gone = next((bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end), end)
     left = max(end - gone, 1e-12)
 
     def at(time_s: float, share: float, *, at_loss: bool = False) -> Moment:

@@ -180,6 +180,7 @@ def _candidates(
     """Every other way; offload only where nothing else fits."""
     sized = current.config.shard is not None or current.config.replicate is not None
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
+    recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
     fits = False
     for relief in _reliefs(current.config):
         for strategy in strategies:
@@ -187,7 +188,7 @@ def _candidates(
                 continue
             config = current.config.model_copy(update={"strategy": strategy, **relief})
             plan = plan_of(config)
-            for recompute, job in product(RECOMPUTES, _splits(current.job)):
+            for recompute, job in product(recomputes, _splits(current.job)):
                 other = config.model_copy(update={"activation_checkpointing": recompute})
                 try:
                     outlook = look(plan, other, job, machine)

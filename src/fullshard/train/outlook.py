@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, Strategy
 from fullshard.launch.topology import configured_topology
@@ -148,7 +149,9 @@ def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
         model: Its model, on meta.
         world_size: All ranks.
     """
-    local = configured_topology(config.launch).local_world_size or world_size
+    launched = read_launch_environment()
+    told = launched or configured_topology(config.launch)
+    local = told.local_world_size or world_size
 
     def plan_of(sharding: ShardConfig) -> Plan:
         return fs.plan(model, sharding, world_size=world_size, local_world_size=local)

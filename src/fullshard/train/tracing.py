@@ -2,7 +2,8 @@
 
 [Note: traced in part]
 Deep models are traced with some of their blocks: where these come in a pattern of p (p is 1 where
-all are alike), a model of 2p blocks holds more than one of p by what every further p blocks add.
+all are alike), a model of 2p blocks holds more than one of p by what every further p blocks add;
+likewise p + r and 2p + r, where the whole depth is r more than a multiple of p.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class Tracer:
             return None
         blocks = repeated_blocks(self._spec)
         step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
-        if len(blocks) <= max(MOST_BLOCKS, 2 * step):
+        rest = len(blocks) % step
+        if len(blocks) <= max(MOST_BLOCKS, 2 * step + rest):
             return self._peak(plan, config, (key, None), int(samples))
-        depths = (step, 2 * step)
+        depths = (step + rest, 2 * step + rest)
         ends = [self._peak(plan, config, (key, depth), int(samples)) for depth in depths]
         return along(ends[0], ends[1], depths, len(blocks))
 
@@ -86,7 +88,8 @@ class Tracer:
         """After how many blocks they repeat; their number where they lie in several lists."""
         if len(list(groupby(blocks, key=parent_name))) != 1:
             return len(blocks)
-        kinds: Any = getattr(self._model.config, "layer_types", None) or [None] * len(blocks)
+        settings: Any = self._model.config
+        kinds = getattr(settings.get_text_config(), "layer_types", None) or [None] * len(blocks)
         signs = [
             (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self._model, block)))
             for kind, block in zip(kinds, blocks, strict=True)

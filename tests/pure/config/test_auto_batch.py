@@ -20,6 +20,18 @@ def test_the_word_is_kept_as_it_is_written(tmp_path):
     assert load_config(file).config == resolved.config
 
 
+@pytest.mark.parametrize("typed", ["per_device_train_batch_size", "train_batch_size"])
+def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(tmp_path, typed):
+    sizes = {"per_device_train_batch_size": "auto", "train_batch_size": "64"}
+    file = tmp_path / "a.yaml"
+    in_file = {key: value for key, value in sizes.items() if key != typed}
+    file.write_text("training:\n" + "".join(f"  {k}: {v}\n" for k, v in in_file.items()))
+    training = load_config(file, [f"{typed}={sizes[typed]}"], needs_model=False).config.training
+    assert training.leaves_micro_batch
+    assert training.train_batch_size == 64
+    assert training.undivided(2).per_device_train_batch_size == 32
+
+
 @pytest.mark.parametrize(
     ("words", "samples"),
     [

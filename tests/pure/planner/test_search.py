@@ -142,6 +142,17 @@ def test_a_choice_of_micro_batches_keeps_the_samples_and_takes_the_largest_that_
     assert larger.fit is not Fit.FITS
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "every_2"])
+def test_a_choice_keeps_whatever_recompute_was_asked_for(recompute):
+    unknown = Machine(None, H100.memory_bytes)
+    before = current(64, unknown, activation_checkpointing=recompute)
+    chosen = choose(before, plan_of, unknown, [MICRO_BATCH])
+    assert chosen.config.activation_checkpointing == before.config.activation_checkpointing
+    assert chosen.fit is Fit.FITS
+    assert samples(chosen) == samples(before)
+    assert chosen.job.batch.accumulation > 1
+
+
 def test_a_choice_that_nothing_fits_is_refused_with_the_smallest():
     small = Machine(DEVICES["H100"], GIB)
     with pytest.raises(WillNotFitError, match=r"expected a choice of strategy that fits 1\.0 GiB"):
