@@ -32,6 +32,7 @@ def found_by(tmp_path, name: str, *arguments: str) -> list[dict]:
     return found["rows"]
 
 
+@pytest.mark.slow
 def test_comm_has_a_row_for_each_transport_size_and_way(tmp_path):
     transports = ("--transport", "direct", "--transport", "c10d")
     rows = found_by(tmp_path, "comm", "--ranks", "2", "--mib", "1", "--mib", "2", *transports)

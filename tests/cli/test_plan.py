@@ -263,6 +263,7 @@ H100: {memory_gib: 79.1, bf16_tflops: 98.9, memory_tb_s: 3.35, link_gb_s: 450, f
 """
 
 
+@pytest.mark.slow
 def test_devices_of_a_file_are_planned_for_and_replace_ours(plan, tmp_path):
     file = tmp_path / "devices.yaml"
     file.write_text(DEVICES)

@@ -26,6 +26,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_lines_run_under_torchrun_where_pip_installed_them(tmp_path):
     """`pip install .` beside an existing torch, nothing of the checkout on the path."""

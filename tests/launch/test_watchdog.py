@@ -63,6 +63,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
     assert "last events: " in report
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_others_weights_says_so(run):
     result, err, _ = run("sleep", "shared")
     assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
@@ -103,6 +104,7 @@ def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
     assert "ranks with different numbers of batches" in err
 
 
+@pytest.mark.slow
 def test_a_forward_too_many_is_named_by_the_first_gather_that_differs(run):
     result, err, _ = run("forward")
     assert result.exit_code == 5

@@ -109,6 +109,7 @@ def chosen(share: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_chosen_fits_and_keeps_the_sequences_of_an_update(ranks):
     found = ranks(2)(chosen, 0.5, timeout=300)
     micro_batch, accumulation = found[0]["batch"]
