@@ -241,6 +241,7 @@ print(error_of(lambda: fs.save(root + "/local/checkpoint", model)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
 def test_a_folder_that_not_all_ranks_share_is_said_on_all_ranks(tmp_path):
     (tmp_path / "local").mkdir()

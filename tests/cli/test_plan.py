@@ -150,6 +150,7 @@ def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
     assert found["peak_bytes"]["device"] > found["memory_bytes"]
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_answered_with_changes_that_do(plan):
     words = ("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB", "--nodes", "128")
     found, code = plan(*words, "per_device_train_batch_size=4")
@@ -304,6 +305,7 @@ def test_plan_for_xla_has_the_keys_of_the_other_and_its_collectives(plan, config
     assert found["plan"]["collectives"]["all-gather"]["count"] == 9 * 3 * 2 + 3
 
 
+@pytest.mark.slow
 def test_exact_plan_is_what_xla_says_of_the_compiled_step(fullshard, config):
     words = ("backend=jax", "max_seq_length=32", "gradient_accumulation_steps=2", "--exact")
     done = fullshard("plan", str(config), *words, "--json")

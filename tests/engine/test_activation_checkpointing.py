@@ -50,6 +50,7 @@ def test_recompute_gives_the_same_bits_with_any_units(ranks, wrap):
     ranks(2)(check_bits, "llama", {"wrap": wrap}, timeout=100)
 
 
+@pytest.mark.slow
 def test_recompute_gives_the_same_bits_on_hybrid_meshes(ranks):
     ranks(4)(check_bits, "llama", {"strategy": "hybrid_shard", "replicate": 2}, timeout=100)
 

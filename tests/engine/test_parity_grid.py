@@ -97,7 +97,7 @@ def check_meshes(name, settings):
     "name",
     [
         pytest.param("tied llama", marks=pytest.mark.slow),
-        "mixture of experts",
+        pytest.param("mixture of experts", marks=pytest.mark.slow),
         "convolutional net",
     ],
 )

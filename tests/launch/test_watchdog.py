@@ -96,6 +96,7 @@ def test_a_rank_that_keeps_pythons_lock_is_silent_and_shows_its_stack(run):
     assert "in read_batch" in report.partition("---- stacks of rank 1 ----")[2]
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
     result, err, _ = run("fewer")
     assert result.exit_code == 5

@@ -74,6 +74,7 @@ def followed(share: float, count: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "count"), [(0.85, 1), *(pytest.param(s, 9, marks=pytest.mark.slow) for s in SHARES)]
 )

@@ -41,6 +41,7 @@ def train(fullshard, folder: Path, *words: str) -> list[dict]:
     return [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_machine_file_and_a_recipe_train_together(fullshard, small, tmp_path):
     """The losses are those of the same run said in our own keys."""
     recipe = tmp_path / "recipe.yaml"

@@ -83,6 +83,7 @@ def test_a_tracker_that_is_not_installed_is_said_once(run):
     assert said.count("training.report_to: wandb is not installed") == 1
 
 
+@pytest.mark.slow
 def test_a_new_run_from_its_checkpoint_counts_anew(run, fullshard):
     """The patience that the first run lost is not the new run's; nor is the average, unasked."""
     _, folder = run

@@ -121,6 +121,7 @@ def test_a_stopped_run_goes_on_with_the_same_losses(calm, tmp_path, whom):
     assert numbers(config) == numbers(calm)
 
 
+@pytest.mark.slow
 def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     """The newest checkpoint is damaged, and the run goes on for longer on three ranks."""
     config = write(tmp_path, calm.parent / "text.txt")

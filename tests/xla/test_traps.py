@@ -44,6 +44,7 @@ def many_steps():
     return int(state.step)
 
 
+@pytest.mark.slow
 def test_two_hundred_chained_steps_on_devices_of_one_process_do_not_deadlock(devices):
     assert devices(many_steps) == 200
 

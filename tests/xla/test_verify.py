@@ -81,6 +81,7 @@ def test_a_sharded_run_is_that_of_one_process_of_torch(devices, checked):
     assert 0 < max(row.worst_error for row in verdict.rows) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_device_with_data_of_another_is_seen(devices, checked):
     verdict = verdict_of(devices, *checked, Fault.REPEATED_DATA)
     assert verdict.diagnosis is not None
