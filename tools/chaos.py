@@ -29,6 +29,7 @@ import psutil
 
 STEPS = 120
 KILLS = 10  # of one run, at most
+SAVE_STEPS = 3
 CONFIG = """\
 model:
   config: {{model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 64,
@@ -36,7 +37,7 @@ model:
             max_position_embeddings: 64}}
 data: {{path: {text}, validation_fraction: 0}}
 training: {{output_dir: {output}, max_steps: {steps}, per_device_train_batch_size: 2,
-            max_seq_length: 32, learning_rate: 1e-3, save_steps: 3, save_total_limit: 2}}
+            max_seq_length: 32, learning_rate: 1e-3, save_steps: {save_steps}, save_total_limit: 2}}
 launch: {{num_processes: 2}}
 """
 
@@ -51,7 +52,9 @@ class Victim:
     def __init__(self, folder: Path, text: Path) -> None:
         self.run = folder / "run"
         self.config = folder / "config.yaml"
-        self.config.write_text(CONFIG.format(text=text, output=self.run, steps=STEPS))
+        self.config.write_text(
+            CONFIG.format(text=text, output=self.run, steps=STEPS, save_steps=SAVE_STEPS)
+        )
 
     def start(self) -> subprocess.Popen[bytes]:
         """The command, as people type it."""
@@ -93,7 +96,7 @@ class Victim:
         if wrong := self.diverged(wanted) or self.lost(wanted):
             return wrong
         left = sorted(path.name for path in (self.run / "checkpoints").iterdir())
-        if left != [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]:
+        if left != [f"step-{STEPS - SAVE_STEPS:08d}", f"step-{STEPS:08d}"]:
             return f"checkpoints: {left}"
         return ""
 
