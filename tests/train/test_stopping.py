@@ -100,21 +100,49 @@ def test_losses_that_stay_end_the_run_and_its_last_step_is_kept(ranks):
     for steps, kept, state in ranks(2)(end_early, Patience(2, threshold=0.1)):
         assert steps == [1, 2, 3, 4]
         assert kept == [(1, False), (2, False), (3, False), (4, True)]
-        assert state == {"best": 2.0, "waited": 2}
+        assert state == {"best": 2.0, "waited": 2, "step": 4}
 
 
 def test_patience_that_is_loaded_goes_on_counting():
     patience = Patience(2)
     patience.load_state_dict({"best": 2.0, "waited": 1})
-    patience.see(1.0)
+    patience.see(1.0, 1)
     assert not patience.is_lost
-    patience.see(1.0)
-    patience.see(1.0)
+    patience.see(1.0, 2)
+    patience.see(1.0, 3)
     assert patience.is_lost
     never = Patience()
-    for _ in range(100):
-        never.see(1.0)
+    for step in range(100):
+        never.see(1.0, step)
     assert not never.is_lost
+
+
+def count_what_was_made_up_for_before_a_crash():
+    """The rows have the loss of step 2; the checkpoint that the run goes on from is older."""
+    rows = Rows()
+    _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
+    patience = Patience(2)
+    patience.load_state_dict({"best": 2.0, "waited": 1, "step": 1})
+    settings = replace(bare._settings, num_steps=3, eval_every=1, patience=patience)
+    GetsNoBetter(bare._trainee, recipe, settings, bare._team, rows).run(done=2)
+    return len(rows.steps), patience.state_dict()
+
+
+def test_an_evaluation_that_a_crash_took_from_the_checkpoint_counts(ranks):
+    expected = (0, {"best": 2.0, "waited": 2, "step": 2})
+    losses = GetsNoBetter.losses
+    assert losses[1] >= expected[1]["best"], "the evaluation in question is not better"
+    assert ranks(2)(count_what_was_made_up_for_before_a_crash) == [expected] * 2
+
+
+def test_a_checkpoint_that_does_not_say_its_last_evaluation_lacks_none():
+    patience = Patience(2)
+    assert patience.lacks(4)
+    patience.load_state_dict({"best": 2.0, "waited": 1})
+    assert not patience.lacks(4)
+    patience.see(1.0, 4)
+    assert patience.lacks(8)
+    assert not Patience().lacks(4)
 
 
 class SpoiledAtTheSecondStep(RaggedRecipe):

@@ -115,8 +115,8 @@ class RunCheckpoints:
             return 0
         state = loading.load_found(found, self._kept.model, self._kept.optimizer)
         self._kept.scaler.load_state_dict(state.get(SCALER) or {})
-        if resume.in_place:  # losses of another run, perhaps of other data, say nothing here
-            self._patience.load_state_dict(state.get(PATIENCE) or {})
+        # Losses of another run, perhaps of other data, say nothing here.
+        self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
         if engine.rank == 0:
             logger.info("resumed after step %s from %s", state["step"], found.path)
         return self._check_done(int(state["step"] or 0), found.path, resume)

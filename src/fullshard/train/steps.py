@@ -68,13 +68,14 @@ class StepLoop(ABC):
             DivergedError: A loss or a gradient norm is not finite; names the step.
             PreemptedError: The run was asked to stop, and is saved.
         """
-        num_steps = self._settings.num_steps
+        num_steps, patience = self._settings.num_steps, self._settings.patience
         due = done > 0 and self._evaluates_after(done)  # and it may have been stopped before it
-        if due and self._on_any_rank(self._watcher.misses_evaluation(done)):
+        # Or killed after it was made up for: the rows have it, but the checkpoint is older.
+        lacks = self._watcher.misses_evaluation(done) or patience.lacks(done)
+        if due and self._on_any_rank(lacks):
             self.evaluate(done)
             if self._stopping:  # it was left once more, and its step is saved
                 self._keep(done, stopping=True, last=False)
-        patience = self._settings.patience
         for step in range(done + 1, num_steps + 1):
             if patience.is_lost:
                 return
@@ -108,7 +109,7 @@ class StepLoop(ABC):
             return
         if not math.isfinite(loss):
             raise DivergedError(diverged("held-out loss", loss, step))
-        self._settings.patience.see(loss)
+        self._settings.patience.see(loss, step)
         self._watcher.evaluated(EvalRow(step, loss))
 
     @abstractmethod

@@ -77,6 +77,8 @@ class RunWatcher:
         self.step = row
 
     def evaluated(self, row: EvalRow) -> None:
+        if self.evaluation is not None and self.evaluation.step == row.step:
+            return  # made up for once more, for the count of the patience
         self.evaluation = row
         if self.console is not None:
             self._write(row)

@@ -75,8 +75,7 @@ class XlaCheckpoints(RunCheckpoints):
                 raise
             logging.getLogger(__name__).warning("%s", error)
             return fresh(), 0
-        if resume.in_place:
-            self._patience.load_state_dict(beside.values.get(PATIENCE) or {})
+        self._patience.load_state_dict((resume.in_place and beside.values.get(PATIENCE)) or {})
         done = self._check_done(int(state.step), resume.path, resume)
         if jax.process_index() == 0:
             logging.getLogger(__name__).info("resumed after step %d from %s", done, resume.path)
