@@ -23,6 +23,7 @@ from fullshard.checkpoint.retain import Found, candidates
 from fullshard.checkpoint.values import decode
 from fullshard.config.values import nearest
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state_tensors import (
     DTYPES,
@@ -208,6 +209,7 @@ def _optimizer_of(
     matching_settings(model, optimizer, groups)
     found = OptimizerState(kind, [], scalars, groups)
     held = {item.names[0]: item for item in model_tensors(model)}
+    params = dict(model.named_parameters())
     before = {old.names: old.local for old in optimizer_state(model, optimizer).tensors}
     for name in checkpoint.index.names(Kind.OPTIMIZER):
         param, _, state = name.rpartition("/")
@@ -219,9 +221,16 @@ def _optimizer_of(
             continue
         local, dtype, count = before.get((param, state)), DTYPES[stored.dtype], of.stop - of.start
         if local is None or (local.numel(), local.dtype) != (count, dtype):
-            local = torch.empty(count, dtype=dtype, device=of.local.device)
+            local = _new_state(params[param], count, dtype)
         found.tensors.append(Held((param, state), of.shape, of.start, of.stop, local))
     return found
+
+
+def _new_state(param: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """(count,) elements to read into, where the parameter's states live."""
+    if isinstance(param, ShardedParameter):
+        return param.new_state(dtype)
+    return torch.empty(count, dtype=dtype, device=param.device)
 
 
 def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> list[Held]:

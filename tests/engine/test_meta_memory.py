@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,27 @@ def stream(folder: Path, extra_bytes: int) -> list[str]:
     return wrong_shards(model, folder)
 
 
+def step(folder: Path, home: str, extra_bytes: int) -> str:
+    """A training step with all state in one home and so much memory; what it lacked."""
+    import torch
+
+    import fullshard as fs
+
+    model = make_on_meta().requires_grad_(requires_grad=True)
+    kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), home)
+    offload = {**kinds, "folder": str(folder.parent)} if home == "nvme" else kinds
+    tokens = torch.arange(8)[None]
+    try:
+        with limited(extra_bytes):
+            fs.shard(model, weights=folder, offload=offload)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    except (MemoryError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
 def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
     """All that is tried on one rank."""
     import torch
@@ -110,7 +132,11 @@ def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORLD_SIZE), rank=rank, world_size=WORLD_SIZE
+        "gloo",
+        store=dist.FileStore(store, WORLD_SIZE),
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=120),  # a rank that lacks memory leaves the others waiting
     )
     fs.shard(make_on_meta(2))  # process groups, imports
     plan = fs.plan(make_on_meta(), world_size=WORLD_SIZE)
@@ -132,7 +158,16 @@ def run_rank(rank: int, store: str, folder: Path) -> dict[str, Any]:
         found[name] = wrong_shards(model, folder)
         del model
     found["streamed"] = stream(folder, rows["slots"] + block_bytes + SLACK_BYTES)
+    plan = fs.plan(make_on_meta().requires_grad_(requires_grad=True), world_size=WORLD_SIZE)
+    rows = {row.name: row.num_bytes for row in plan.memory}
+    beside = ("slots", "gradient slots", "communication buffers", "buffers")
+    few = sum(rows[name] for name in beside) + block_bytes + 2 * SLACK_BYTES  # autograd's threads
+    found["state_bytes"] = sum(rows.values()) - sum(rows[name] for name in beside)
+    found["few_bytes"] = few
     dist.barrier()
+    found["trained_on_disk"] = step(folder, "nvme", few)
+    dist.barrier()
+    found["trained_on_host"] = step(folder, "cpu", few)
     dist.destroy_process_group()
     return found
 
@@ -182,6 +217,13 @@ def test_a_folder_is_read_within_the_limit(found):
 
 def test_a_model_streamed_from_disk_takes_its_slots_alone(found):
     assert [rank["streamed"] for rank in found] == [[]] * WORLD_SIZE
+
+
+def test_state_on_disk_trains_within_a_limit_that_state_in_memory_does_not_fit_into(found):
+    for rank in found:
+        assert 2 * rank["few_bytes"] < rank["state_bytes"]
+        assert rank["trained_on_disk"] == ""
+        assert "memory" in rank["trained_on_host"].lower()
 
 
 if __name__ == "__main__":

@@ -60,13 +60,14 @@ class Offload(Section):
 
     parameters: Word[Home] | None = None
     """Master parameters. On the host: copied to the device before every gather. On nvme: read from
-    there, by units; for models of which nothing trains."""
+    there, by units."""
 
     gradients: Word[Home] | None = None
-    """Reduced gradients. On the host: copied there as every reduction lands."""
+    """Reduced gradients. On the host or on nvme: copied there as every reduction lands."""
 
     optimizer: Word[Home] | None = None
-    """Optimizer state. On the host: the step runs there too."""
+    """Optimizer state. On the host or on nvme: the step runs on the host. On nvme are the states
+    that are made by `torch.zeros_like(parameter)`, as AdamW's are; others stay on the host."""
 
     folder: Text | None = None
     """Where nvme keeps its bytes, in files without a name. None: the system's temporary folder."""

@@ -7,7 +7,9 @@ before any rank starts.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from fullshard.config.environment import LaunchEnvironment
@@ -20,7 +22,6 @@ from fullshard.config.values import (
     DistillLoss,
     DType,
     GradSync,
-    Home,
     Recompute,
     RecomputeKind,
     Strategy,
@@ -36,14 +37,12 @@ class NotYet:
         key: dotted key below the configuration that the table is for.
         says: a configuration's value where it is not built yet, None where it is.
         instead: what to do until it is.
-        plans: `fullshard plan` knows it already; only a run does not.
         needs_batch: whole configurations have it; a model of one's own, without a batch, does not.
     """
 
     key: str
     says: Callable[[Any], object]
     instead: str
-    plans: bool = False
     needs_batch: bool = False
 
 
@@ -68,7 +67,6 @@ def _any(key: str) -> Callable[[Any], object]:
 
 SHARDING = (
     NotYet("strategy", _among("strategy", Strategy.AUTO), "Name the strategy", needs_batch=True),
-    NotYet("offload", lambda c: _nvme(c.offload), "Use cpu", plans=True),
     NotYet(
         "activation_checkpointing", lambda c: _offloads(c.activation_checkpointing), "Use block"
     ),
@@ -124,19 +122,19 @@ def check_supported(
     """
     rows = {Backend.TORCH: SHARDING, Backend.JAX: XLA}
     if isinstance(config, ShardConfig):
-        problems = _problems(rows[backend], config, "", planning=planning)
+        problems = _problems(rows[backend], config, "")
     else:
         problems = [
             *_problems(
                 [row for row in rows[config.backend] if not row.needs_batch],
                 config.sharding,
                 "sharding",
-                planning=planning,
             ),
         ]
         if config.backend is Backend.JAX:
-            problems += _problems(XLA_TRAINING, config.training, "training", planning=planning)
-            problems += _problems([XLA_LORA], config, "", planning=planning)
+            problems += _problems(XLA_TRAINING, config.training, "training")
+            problems += _problems([XLA_LORA], config, "")
+        problems += [] if planning else _unwritable(config.sharding.offload)
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"
             problems.append(Problem("sharding.transport", "a real transport", "'fake'", advice))
@@ -146,6 +144,14 @@ def check_supported(
             problems.append(Problem("launch.num_machines", "", says, advice))
     if problems:
         raise ConfigProblems(problems)
+
+
+def _unwritable(offload: Offload | None) -> list[Problem]:
+    folder = offload.folder if offload is not None else None
+    if folder is None or (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        return []
+    advice = "Make it on every machine, on a disk with room"
+    return [Problem("sharding.offload.folder", "a folder to write to", show(folder), advice)]
 
 
 def check_command(config: RunConfig, command: Command) -> None:
@@ -209,13 +215,11 @@ def _of_other(key: str, got: str, command: Command) -> Problem:
     return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
 
 
-def _problems(
-    rows: Iterable[NotYet], config: object, prefix: str, *, planning: bool
-) -> list[Problem]:
+def _problems(rows: Iterable[NotYet], config: object, prefix: str) -> list[Problem]:
     return [
         Problem(join_key(prefix, row.key), "", f"{_named(value)} is not yet supported", row.instead)
         for row in rows
-        if not (planning and row.plans) and (value := row.says(config)) is not None
+        if (value := row.says(config)) is not None
     ]
 
 
@@ -224,11 +228,6 @@ def _named(value: object) -> str:
     if isinstance(value, Section):
         return "a mapping"
     return show(str(value)) if isinstance(value, str) else show(value)
-
-
-def _nvme(offload: Offload | None) -> str | None:
-    homes = (offload.gradients, offload.optimizer) if offload else ()
-    return "nvme" if Home.NVME in homes else None
 
 
 def _offloads(recompute: Recompute) -> str | None:

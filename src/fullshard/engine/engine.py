@@ -71,6 +71,7 @@ class Engine:
         self.rank = transport.rank
         params = places_of(model)
         self.device = compute_device(model)
+        self.residences = DeviceHomes.of(plan.homes, self.device, config.offload)
         self.norms = GradientNorms(transport, self.device)
         self.units: list[Unit] = []
         self.home.open_weights(plan.units)
@@ -113,13 +114,12 @@ class Engine:
     def _cut(self, plan: UnitPlan, params: dict[str, nn.Parameter]) -> Unit:
         transport = self.transports[plan.mesh]
         part = plan.mesh.coordinates(self.rank)[1]
-        homes = DeviceHomes.of(self.plan.homes, self.device, self.config.offload)
         groups = [
             cut_group(
                 group,
                 [params[names[0]] for names in group.names],
                 part,
-                homes,
+                self.residences,
                 self.home.weights(plan.index, at),
             )
             for at, group in enumerate(plan.groups)
@@ -142,6 +142,7 @@ class Engine:
                         before_write=self.home.before_write,
                         gather=_weak_gather(self, unit, group, member),
                         post_accumulate=_taken_hooks(member.param),
+                        states=self.residences.states,
                     )
                     member.param.record = record
                     if member.grad is not None:

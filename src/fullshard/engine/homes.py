@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import Offload
-from fullshard.config.values import DType
 from fullshard.engine.ring import torch_dtype
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.homes import Homes, Place
@@ -18,45 +17,71 @@ from fullshard.planner.units import DtypeContract
 
 
 @dataclass(frozen=True)
+class Residence:
+    """Where one kind of state is made.
+
+    Attributes:
+        device: It is on it.
+        pinned: Whether it lies in pages of the host that another device reads by itself.
+        folder: Where it is mapped from files; None where it is in memory.
+    """
+
+    device: torch.device
+    pinned: bool = False
+    folder: str | None = None
+
+    @classmethod
+    def of(cls, place: Place, device: torch.device, offload: Offload | None) -> Residence:
+        """What a place of the plan means beside the device that computes."""
+        if place in (Place.DEVICE, Place.SHARED):
+            return cls(device)
+        host = torch.device("cpu")
+        if place is Place.DISK:
+            return cls(host, folder=(offload and offload.folder) or tempfile.gettempdir())
+        return cls(host, pinned=device.type == "cuda")
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,) zeros.
+
+        Raises:
+            ConfigError: The folder is not there, not to be written, or its disk is full.
+        """
+        if self.folder is not None:
+            return _mapped_zeros(numel, dtype, self.folder)
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+
+@dataclass(frozen=True)
 class DeviceHomes:
-    """The plan's homes as devices.
+    """The plan's homes as residences.
 
     Attributes:
         device: Computes; slots are there.
         parameters: Of the masters.
         gradients: Of the reduced gradients.
+        states: Of what an optimizer makes after the parameters; None: where these are.
         lands_aside: Whether reductions land in a buffer of the device first; so they do where the
             host is the device, which takes the same way.
-        folder: Where masters are mapped from files; None where they are in memory.
     """
 
     device: torch.device
-    parameters: torch.device
-    gradients: torch.device
+    parameters: Residence
+    gradients: Residence
+    states: Residence | None
     lands_aside: bool
-    folder: str | None = None
 
     @classmethod
     def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
         """What the plan's places mean beside a device."""
-        host = torch.device("cpu")
-        places = {Place.DEVICE: device, Place.SHARED: device, Place.HOST: host, Place.DISK: host}
-        aside = homes.gradients is not Place.DEVICE
-        folder = None
-        if homes.parameters is Place.DISK:
-            folder = (offload and offload.folder) or tempfile.gettempdir()
-        return cls(device, places[homes.parameters], places[homes.gradients], aside, folder)
-
-    def masters(self, numel: int, dtype: DType) -> torch.Tensor:
-        """(numel,) zeros for a group's master parameters."""
-        if self.folder is None:
-            return self.zeros(numel, dtype, self.parameters)
-        return _mapped_zeros(numel, torch_dtype(dtype), self.folder)
-
-    def zeros(self, numel: int, dtype: DType, home: torch.device) -> torch.Tensor:
-        """(numel,) zeros; on the host in pages that the device can read by itself."""
-        pinned = home != self.device and self.device.type == "cuda"
-        return torch.zeros(numel, dtype=torch_dtype(dtype), device=home, pin_memory=pinned)
+        places = (homes.parameters, homes.gradients, homes.optimizer)
+        parameters, gradients, states = (Residence.of(p, device, offload) for p in places)
+        return cls(
+            device,
+            parameters,
+            gradients,
+            states if homes.optimizer is Place.DISK else None,
+            lands_aside=homes.gradients is not Place.DEVICE,
+        )
 
 
 def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
@@ -94,10 +119,10 @@ class GradientShard:
     """
 
     def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
-        self.sums = homes.zeros(numel, dtypes.accumulate, homes.gradients)
+        self.sums = homes.gradients.zeros(numel, torch_dtype(dtypes.accumulate))
         self.shown = self.sums
         if dtypes.master is not dtypes.accumulate:
-            self.shown = homes.zeros(numel, dtypes.master, homes.gradients)
+            self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
         self.held: torch.Tensor | None = None
         self.carries = False
         self.lands_aside = homes.lands_aside

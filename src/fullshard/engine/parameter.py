@@ -36,6 +36,7 @@ from fullshard.errors import ShardedTensorError
 from fullshard.planner.slices import Slice
 
 if TYPE_CHECKING:
+    from fullshard.engine.homes import Residence
     from fullshard.engine.norms import GradientNorms
 
 
@@ -53,6 +54,7 @@ class ShardRecord:
         before_write: Returns when no other rank reads these elements.
         gather: Collective: the full tensor of (n_local,) plain elements.
         post_accumulate: The user's hooks, called when the reduced gradient is there.
+        states: Where optimizer states that are made after a parameter live; None: beside it.
     """
 
     piece: Slice
@@ -64,6 +66,7 @@ class ShardRecord:
     before_write: Callable[[], None]
     gather: Callable[[torch.Tensor], torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
+    states: Residence | None = None
 
     def describe(self) -> str:
         """Name, global shape and range."""
@@ -156,6 +159,12 @@ class ShardedParameter(_Guarded, nn.Parameter):
     `p.numel()` is local; `fs.sharding(p)` has the global shape.
     """
 
+    def new_state(self, dtype: torch.dtype) -> torch.Tensor:
+        """(n_local,) plain zeros where the states of this parameter live."""
+        if self.record.states is not None:
+            return self.record.states.zeros(self.numel(), dtype)
+        return torch.zeros(self.numel(), dtype=dtype, device=self.device)
+
     def as_state(self, local: torch.Tensor) -> ShardedTensor:
         """A state of this parameter: (n_local,) plain elements, shown in the parameter's shape."""
         with no_guard():
@@ -209,6 +218,9 @@ def _call_on_whole(func: Any, name: str, arguments: Any, like: Any) -> Any:
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function that treats elements one by one; shards come out."""
+    if name == "zeros_like" and like.record.states is not None and type(like) is ShardedParameter:
+        # How optimizers make what they keep of a parameter.
+        return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
     written = _find_shard((kwargs["out"] if "out" in kwargs else operands[0],))

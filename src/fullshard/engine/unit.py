@@ -343,7 +343,7 @@ def cut_group(
     layout = plan.layout
     dtypes = plan.dtypes
     if shared is None:
-        master = homes.masters(layout.part_numel, dtypes.master)
+        master = homes.parameters.zeros(layout.part_numel, torch_dtype(dtypes.master))
     else:
         master = shared.master
     grads = None

@@ -299,8 +299,8 @@ def _homes(config: ShardConfig, *, trains: bool) -> Homes:
         shared = config.transport is Transport.SHARED
         return Homes(parameters=Place.SHARED) if shared else Homes()
     kinds = (config.offload.parameters, config.offload.gradients, config.offload.optimizer)
-    if set(kinds) == {Home.CPU}:
-        return Homes(Place.HOST, Place.HOST, Place.HOST)
+    if None not in kinds:
+        return Homes(*(_PLACES[kind] for kind in kinds))
     if set(kinds) == {None}:
         return Homes()
     if not trains and set(kinds[1:]) == {None}:
@@ -310,9 +310,10 @@ def _homes(config: ShardConfig, *, trains: bool) -> Homes:
         for name, kind in zip(("parameters", "gradients", "optimizer"), kinds, strict=True)
     )
     raise ConfigError(
-        f"offload: expected cpu for parameters, gradients and optimizer together, because torch's "
-        f"optimizers update where the parameters are; got {given}, which is not yet supported. "
-        "Write offload: cpu. (A model of which nothing trains may have parameters: nvme.)"
+        f"offload: expected cpu or nvme for each of parameters, gradients and optimizer, because "
+        f"torch's optimizers update where the parameters are; got {given}, which is not yet "
+        "supported. Write offload: cpu. (A model of which nothing trains may offload its "
+        "parameters alone.)"
     )
 
 

@@ -41,7 +41,7 @@ class Average:
             if AVERAGE in state:
                 state[AVERAGE].lerp_(param, 1.0 - self._decay)
             elif param.grad is not None:
-                state[AVERAGE] = param.detach().clone()
+                state[AVERAGE] = torch.zeros_like(param).copy_(param)
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -161,11 +161,48 @@ def test_a_stage_of_zero_is_a_strategy(load, stage, strategy):
     assert load(inline).config.strategy is strategy
 
 
-def test_nvme_is_understood_and_refused_with_its_line(load):
-    resolved = load('{"zero_optimization":\n {"stage": 3, "offload_param": {"device": "nvme"}}}')
-    assert resolved.config.sharding.offload.parameters is Home.NVME
-    with pytest.raises(ConfigError, match=r"^a.yaml:2: .*'nvme' is not yet supported. Use cpu"):
-        resolved.check_supported()
+@pytest.mark.parametrize(
+    ("written", "homes", "folder"),
+    [
+        ({"offload_param": {"device": "nvme", "nvme_path": "/a"}}, "nvme cpu cpu", "/a"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}, "cpu nvme nvme", "/a"),
+        (
+            {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}},
+            "cpu nvme nvme",
+            None,
+        ),
+        (
+            {
+                "offload_optimizer": {"device": "nvme"},
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+            },
+            "nvme nvme nvme",
+            "/a",
+        ),
+        ({"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}, "cpu cpu cpu", None),
+    ],
+)
+def test_what_is_on_nvme_is_there_and_the_rest_on_the_host(load, written, homes, folder):
+    flat = {
+        f"{key}_{name.removeprefix('offload_')}": value
+        for key, values in written.items()
+        for name, value in values.items()
+    }
+    accelerate = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, **flat}}
+    for text in ({"zero_optimization": {"stage": 3, **written}}, accelerate):
+        offload = load(json.dumps(text)).config.sharding.offload
+        found = (offload.parameters, offload.gradients, offload.optimizer)
+        assert found == tuple(Home(word) for word in homes.split())
+        assert offload.folder == folder
+
+
+def test_two_folders_of_nvme_are_refused_with_their_lines(load):
+    text = (
+        '{"zero_optimization": {"stage": 3,\n"offload_optimizer": {"device": "nvme", '
+        '"nvme_path": "/a"},\n"offload_param": {"device": "nvme", "nvme_path": "/b"}}}'
+    )
+    with pytest.raises(ConfigError, match=r"a.yaml:3: .*nvme_path.*a.yaml:2.*Give one of the two"):
+        load(text)
 
 
 def test_the_batch_of_all_ranks_is_divided(load):

@@ -21,7 +21,6 @@ def refusal(config, **how):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"offload": "nvme"}, "offload: 'nvme'"),
         ({"activation_checkpointing": "offload"}, "activation_checkpointing: 'offload'"),
     ],
 )
@@ -44,6 +43,8 @@ def test_sharding_that_is_not_built_is_named(fields, said):
         {"strategy": "HYBRID_SHARD_ZERO2", "replicate": 2, "grad_sync": "last_micro_batch_outer"},
         {"master_dtype": "bf16", "buffer_dtype": "bf16", "output_dtype": "fp32"},
         {"fp32_modules": ["norm"], "offload": "cpu", "activation_checkpointing": "every_2"},
+        {"offload": "nvme"},
+        {"offload": {"parameters": "cpu", "gradients": "nvme", "optimizer": "nvme"}},
         {"strategies": {"layers.0": "ddp", "layers.*": "zero2"}},
     ],
 )
@@ -90,23 +91,28 @@ def test_a_strategy_is_chosen_for_a_run_but_not_without_a_batch():
     check_supported(RunConfig(model="x", sharding=alone))
 
 
-def test_a_plan_may_hold_what_a_run_does_not_yet():
-    check_supported(ShardConfig(offload="nvme"), planning=True)
-    assert refusal(ShardConfig(strategy="auto"), planning=True).startswith("strategy: ")
+def test_a_plan_may_name_folders_that_a_run_needs(tmp_path):
+    offload = {**dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")}
+    config = RunConfig(model="x", sharding={"offload": {**offload, "folder": str(tmp_path / "a")}})
+    check_supported(config, planning=True)
+    assert refusal(config).startswith("sharding.offload.folder: expected a folder to write to, got")
+    (tmp_path / "a").mkdir()
+    check_supported(config)
 
 
 def test_the_refusal_of_a_file_has_its_lines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.yaml"
-    path.write_text("model: x\nsharding:\n  offload: nvme\n  activation_checkpointing: offload\n")
+    path.write_text("model: x\nsharding:\n  transport: fake\n  activation_checkpointing: offload\n")
     resolved = load_config(path.relative_to(tmp_path))
     with pytest.raises(ConfigError) as caught:
         resolved.check_supported()
     assert str(caught.value) == (
         "2 problems:\n"
-        "  train.yaml:3: sharding.offload: 'nvme' is not yet supported. Use cpu\n"
         "  train.yaml:4: sharding.activation_checkpointing: 'offload' is not yet supported. "
-        "Use block"
+        "Use block\n"
+        "  train.yaml:3: sharding.transport: expected a real transport, got 'fake'. "
+        "It moves no data between ranks: it is for plans and tests"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.config.dialects.deepspeed import home, stage
+from fullshard.config.dialects.deepspeed import home, nvme_path, stage
 from fullshard.config.dialects.fsdp import FSDP, MESH
 from fullshard.config.dialects.rules import (
     HAPPENS,
@@ -72,8 +72,8 @@ DEEPSPEED_PLUGIN: Table = {
     "zero_stage": stage,
     "offload_optimizer_device": home,
     "offload_param_device": home,
-    "offload_optimizer_nvme_path": lost("no state lives on NVMe yet", "none"),
-    "offload_param_nvme_path": lost("no state lives on NVMe yet", "none"),
+    "offload_optimizer_nvme_path": nvme_path("offload_optimizer"),
+    "offload_param_nvme_path": nvme_path("offload_param"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
     "gradient_clipping": to("training.max_grad_norm"),
     "zero3_init_flag": no_effect("every rank builds only its own part of the weights"),

@@ -18,14 +18,16 @@ from fullshard.config.dialects.rules import (
     is_empty,
     is_neutral,
     lost,
+    mapping_of,
     no_effect,
     not_yet,
     to,
     translated,
     word_among,
 )
-from fullshard.config.fields import Rejected, to_flag, to_number
+from fullshard.config.fields import Rejected, means_same, to_flag, to_number
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.values import words_of
 
 HOMES: Mapping[str, object] = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
@@ -61,18 +63,41 @@ def _mics(value: object, _: Said) -> Meaning:
     return translated({"sharding.shard": value}, "ranks that share one copy")
 
 
-def home(value: object, _: Said) -> Meaning:
+def home(value: object, said: Said) -> Meaning:
     """Where DeepSpeed keeps parameters, or the optimizer with the gradients.
 
-    torch's optimizers update where the parameters are, so here all three have one home.
+    torch's optimizers update where the parameters are, so here nothing of it stays on the device.
     """
     if is_empty(value):
         return NOTHING
-    meant = HOMES[word_among(value, HOMES)]
-    if meant is None:
+    if HOMES[word_among(value, HOMES)] is None:
         return HAPPENS
-    why = "parameters, gradients and optimizer state have one home"
-    return translated({"sharding.offload": meant}, why)
+    why = "parameters, gradients and optimizer state leave the device together"
+    parameters, optimizer = _device(said, "offload_param"), _device(said, "offload_optimizer")
+    if "nvme" not in (parameters, optimizer):
+        return translated({"sharding.offload": "cpu"}, why)
+    homes = {"parameters": parameters, "gradients": optimizer, "optimizer": optimizer}
+    return translated({f"sharding.offload.{key}": home for key, home in homes.items()}, why)
+
+
+def _device(said: Said, key: str) -> object:
+    """Nested or flat, of a value that may be wrong, which its own rule says."""
+    value = mapping_of(said.get(key)).get("device", said.get(f"{key}_device"))
+    return next((HOMES[word] for word in words_of(value) if HOMES.get(word)), "cpu")
+
+
+def nvme_path(key: str) -> Rule:
+    """The folder of what is on NVMe, if `offload_*` (the key) says that something is."""
+
+    def rule(value: object, said: Said) -> Meaning:
+        if is_empty(value) or means_same(value, "none"):
+            return NOTHING
+        if _device(said, key) != "nvme":
+            return Meaning(Status.NO_EFFECT, "the device is not nvme")
+        why = "files without a name in it, gone when the run ends"
+        return translated({"sharding.offload.folder": value}, why)
+
+    return rule
 
 
 def _old_offload(value: object, said: Said) -> Meaning:
@@ -171,14 +196,15 @@ _OFFLOAD: Table = {
         ),
         _BUFFERS,
     ),
-    "nvme_path": no_effect("no state lives on NVMe yet"),
     "ratio": lost("all of the state is offloaded", 1),
 }
 
 ZERO: Table = {
     "stage": stage,
-    "offload_optimizer": {"device": home, **_OFFLOAD},
-    "offload_param": {"device": home, **_OFFLOAD},
+    **{
+        key: {"device": home, "nvme_path": nvme_path(key), **_OFFLOAD}
+        for key in ("offload_optimizer", "offload_param")
+    },
     "cpu_offload": _old_offload,
     "cpu_offload_params": _old_offload,
     "cpu_offload_param": _old_offload,

@@ -138,10 +138,17 @@ class _Walk:
         self._found: dict[str, tuple[object, Origin]] = {}
 
     def table(
-        self, table: Table, values: Mapping[object, object], prefix: str, *, is_whole: bool = False
+        self,
+        table: Table,
+        values: Mapping[object, object],
+        prefix: str,
+        around: Said | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        """Every key of a mapping; at the top level of a file, keys of ours stay."""
-        said = {_name_in(str(key), table) or str(key): value for key, value in values.items()}
+        """Every key of a mapping, and of what is around it; at the top of a file, ours stay."""
+        own = {_name_in(str(key), table) or str(key): value for key, value in values.items()}
+        said = {**(around or {}), **own}
         for name, value in values.items():
             key = join_key(prefix, str(name))
             plain = _name_in(str(name), table)
@@ -160,7 +167,7 @@ class _Walk:
         if not isinstance(entry, Mapping):
             self._rule(entry, value, key, said)
         elif values:
-            self.table(cast("Table", entry), values, key)
+            self.table(cast("Table", entry), values, key, said)
         elif "" in entry:
             self._rule(cast("Rule", entry[""]), value, key, said)
         elif is_empty(value) or value is False:
