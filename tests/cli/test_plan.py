@@ -336,3 +336,13 @@ def test_what_no_compiler_is_there_for_is_an_error(capsys, monkeypatch, config, 
     monkeypatch.setattr("fullshard.xla.aot.find_spec", lambda _: None)
     assert run(["plan", str(config), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_is_not_on_the_device_is_summed_up_where_it_is(capfd, config):
+    assert run(["plan", str(config), "--gpus", "8xH100", "sharding.offload=cpu"]) == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    rows = {line[-1]: int(line[1].replace(",", "")) for line in lines if line[:1] == ["together"]}
+    held = [line for line in lines if line[-1:] == ["host"] and line[0] != "together"]
+    assert set(rows) == {"device", "host"}
+    assert {line[0] for line in held} == {"parameter", "gradient", "optimizer"}
+    assert rows["host"] == sum(int(line[2].replace(",", "")) for line in held)

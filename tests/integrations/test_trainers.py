@@ -69,6 +69,15 @@ def test_losses_norms_and_evaluation_are_those_of_one_process(runs):
     assert sharded["trainer"]["parameters"] == plain["trainer"]["parameters"]
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_losses_in_16_bits_are_those_of_one_process_within_their_rounding(runs, kind):
+    _, plain, sharded = runs
+    assert len(plain[kind]) == 6
+    assert sharded[kind] == pytest.approx(plain[kind], rel=2e-3)
+    assert plain["bf16"] != plain["fp16"]
+    assert sharded["bf16"] != sharded["fp16"]
+
+
 def test_the_saved_folder_has_the_weights_of_one_process(runs):
     folder, _, _ = runs
     ours, theirs = (

@@ -79,6 +79,17 @@ def pretrain(resume=None):
     return {"history": history(trainer), "parameters": trainer.get_num_trainable_parameters()}
 
 
+def halves(kind):
+    """Losses of the same model in 16 bits; masters are float32."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(3, 64, (16,), generator=generator).tolist() for _ in range(64)]
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = settings(TrainingArguments, kind, save_strategy="no", **{kind: True})
+    trainer = TRAINER(model=model(torch.float32), args=arguments, train_dataset=rows)
+    trainer.train()
+    return [row["loss"] for row in history(trainer) if "loss" in row]
+
+
 def tokenizer():
     vocabulary = {word: at for at, word in enumerate(WORDS)}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -113,6 +124,7 @@ def finetune():
 def main():
     whole = pretrain()
     results = {"trainer": whole, "sft": finetune()}
+    results |= {kind: halves(kind) for kind in ("bf16", "fp16")}
     if MODE != "plain":
         results["resumed"] = pretrain(str(FOLDER / "trainer" / "checkpoint-3"))
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:

@@ -123,6 +123,11 @@ def test_a_hang_of_a_script_without_fullshard_is_named(launch, tmp_path):
         (["--node-rank", "1", "-m", "x"], "--node-rank: expected 0 to 0, got 1."),
         (["--nnodes", "2", "-m", "x"], "--master-addr, --master-port: expected both"),
         (["--nproc-per-node", "two", "-m", "x"], "--nproc-per-node: expected a number"),
+        (["--num_processes", "0", "-m", "x"], "--num-processes: expected a multiple of the 1"),
+        (
+            ["--num_processes", "2", "--nproc-per-node", "3", "-m", "x"],
+            "--num-processes: expected what --nproc-per-node 3 says",
+        ),
     ],
 )
 def test_a_mistaken_launch_is_one_error(words, message, capfd):

@@ -35,15 +35,40 @@ def launch(  # noqa: PLR0913  (one parameter an option)
             "--nproc-per-node", "--nproc_per_node", help="Ranks on this machine; auto, gpu or cpu."
         ),
     ] = "auto",
-    nnodes: Annotated[str, typer.Option(help="Machines; start this command on each.")] = "1",
+    num_processes: Annotated[
+        int | None,
+        typer.Option("--num-processes", "--num_processes", help="Ranks on all machines together."),
+    ] = None,
+    nnodes: Annotated[
+        str,
+        typer.Option(
+            "--nnodes",
+            "--num-machines",
+            "--num_machines",
+            help="Machines; start this command on each.",
+        ),
+    ] = "1",
     node_rank: Annotated[
-        int, typer.Option("--node-rank", "--node_rank", help="This machine's number, from 0.")
+        int,
+        typer.Option(
+            "--node-rank",
+            "--node_rank",
+            "--machine-rank",
+            "--machine_rank",
+            help="This machine's number, from 0.",
+        ),
     ] = 0,
     master_addr: Annotated[
-        str | None, typer.Option("--master-addr", "--master_addr", help="Address of machine 0.")
+        str | None,
+        typer.Option(
+            "--master-addr", "--master_addr", "--main_process_ip", help="Address of machine 0."
+        ),
     ] = None,
     master_port: Annotated[
-        int, typer.Option("--master-port", "--master_port", help="A free port there.")
+        int,
+        typer.Option(
+            "--master-port", "--master_port", "--main_process_port", help="A free port there."
+        ),
     ] = 0,
     max_restarts: Annotated[
         int,
@@ -71,13 +96,16 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     from fullshard.launch.spawn import LocalLaunch
 
     _check_script(script, module=module)
+    machines = _machines(nnodes, node_rank, master_addr, master_port)
+    if num_processes is not None:
+        nproc_per_node = _share(num_processes, int(nnodes), nproc_per_node)
     order = LocalLaunch(
         script,
         tuple(arguments or ()),
         _ranks_here(nproc_per_node, _asked_for(config_file)),
         log_dir,
         stuck_s=timeout,
-        machines=_machines(nnodes, node_rank, master_addr, master_port),
+        machines=machines,
         config_file=config_file and config_file.absolute(),
     )
     if dry_run:
@@ -132,6 +160,22 @@ def _machines(count: str, index: int, address: str | None, port: int) -> Machine
             "none. Name machine 0 and a free port there, the same on every machine."
         )
     return Machines(int(count), index, address, port)
+
+
+def _share(num_processes: int, num_machines: int, per_node: str) -> str:
+    """accelerate's count is of all machines, torchrun's of one."""
+    share, rest = divmod(num_processes, num_machines)
+    if share < 1 or rest:
+        raise ConfigError(
+            f"--num-processes: expected a multiple of the {num_machines} machines, at least one "
+            f"each; got {num_processes}."
+        )
+    if per_node not in ("auto", str(share)):
+        raise ConfigError(
+            f"--num-processes: expected what --nproc-per-node {per_node} says of {num_machines} "
+            f"machines, got {num_processes}. Give one of the two."
+        )
+    return str(share)
 
 
 def _asked_for(config_file: Path | None) -> LaunchConfig | None:

@@ -287,11 +287,16 @@ def _print_plan(study: Study, hardware: Gpus | None) -> None:
     table.add_column("name")
     table.add_column("bytes", justify="right")
     table.add_column("", justify="right")
+    totals = {place: size for place, size in outlook.peak_bytes.items() if size}
+    is_split = len(totals) > 1  # offloaded
+    if is_split:
+        table.add_column("where")
     for row in outlook.rows:
-        table.add_row(row.name, f"{row.num_bytes:,}", human_bytes(row.num_bytes))
+        where = [row.place] if is_split else []
+        table.add_row(row.name, f"{row.num_bytes:,}", human_bytes(row.num_bytes), *where)
     table.add_section()
-    total = outlook.peak_bytes["device"]
-    table.add_row("together", f"{total:,}", human_bytes(total))
+    for place, size in totals.items():
+        table.add_row("together", f"{size:,}", human_bytes(size), *([place] if is_split else []))
     console.print(table)
     how = "traced on the model" if outlook.is_traced else "counted from shapes"
     print(
@@ -303,6 +308,7 @@ def _print_plan(study: Study, hardware: Gpus | None) -> None:
     if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:
         name = f"{hardware.name} " if hardware.name else "GPU "
         held = human_bytes(hardware.memory_bytes)
-        print(f"{name}({held}): {outlook.fit.sentence(total, hardware.memory_bytes)}")
+        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], hardware.memory_bytes)
+        print(f"{name}({held}): {sentence}")
     for one in study.advice:
         print(f"  {one.sentence(outlook)}")
