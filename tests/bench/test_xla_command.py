@@ -16,13 +16,15 @@ def results(slow_down=1.0, other_loss=2.0):
     """Of two ranks; a round was disturbed for all alike."""
     times = {
         xla.OURS: [1.1 * slow_down, 3.3 * slow_down, 1.1 * slow_down],
+        xla.OURS_ONCE: [1.5, 4.5, 1.5],
         xla.AUTO: [2.0, 6.0, 2.0],
+        xla.AUTO_ONCE: [1.2, 3.6, 1.2],
         xla.ONE: [1.0, 3.0, 1.0],
     }
     first = {
         "times_s": times,
         "cpu_times_s": {name: [0.5, 0.5, 0.5] for name in times},
-        "losses": {xla.OURS: [2.0], xla.AUTO: [other_loss], xla.ONE: [7.0]},
+        "losses": {**{name: [2.0] for name in times}, xla.AUTO: [other_loss], xla.ONE: [7.0]},
     }
     return [first, {**first, "cpu_times_s": {name: [0.7, 0.7, 0.7] for name in times}}]
 
@@ -33,8 +35,12 @@ def page(found):
 
 
 def test_rows_have_paired_ratios_to_one_process_and_to_auto():
-    ours, auto, one = page(results()).to_dict()["rows"]
-    assert (ours["name"], auto["name"], one["name"]) == tuple(xla.ENGINES)
+    rows = page(results()).to_dict()["rows"]
+    assert tuple(row["name"] for row in rows) == tuple(xla.ENGINES)
+    ours, once, auto, _, one = rows
+    assert once["ratio_to_auto"]["value"] == pytest.approx(1.25), "of auto that gathers once"
+    assert auto["ratio_to_one_process"]["value"] == pytest.approx(2.0)
+    assert "ratio_to_auto" not in auto
     assert ours["ratio_to_one_process"]["value"] == pytest.approx(1.1)
     assert ours["ratio_to_auto"]["value"] == pytest.approx(0.55)
     assert ours["tokens_per_s"] == pytest.approx(2 * 2 * 16 / 1.1)
@@ -47,6 +53,7 @@ def test_goals_and_unequal_losses_are_said():
     assert [note.rpartition("(")[2] for note in page(results()).notes[1:]] == [
         "goal 1.2: met).",
         "goal 1.0: met).",
+        "goal 1.0: not met).",
     ]
     notes = page(results(slow_down=2.0, other_loss=2.1)).notes
     assert "(goal 1.2: not met)" in notes[1]

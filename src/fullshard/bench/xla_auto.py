@@ -26,7 +26,8 @@ def auto_step(
 
     Args:
         decoder: The model.
-        placed: Where its arrays lie; no collective of it is issued by us.
+        placed: Where its arrays lie, and whether blocks are gathered once more for backward; no
+            collective of it is issued by us.
         tx: The optimizer.
         learning_rate: Of every step.
     """
@@ -43,7 +44,8 @@ def auto_step(
             whole = [_whole(placed, array, leaf) for array, leaf in leaves]
             return pin(block(jax.tree.unflatten(structure, whole), x)), None
 
-        return lax.scan(body, pin(x), stacked)[0]
+        turn = jax.checkpoint(body, policy=_all_but_gathered) if placed.table.reshards else body
+        return lax.scan(turn, pin(x), stacked)[0]
 
     def loss(params: Tree, batch: Any) -> jax.Array:
         met = placed.with_arrays(
@@ -63,6 +65,15 @@ def auto_step(
 
     lies = State(placed.shardings, opt_shardings(placed, tx), placed.replicated, placed)
     return jax.jit(run, donate_argnums=0, out_shardings=(lies, placed.replicated))
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keep everything for backward but gathered arrays, and what only moves them."""
+    name = primitive.name
+    return not name.startswith("custom_vjp") and name not in (
+        *("sharding_constraint", "reshape", "slice", "squeeze", "transpose", "copy"),
+        *("broadcast_in_dim", "convert_element_type"),
+    )
 
 
 def _whole(placed: XlaPlan, array: ArrayPlan, leaf: jax.Array) -> jax.Array:

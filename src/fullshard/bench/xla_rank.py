@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fullshard.bench.rank import write_result
 from fullshard.bench.step_rank import timed
-from fullshard.bench.xla import AUTO, ONE, Job
+from fullshard.bench.xla import ENGINES, ONE, PEERS, Job
 from fullshard.bench.xla_auto import auto_step
 from fullshard.launch import rendezvous
 from fullshard.train.model import config_from_settings
@@ -48,10 +48,11 @@ class Trainee:
         decoder = DecoderConfig.of(config_from_settings(job.shape.config()))
         alone = name == ONE
         mesh = make_mesh(1, 1, devices=jax.local_devices()) if alone else make_mesh(1, None)
-        placed = plan(decoder.shapes(), {"strategy": "full_shard"}, mesh, blocks=BLOCKS)
+        strategy = "full_shard" if alone else ENGINES[name]
+        placed = plan(decoder.shapes(), {"strategy": strategy}, mesh, blocks=BLOCKS)
         tx = optim.adamw((0.9, 0.95), 1e-8, placed.map(lambda _: 0.0))
         self._state = init(placed, partial(_weights, placed), tx, jax.random.key(SEED))
-        if name == AUTO:
+        if name in PEERS.values():
             self._step: Train = auto_step(decoder, placed, tx, LEARNING_RATE)
         else:
             found = train_step(placed, loss_fn(decoder, placed), tx)
