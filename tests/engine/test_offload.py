@@ -13,6 +13,7 @@ import torch
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from fullshard.engine.homes import Residence
 from fullshard.errors import ConfigError, EngineError
 from support.models import CASES, Chain, perturbed
 from support.parity import assert_parity, assert_planned_events
@@ -171,3 +172,12 @@ def test_an_evaluation_reads_offloaded_weights():
     fs.shard(model, offload="cpu", poison=True)
     with torch.no_grad():
         assert torch.equal(model(x), wanted)
+
+
+@pytest.mark.parametrize(("numel", "folder"), [(2**58, "."), (1, "missing")])
+def test_a_disk_without_room_says_where(tmp_path, numel, folder):
+    place = str(tmp_path / folder)
+    residence = Residence(torch.device("cpu"), folder=place)
+    with pytest.raises(ConfigError, match=rf"expected {4 * numel:,} bytes to be had in '{place}'"):
+        residence.zeros(numel, torch.float32)
+    assert not list(tmp_path.iterdir())

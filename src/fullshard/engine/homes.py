@@ -101,8 +101,9 @@ def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
             found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
     except OSError as error:
         raise ConfigError(
-            f"offload.folder: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
-            "Name a folder on a disk with room, and build the model anew."
+            f"state on nvme: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
+            "Name a folder on a disk with room: offload.folder, or for the teacher of a "
+            "distillation output_dir."
         ) from error
     return found
 
