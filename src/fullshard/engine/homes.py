@@ -102,8 +102,8 @@ def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
     except OSError as error:
         raise ConfigError(
             f"state on nvme: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
-            "Name a folder on a disk with room: offload.folder, or for the teacher of a "
-            "distillation output_dir."
+            "Name a folder on a disk with room (offload.folder; of a distillation's teacher: "
+            "output_dir), and start anew."
         ) from error
     return found
 
