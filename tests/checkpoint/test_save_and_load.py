@@ -16,6 +16,7 @@ import fullshard as fs
 from fullshard import saving
 from fullshard.engine.shard import plan_of
 from fullshard.planner.memory import staging_bytes
+from fullshard.planner.optimizers import ADAMW
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences
 
@@ -174,7 +175,7 @@ def staged(strategy: str) -> tuple[int, int]:
         fs.wait()
         dist.barrier()
     copies = saving.STAGING._copies.values()
-    return sum(copy.nbytes for copy in copies), staging_bytes(plan_of(model).units)
+    return sum(copy.nbytes for copy in copies), staging_bytes(plan_of(model).units, ADAMW)
 
 
 def everyone_says(value: str) -> list[str]:

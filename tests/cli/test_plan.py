@@ -346,3 +346,14 @@ def test_what_is_not_on_the_device_is_summed_up_where_it_is(capfd, config):
     assert set(rows) == {"device", "host"}
     assert {line[0] for line in held} == {"parameter", "gradient", "optimizer"}
     assert rows["host"] == sum(int(line[2].replace(",", "")) for line in held)
+
+
+def test_the_table_has_the_states_of_the_runs_own_optimizer(plan, config):
+    of = {key: rows(plan(config, *words)[0]) for key, words in {
+        "adamw": (), "sgd": ("optim=sgd",), "average": ("ema_decay=0.9",)
+    }.items()}  # fmt: skip
+    shards = of["adamw"]["parameter shards"]
+    assert of["adamw"]["optimizer (AdamW)"] == 2 * shards
+    assert of["sgd"]["optimizer (SGD)"] == 0
+    assert of["average"]["average of the weights"] == shards
+    assert sum(of["average"].values()) - sum(of["adamw"].values()) == shards

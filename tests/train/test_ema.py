@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.optim import SGD, AdamW
 
 import fullshard as fs
+from fullshard.engine.engine import engine_of
+from fullshard.planner.optimizers import ADAMW
+from fullshard.planner.optimizers import SGD as NO_STATES
 from fullshard.train.ema import Average
 from fullshard.train.loop import Loop
 from support.ragged import NUM_STEPS, RATE, Rows, make_loop, tiny_model
@@ -38,6 +42,14 @@ def train_with_an_average(folder, optimizer_class):
     scaler = type(trainee.scaler)(optimizer, torch.device("cpu"), enabled=False)
     trainee = replace(trainee, scaler=scaler)
     Loop(trainee, recipe, loop._settings, loop._team, Watching()).run()
+    states = {AdamW: ADAMW, SGD: NO_STATES}[optimizer_class]
+    plan = engine_of(model).plan.trained_by(replace(states, num_averages=1))
+    rows = {row.name: row.num_bytes for row in plan.memory}
+    kept = rows[f"optimizer ({states.name})"], rows["average of the weights"]
+    held = [v.nbytes for state in optimizer.state.values() for v in state.values() if v.dim()]
+    shards = sum(param.to_local().nbytes for param in model.parameters())
+    assert sum(held) * rows["parameter shards"] == sum(kept) * shards
+    assert plan.staging_bytes == rows["parameter shards"] + sum(kept)
     fs.save(folder, model, optimizer)
     with average.applied():
         applied = fs.full_state_dict(model, rank0_only=False)
@@ -51,7 +63,7 @@ def train_with_an_average(folder, optimizer_class):
     return seen, applied, after, loaded, forgotten
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("optimizer_class", [SGD, AdamW])
 def test_the_average_is_that_of_whole_weights_and_is_saved(ranks, tmp_path, optimizer_class):
     results = ranks(2)(train_with_an_average, tmp_path, optimizer_class)
     for seen, applied, after, loaded, forgotten in results:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
-from fullshard.planner.memory import ADAM_STATES
+from fullshard.planner.optimizers import ADAMW
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,14 @@ def analyze_memory(params: Any, num_devices: int) -> dict[str, int]:
     """
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     one = 4 * count
-    whole = (2 + ADAM_STATES) * one
+    whole = (2 + ADAMW.num_states) * one
     part = whole // num_devices
     saved = 100 * (1 - 1 / num_devices)
     print(  # noqa: T201
         f"Model: {count:,} parameters\n"
         f"WITHOUT FSDP:\n"
         f"  Parameters: {one / GB:.2f} GB\n  Gradients: {one / GB:.2f} GB\n"
-        f"  Optimizer: {ADAM_STATES * one / GB:.2f} GB\n  Per device: {whole / GB:.2f} GB\n"
+        f"  Optimizer: {ADAMW.num_states * one / GB:.2f} GB\n  Per device: {whole / GB:.2f} GB\n"
         f"WITH FSDP ({num_devices} devices):\n  Per device: {part / GB:.2f} GB\n"
         f"Savings: {saved:.1f}%\nReduction: {num_devices:.1f}\u00d7"
     )

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from fullshard.config.values import Recompute, RecomputeKind, Strategy
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.homes import Place
-from fullshard.planner.memory import ADAM_STATES, MemoryRow
+from fullshard.planner.memory import MemoryRow
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
@@ -139,6 +140,7 @@ class ArraysPlan:
         mesh: Sizes of the axes.
         arrays: In the order of the tree's leaves.
         recompute: Activation checkpointing of the blocks.
+        optimizer: What the run's keeps; a plan without a run takes AdamW.
     """
 
     model_kind: str
@@ -146,6 +148,11 @@ class ArraysPlan:
     mesh: Mesh
     arrays: tuple[ArrayPlan, ...]
     recompute: Recompute
+    optimizer: OptimizerStates = ADAMW
+
+    def trained_by(self, optimizer: OptimizerStates) -> ArraysPlan:
+        """The same with another optimizer's memory."""
+        return replace(self, optimizer=optimizer)
 
     @property
     def reshards(self) -> bool:
@@ -209,16 +216,19 @@ class ArraysPlan:
 
     @property
     def memory(self) -> tuple[MemoryRow, ...]:
-        """Bytes of a device with AdamW. Activations and temporaries of XLA are not in here."""
+        """Bytes of a device. Activations and temporaries of XLA are not in here."""
         shard, trained = self.mesh.shard, [a for a in self.arrays if a.trainable]
 
         def total(arrays: Sequence[ArrayPlan], kind: str) -> int:
             return sum(a.part_numel(shard) * ITEMSIZE[getattr(a.dtypes, kind)] for a in arrays)
 
+        kept, state = self.optimizer, total(trained, "master")
+        averages = MemoryRow("average of the weights", kept.num_averages * state)
         return (
             MemoryRow("parameter shards", total(self.arrays, "master")),
             MemoryRow("gradient shards", total(trained, "accumulate")),
-            MemoryRow("optimizer (AdamW)", ADAM_STATES * total(trained, "master")),
+            MemoryRow(f"optimizer ({kept.name})", kept.num_states * state),
+            *([averages] if kept.num_averages else []),
             MemoryRow("gathered arrays", self._gathered_bytes()),
         )
 
@@ -233,8 +243,9 @@ class ArraysPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and AdamW's states of a device: what a step is given and gives back."""
-        return sum(row.num_bytes for row in self.memory if row.name.startswith(("param", "opt")))
+        """Parameters and their optimizer's states: what a step is given and gives back."""
+        state = ("parameter", "optimizer", "average")
+        return sum(row.num_bytes for row in self.memory if row.name.startswith(state))
 
     @property
     def peak_bytes(self) -> dict[str, int]:

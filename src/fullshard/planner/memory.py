@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.config.values import DType, GradSync, Transport
 from fullshard.planner.events import Event, EventKind
 from fullshard.planner.homes import Homes, Place
 from fullshard.planner.layout import ALIGNMENT
+from fullshard.planner.optimizers import OptimizerStates
 from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.units import GroupPlan, UnitPlan
-
-ADAM_STATES = 2  # first and second moment, in the master dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +27,15 @@ class MemoryRow:
 def state_rows(
     units: Sequence[UnitPlan],
     rings: Sequence[Ring],
-    buffer_bytes: int,
-    received_bytes: int,
+    beside: Mapping[str, int],
     homes: Homes,
     grad_sync: GradSync,
+    optimizer: OptimizerStates,
 ) -> tuple[MemoryRow, ...]:
-    """Bytes per rank that a run with AdamW holds: shards, slots, optimizer, buffers.
+    """Bytes per rank that a run holds: shards, slots, optimizer, buffers.
 
-    Activations, logits and the allocator's overhead are not in here yet.
+    Activations, logits and the allocator's overhead are not in here yet. What is no matter of
+    units and rings is given: `beside`, by the name of its row.
     """
     groups = [group for unit in units for group in unit.groups]
     trained = [group for group in groups if group.trainable]
@@ -46,31 +46,31 @@ def state_rows(
     )
     master = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in groups)
     grads = sum(g.layout.part_numel * gradient_bytes(g) for g in trained)
-    adam = sum(ADAM_STATES * g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
+    state = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
     rows = (
         MemoryRow("parameter shards", master, homes.parameters),
         MemoryRow("gradient shards", grads, homes.gradients),
-        MemoryRow("optimizer (AdamW)", adam, homes.optimizer),
+        MemoryRow(f"optimizer ({optimizer.name})", optimizer.num_states * state, homes.optimizer),
+        MemoryRow("average of the weights", optimizer.num_averages * state, homes.optimizer),
         MemoryRow("shared weights to compute with", compute, homes.parameters),
         MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
-        MemoryRow("communication buffers", received_bytes),
-        MemoryRow("buffers", buffer_bytes),
+        *(MemoryRow(name, num_bytes) for name, num_bytes in beside.items()),
         MemoryRow("deferred gradients", deferred_bytes(units, grad_sync)),
     )
-    rare = ("shared weights to compute with", "deferred gradients")
+    rare = ("average of the weights", "shared weights to compute with", "deferred gradients")
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
 
-def staging_bytes(units: Sequence[UnitPlan]) -> int:
-    """Host bytes at most that a rank copies to save with AdamW's states in the background.
+def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
+    """Host bytes at most that a rank copies to save with the optimizer's states in the background.
 
     Ranks that hold the same part save a unit each in turn.
     """
     by_turn: dict[int, int] = {}
     for unit in units:
         for group in unit.groups:
-            states = 1 + ADAM_STATES * group.trainable
+            states = 1 + optimizer.num_kept * group.trainable
             turn = unit.index % unit.mesh.replicate
             size = states * group.layout.part_numel * ITEMSIZE[group.dtypes.master]
             by_turn[turn] = by_turn.get(turn, 0) + size

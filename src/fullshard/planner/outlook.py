@@ -32,6 +32,7 @@ from fullshard.planner.forecast.workload import (
 from fullshard.planner.hardware import Fit, judge_fit
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import MemoryRow, communication_bytes
+from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
@@ -60,11 +61,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a step is: the model's shapes, one rank's batch, and how to trace it (None: not)."""
+    """What a step is.
+
+    Attributes:
+        model: Its shapes.
+        batch: One rank's.
+        trace: How to trace it; None: not.
+        optimizer: What it keeps.
+    """
 
     model: Architecture
     batch: Batch
     trace: TraceOf | None = None
+    optimizer: OptimizerStates = ADAMW
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,7 @@ class Outlook:
 
 def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook:
     """Say what a plan takes."""
+    plan = plan.trained_by(job.optimizer)
     run = workload(plan, config, job, machine)
     held = peak_memory(run)
     traced = job.trace(plan, config, job.batch.micro_batch) if job.trace is not None else None
@@ -162,7 +172,7 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
         sharding=Sharding.PARAMETERS if row.shard_params else Sharding.NOTHING,
         batch=job.batch,
         precision=sizes,
-        optimizer=Optimizer(),
+        optimizer=Optimizer(state_bytes=4 * plan.optimizer.num_kept),
         kernels=kernels,
         tuning=Tuning.FULL,
         metric=Metric.RESERVED,

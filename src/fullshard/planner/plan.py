@@ -26,6 +26,7 @@ from fullshard.planner.memory import (
     state_rows,
 )
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.render import render_tree
 from fullshard.planner.schedule import (
@@ -69,6 +70,7 @@ class Plan:
         grad_sync: Which micro-batches of an accumulated step reduce.
         recompute: Modules whose forward runs again in backward.
         homes: Where state lives.
+        optimizer: What the run's keeps; a plan without a run takes AdamW.
     """
 
     model_kind: str
@@ -85,6 +87,14 @@ class Plan:
     grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
     recompute: tuple[str, ...] = ()
     homes: Homes = DEFAULT_HOMES
+    optimizer: OptimizerStates = ADAMW
+
+    def trained_by(self, optimizer: OptimizerStates) -> Plan:
+        """The same with another optimizer's memory."""
+        if optimizer == self.optimizer:
+            return self
+        plan = replace(self, optimizer=optimizer)
+        return replace(plan, memory=_memory_of(plan, self.events))
 
     def view(self, rank: int) -> RankView:
         """One rank's part."""
@@ -106,7 +116,7 @@ class Plan:
     @property
     def staging_bytes(self) -> int:
         """Host bytes at most that a rank copies to save in the background."""
-        return staging_bytes(self.units)
+        return staging_bytes(self.units, self.optimizer)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
@@ -327,8 +337,10 @@ def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
 def _finish(plan: Plan) -> Plan:
     """Fill in what follows from units, rings and order: the events and the memory table."""
     events = simulate_step(plan.scheduler())
+    return replace(plan, events=events, memory=_memory_of(plan, events))
+
+
+def _memory_of(plan: Plan, events: Sequence[Event]) -> tuple[MemoryRow, ...]:
     received = communication_bytes(plan.units, events, plan.transport, plan.homes)
-    memory = state_rows(
-        plan.units, plan.rings, plan.buffer_bytes, received, plan.homes, plan.grad_sync
-    )
-    return replace(plan, events=events, memory=memory)
+    beside = {"communication buffers": received, "buffers": plan.buffer_bytes}
+    return state_rows(plan.units, plan.rings, beside, plan.homes, plan.grad_sync, plan.optimizer)

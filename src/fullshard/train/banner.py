@@ -9,6 +9,7 @@ from torch import nn
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command
 from fullshard.engine.engine import engine_of
+from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.train.facts import DatasetFacts
@@ -53,7 +54,7 @@ class RunFacts(DataFacts):
 
     @property
     def plan(self) -> Plan:
-        return engine_of(self.model).plan
+        return engine_of(self.model).plan.trained_by(states_of(self.config.training))
 
 
 def banner(facts: RunFacts) -> list[tuple[str, str]]:

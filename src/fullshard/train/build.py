@@ -14,6 +14,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend, DistillLoss, DType
 from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
+from fullshard.planner.optimizers import states_of
 from fullshard.train.head import PROJECTION
 from fullshard.train.lora import AdaptedWeights, add_adapters
 from fullshard.train.model import build_model, build_on_meta, config_from_folder, freeze
@@ -47,7 +48,8 @@ def plan_run(prepared: Prepared, world_size: int) -> Plan | ArraysPlan:
 
         return plan_table(prepared.model_config, config, world_size)
     model = model_on_meta(config, prepared.model_config)
-    return fs.plan(model, config.sharding, world_size=world_size)
+    plan = fs.plan(model, config.sharding, world_size=world_size)
+    return plan.trained_by(states_of(config.training))
 
 
 def build_sharded(

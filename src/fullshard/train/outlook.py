@@ -21,6 +21,7 @@ from fullshard.planner.forecast.devices import Device, find_device
 from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.workload import Batch
 from fullshard.planner.hardware import Gpus
+from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.plan import Plan
 from fullshard.planner.search import MICRO_BATCH, PlanOf, advise, choose
@@ -60,7 +61,9 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
     )
     on_meta = all(param.is_meta for param in model.parameters())
     trace = Tracer(model, training.max_seq_length) if on_meta else None
-    return Job(decoder(shapes, _active_params(model, config, numel)), batch, trace)
+    return Job(
+        decoder(shapes, _active_params(model, config, numel)), batch, trace, states_of(training)
+    )
 
 
 def _number(config: Any, *names: str) -> int | None:

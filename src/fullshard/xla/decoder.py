@@ -26,6 +26,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.mesh import Topology, resolve_mesh
+from fullshard.planner.optimizers import states_of
 from fullshard.planner.strategy import row_of
 from fullshard.xla.gather import scan_blocks
 from fullshard.xla.plan import Tree, XlaPlan, table_of
@@ -141,7 +142,7 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int) -> ArraysPlan
     row = row_of(sharding.strategy)
     mesh = resolve_mesh(row, Topology(world_size), sharding.replicate, sharding.shard)
     table = table_of(decoder.shapes(), sharding, mesh, BLOCKS, run.freeze)
-    return replace(table, model_kind=model_config.model_type)
+    return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
 
 
 def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
