@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fullshard.bench.calibrate import host_of
+from fullshard.bench.calibrate import crowded, host_of
 from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
 from fullshard.bench.times import find_cases, summary
 from fullshard.engine.operations import KINDS
@@ -51,6 +51,18 @@ def test_the_host_is_what_is_left_of_tiny_models():
     assert found.unit_s == pytest.approx(left / 8, rel=0.25)
     fast = dict.fromkeys(measured, 0.0)
     assert host_of(bare, fast, {"cores": 2}) == Host()
+
+
+def test_ranks_that_share_a_core_take_turns():
+    whole = Ceilings(2, {"add float32": Table((((1,), 3.0),))}, {}, Host(1.0, 2.0, 3.0, 4.0))
+    messages = {"direct fetch": Table((((1,), 5.0),))}
+    found = crowded(whole, 6, messages)
+    assert found.operations["add float32"].seconds((1,)) == pytest.approx(9.0)
+    assert (found.num_ranks, found.transfers, found.host) == (
+        6,
+        messages,
+        Host(3.0, 6.0, 9.0, 12.0),
+    )
 
 
 @pytest.mark.slow

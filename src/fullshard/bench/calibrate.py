@@ -35,10 +35,12 @@ class Job:
 
     Attributes:
         is_tiny: Few small sizes, which show only that it runs.
+        has_kernels: Whether kernels and the host are measured, too.
         depths: Of the tiny models.
     """
 
     is_tiny: bool = False
+    has_kernels: bool = True
     depths: tuple[int, ...] = DEPTHS
 
     @property
@@ -56,7 +58,7 @@ class Job:
     def read(folder: Path) -> Job:
         """Reads what `write` wrote."""
         fields = json.loads((folder / JOB_FILE).read_text())
-        return Job(fields["is_tiny"], tuple(fields["depths"]))
+        return Job(fields["is_tiny"], fields["has_kernels"], tuple(fields["depths"]))
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,42 @@ def run(options: Options, say: Callable[[str], None]) -> Found:
         FullshardError: a rank failed; its own error has been shown.
     """
     became_idle = wait_until_idle(WAIT_LIMIT_S, say) if options.wait else True
-    job = Job(options.is_tiny)
-    hosts: dict[int, Ceilings] = {}
     machine = describe_machine()
+    cores = Calibration(machine, {}).cores
+    asked = dict.fromkeys(options.ranks)
+    at_work = sorted({min(num_ranks, cores) for num_ranks in asked})
+    found: dict[int, Ceilings] = {}
     with Neighbours() as neighbours:
-        for num_ranks in dict.fromkeys(options.ranks):
-            say(f"{num_ranks} rank(s): kernels, messages, the host")
+        for num_ranks in [*at_work, *sorted(set(asked) - set(at_work))]:
+            has_kernels = num_ranks in at_work
+            say(f"{num_ranks} rank(s): {'kernels, the host, ' * has_kernels}messages")
+            job = Job(options.is_tiny, has_kernels)
             what = f"bench calibrate: {num_ranks} ranks"
-            found = run_ranks(RANK_MODULE, job, num_ranks, what=what, timeout_s=options.timeout_s)
-            hosts[num_ranks] = _ceilings(num_ranks, found, machine)
+            ranks = run_ranks(RANK_MODULE, job, num_ranks, what=what, timeout_s=options.timeout_s)
+            if has_kernels:
+                found[num_ranks] = _ceilings(num_ranks, ranks, machine)
+            else:
+                transfers = _tables([rank["transfers"] for rank in ranks])
+                found[num_ranks] = crowded(found[cores], num_ranks, transfers)
+    hosts = {num_ranks: found[num_ranks] for num_ranks in asked}
     return Found(Calibration(machine, hosts), neighbours.share, became_idle)
+
+
+def crowded(whole: Ceilings, num_ranks: int, transfers: Mapping[str, Table]) -> Ceilings:
+    """Of more ranks than cores: each takes the turns of those that share its core.
+
+    Args:
+        whole: Of one rank a core.
+        num_ranks: More than that.
+        transfers: As they were measured with so many.
+    """
+    crowd = num_ranks / whole.num_ranks
+    operations = {
+        name: Table(tuple((size, crowd * seconds) for size, seconds in table.points))
+        for name, table in whole.operations.items()
+    }
+    host = Host(**{name: crowd * getattr(whole.host, name) for name in Host.__slots__})
+    return Ceilings(num_ranks, operations, transfers, host)
 
 
 def _ceilings(

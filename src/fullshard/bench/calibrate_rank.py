@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -152,16 +151,10 @@ def _step_s(depth: int, ids: torch.Tensor) -> float:
 
 def measure(job: Job) -> dict[str, Any]:
     """Everything that the job asks for."""
-    crowd = max(1.0, dist.get_world_size() / len(os.sched_getaffinity(0)))
-    operations = kernels(job.sizes)
-    return {
-        "operations": {
-            name: [(size, crowd * seconds) for size, seconds in points]
-            for name, points in operations.items()
-        },
-        "transfers": transfers(job.sizes),
-        "host": {name: crowd * seconds for name, seconds in host(job.depths).items()},
-    }
+    found: dict[str, Any] = {"transfers": transfers(job.sizes)}
+    if job.has_kernels:
+        found |= {"operations": kernels(job.sizes), "host": host(job.depths)}
+    return found
 
 
 def main(folder: Path) -> None:
