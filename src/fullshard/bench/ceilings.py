@@ -48,7 +48,7 @@ class Sizes:
     dims: tuple[int, ...] = (32, 128, 512, 2048)
     lengths: tuple[int, ...] = (64, 256, 1024)
     widths: tuple[int, ...] = (16, 64, 128)
-    updates: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
+    updates: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23)
     transfers: tuple[int, ...] = (64 * KIB, MIB, 8 * MIB, 32 * MIB)
     most_flops: float = 2e9
 
