@@ -40,6 +40,7 @@ from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.table import familiarity, predict, spread
 
 TIMES = Path(__file__).parent / "results" / "time.json"
+TIMES_COMMAND = "fullshard bench time --wait --out benchmarks/results"
 DRAWS = 2000  # of the bootstrap over groups
 APART = 1.1  # times faster: a decision that matters
 # What a constant is when its term is not there.
@@ -287,6 +288,8 @@ def ablation_lines() -> list[str]:
 
 def own_lines() -> list[str]:
     """Runs on the machine that was calibrated, as `fullshard bench time` found them."""
+    if not TIMES.is_file():
+        return [f"Not measured yet. {TIMES_COMMAND} writes results/{TIMES.name}."]
     found = json.loads(TIMES.read_text(encoding="utf-8"))
     rows = found["rows"]
     lines = [
