@@ -66,6 +66,7 @@ def test_ranks_that_share_a_core_take_turns():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_tiny_calibration_is_written_and_read(tmp_path):
     path = tmp_path / "deep" / "calibration.json"
     done = run("calibrate", "--tiny", "--ranks", "1", "--ranks", "2", "--out", str(path), "--json")

@@ -54,7 +54,7 @@ class Sizes:
 
 
 TINY = Sizes(
-    num_rounds=3,
+    num_rounds=1,
     bytes=(4 * KIB, 64 * KIB),
     dims=(32, 64),
     lengths=(32, 64),
