@@ -32,7 +32,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner chaos distill-study long-parity gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -45,6 +45,7 @@ help:
 	@echo "make lint       format, style, types, arrows, sizes, spelling, collectives"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
+	@echo "make bench-calibrate   what this machine reaches, for fullshard plan to count with"
 	@echo "make bench-comm    each transport beside a memory copy"
 	@echo "make bench-compile  compiled blocks beside FSDP2's, recompiles counted"
 	@echo "make bench-copies  bytes that a step's copies read and write, beside FSDP2's"
@@ -55,7 +56,9 @@ help:
 	@echo "make bench-memory  the memory that the plan says beside what runs take, ten architectures"
 	@echo "make bench-scale   planning and bookkeeping of one rank over the world size"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
-	@echo "make bench-planner   the forecast beside published runs that it was not fitted to"
+	@echo "make bench-planner   the forecast beside published runs that it was not fitted to, and"
+	@echo "                     steps on a calibrated machine beside ten runs"
+	@echo "make bench-time      those ten runs, beside the steps that the plan says"
 	@echo "make chaos      kill ranks at random moments of training and saving, 200 times"
 	@echo "make distill-study  a student with its teacher and alone, three rates, three seeds"
 	@echo "make long-parity  a thousand steps of DDP, FSDP2 and fullshard, their losses in one plot"
@@ -127,7 +130,7 @@ test-torch:
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
 
-bench-comm bench-compile bench-copies bench-host bench-io bench-jax bench-memory bench-scale bench-overlap: bench-%: $(VENV)/.stamp-setup
+bench-calibrate bench-comm bench-compile bench-copies bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-time: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
 bench-planner: $(VENV)/.stamp-setup

@@ -1,17 +1,19 @@
-"""How well the forecast predicts published runs that its constants were not fitted to.
+"""How well the planner tells time: published runs that the forecast was not fitted to, runs here.
 
-    python benchmarks/planner.py               from results/planner_left_out.csv, in seconds
+    python benchmarks/planner.py               from results/*.csv and results/time.json
     python benchmarks/planner.py --ablation    each constant made neutral, the others fitted again
     python benchmarks/planner.py --out FILE    into a file too
 
 `make bench-planner` is the first. The predictions that it reads come from
-`python benchmarks/forecast_fit.py --left-out`: each row's constants were fitted without its group.
+`python benchmarks/forecast_fit.py --left-out`: each row's constants were fitted without its group;
+those of runs on a calibrated machine from `fullshard bench time`.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -32,10 +34,13 @@ from forecast_fit import (
     samples,
 )
 
+from fullshard.bench.times import summary
 from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
 from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.table import familiarity, predict, spread
 
+TIMES = Path(__file__).parent / "results" / "time.json"
+TIMES_COMMAND = "fullshard bench time --wait --out benchmarks/results"
 DRAWS = 2000  # of the bootstrap over groups
 APART = 1.1  # times faster: a decision that matters
 # What a constant is when its term is not there.
@@ -281,6 +286,31 @@ def ablation_lines() -> list[str]:
     return lines
 
 
+def own_lines() -> list[str]:
+    """Runs on the machine that was calibrated, as `fullshard bench time` found them."""
+    if not TIMES.is_file():
+        return [f"Not measured yet. {TIMES_COMMAND} writes results/{TIMES.name}."]
+    found = json.loads(TIMES.read_text(encoding="utf-8"))
+    rows = found["rows"]
+    lines = [
+        "| run | ranks | strategy | planned, ms | measured, ms | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['name']} | {row['num_ranks']} | {row['strategy']} | {1e3 * row['planned_s']:.1f} "
+        f"| {1e3 * row['measured_s']:.1f} | {row['error']:+.1%} |"
+        for row in rows
+    ]
+    state = "LOADED" if any(row["loaded"] for row in rows) else "idle"
+    return [
+        f"Written by `{found['command']}`; none of the runs is in the calibration. "
+        f"{summary([row['error'] for row in rows])} Other processes used "
+        f"{found['others_share']:.0%} of the cores meanwhile: {state}.",
+        "",
+        *lines,
+    ]
+
+
 def page(*, ablation: bool) -> str:
     """All of it, as Markdown."""
     pairs, right = right_decisions(committed("speed"))
@@ -297,6 +327,7 @@ def page(*, ablation: bool) -> str:
         "## Simple rules on the same rows\n\n" + "\n".join(baseline_lines()),
         "Boosted trees are not among them: scikit-learn is no dependency of this repository.",
         "## Where it fails\n\n" + "\n".join(worst_lines()),
+        "## Steps on a calibrated machine\n\n" + "\n".join(own_lines()),
     ]
     if ablation:
         parts.append("## Without a term (all rows, in sample)\n\n" + "\n".join(ablation_lines()))

@@ -77,10 +77,3 @@ def test_a_dry_run_lists_what_would_run_and_imports_no_torch():
     found = json.loads(done.stdout)
     assert found["cases"] == ["29M", "109M", "29M-4", "109M-bf16", "moe", "lora"]
     assert "fsdp2" in found["engines"]
-
-
-@pytest.mark.parametrize("name", ["calibrate"])
-def test_what_is_not_built_yet_says_so(name):
-    done = run(name, timeout=60)
-    assert done.returncode == 2
-    assert "not yet" in done.stderr

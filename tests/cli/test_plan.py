@@ -37,8 +37,9 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def plan(monkeypatch):
-    """`plan(*words)`: what --json prints of a plan, and the exit code."""
+def plan(monkeypatch, tmp_path):
+    """`plan(*words)`: what --json prints of a plan, and the exit code. No calibration is found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(ROOT)
 
     def plan(*words):

@@ -42,6 +42,7 @@ SURFACE = {
     ],
     "generate": ["--help", "--json", "--max-new-tokens", "--prompt", "--seed", "--temperature"],
     "plan": [
+        "--calibration",
         "--config",
         "--config_file",
         "--devices",
@@ -83,6 +84,15 @@ SURFACE = {
         "--transport",
         "--wait",
     ],
+    "bench calibrate": [
+        "--help",
+        "--json",
+        "--out",
+        "--ranks",
+        "--timeout",
+        "--tiny",
+        "--wait",
+    ],
     "bench compile": [
         "--backend",
         "--case",
@@ -117,6 +127,15 @@ SURFACE = {
         "--out",
         "--rounds",
         "--timeout",
+        "--wait",
+    ],
+    "bench time": [
+        "--calibration",
+        "--case",
+        "--help",
+        "--json",
+        "--out",
+        "--steps",
         "--wait",
     ],
     "bench scale": ["--help", "--json", "--out", "--rounds", "--wait", "--world"],
@@ -174,8 +193,6 @@ SURFACE = {
     "config explain": ["--config", "--config_file", "--help", "--json"],
     "config lint": ["--config", "--config_file", "--help", "--json"],
     "config schema": ["--help", "--json", "--out"],
-    # In the contract, hidden, and refused as not yet there.
-    "bench calibrate": ["--help"],
 }
 
 

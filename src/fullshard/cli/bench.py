@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli import bench_time
+from fullshard.cli.bench_words import OutFlag, WaitFlag, command_line, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import DryRunFlag, JsonFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
-    from fullshard.bench.page import Page
 
 app = typer.Typer(no_args_is_help=True, help="Measure side by side with the peers.")
-
-NOT_YET = ("calibrate",)
-
-
-WaitFlag = Annotated[
-    bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
-]
-OutFlag = Annotated[
-    Path | None, typer.Option(help="Folder for the results' JSON and page.", file_okay=False)
-]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+app.add_typer(bench_time.app)
 
 
 @app.command()
@@ -69,13 +55,13 @@ def step(  # noqa: PLR0913  (one parameter an option)
     options = bench_step.Options(
         num_rounds=rounds, measure_memory=memory, wait=wait, timeout_s=timeout
     )
-    results = tuple(bench_step.run_case(shape, peers, options, _say) for shape in chosen)
+    results = tuple(bench_step.run_case(shape, peers, options, say) for shape in chosen)
     found = report.Report(
         cases=results,
         absent=tuple(absent),
         machine=machine.describe_machine(),
         versions=machine.describe_versions(tuple(sorted({"torch", *(p.package for p in peers)}))),
-        command=_command_line("step"),
+        command=command_line("step"),
     )
     result = report.to_dict(found)
     if out is not None:
@@ -85,7 +71,7 @@ def step(  # noqa: PLR0913  (one parameter an option)
     print(report.to_markdown(found))
     errors = [error for shape in results for error in bench_step.loss_errors(shape)]
     for error in errors:
-        _say(f"VerifyError: {error}")
+        say(f"VerifyError: {error}")
     return Outcome(result, exit_code=VerifyError.exit_code if errors else 0)
 
 
@@ -113,8 +99,8 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     job = bench.Job(tuple(transport or bench.TRANSPORTS), sizes, rounds)
     worlds = ranks or bench.DEFAULT_RANKS
     bench.check(job, worlds)
-    found = bench.run(job, worlds, timeout_s=timeout, wait=wait, say=_say)
-    return _show(bench.page_of(found, _command_line("comm")), out)
+    found = bench.run(job, worlds, timeout_s=timeout, wait=wait, say=say)
+    return show(bench.page_of(found, command_line("comm")), out)
 
 
 @app.command()
@@ -138,8 +124,8 @@ def io(  # noqa: PLR0913  (one parameter an option)
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
         job = bench.Job(bench.MIB * mib, rounds, folder)
-        found = bench.run(job, ranks, timeout_s=timeout, wait=wait, say=_say)
-    return _show(bench.page_of(found, _command_line("io")), out)
+        found = bench.run(job, ranks, timeout_s=timeout, wait=wait, say=say)
+    return show(bench.page_of(found, command_line("io")), out)
 
 
 @app.command()
@@ -153,8 +139,8 @@ def host(
     """Measure the host time of a unit, forward and backward, beside FSDP2's."""
     from fullshard.bench import host as bench
 
-    found = bench.run(world, rounds, wait=wait, say=_say)
-    return _show(bench.page_of(found, _command_line("host")), out)
+    found = bench.run(world, rounds, wait=wait, say=say)
+    return show(bench.page_of(found, command_line("host")), out)
 
 
 @app.command()
@@ -172,8 +158,8 @@ def scale(
 
     worlds = world or bench.WORLDS
     bench.check(worlds)
-    found = bench.run(worlds, rounds, wait=wait, say=_say)
-    return _show(bench.page_of(found, _command_line("scale")), out)
+    found = bench.run(worlds, rounds, wait=wait, say=say)
+    return show(bench.page_of(found, command_line("scale")), out)
 
 
 @app.command()
@@ -192,8 +178,8 @@ def overlap(  # noqa: PLR0913  (one parameter an option)
     from fullshard.bench import overlap as bench
 
     job = bench.Job(rounds, compute_per_wire, layers)
-    command = _command_line("overlap")
-    return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
+    command = command_line("overlap")
+    return show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
 
 
 @app.command()
@@ -211,8 +197,8 @@ def copies(
     from fullshard.bench.cases import find_case
 
     chosen = [find_case(name) for name in case or ("109M", "109M-bf16")]
-    page = bench.run(chosen, command=_command_line("copies"), timeout_s=timeout, say=_say)
-    return _show(page, out)
+    page = bench.run(chosen, command=command_line("copies"), timeout_s=timeout, say=say)
+    return show(page, out)
 
 
 @app.command()
@@ -229,9 +215,7 @@ def memory(
     from fullshard.bench import peaks as bench
 
     cases = bench.find_cases(model or ())
-    return _show(
-        bench.run(cases, command=_command_line("memory"), timeout_s=timeout, say=_say), out
-    )
+    return show(bench.run(cases, command=command_line("memory"), timeout_s=timeout, say=say), out)
 
 
 @app.command("compile")
@@ -248,8 +232,8 @@ def compiled(  # noqa: PLR0913  (one parameter an option)
     from fullshard.bench import compile as bench
     from fullshard.bench.cases import find_case
 
-    job, command = bench.Job(find_case(case), rounds, backend), _command_line("compile")
-    return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
+    job, command = bench.Job(find_case(case), rounds, backend), command_line("compile")
+    return show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
 
 
 @app.command("jax")
@@ -264,8 +248,8 @@ def xla(
     """Time the JAX engine on two gloo processes beside one process and beside XLA's partitioner."""
     from fullshard.bench import xla as bench
 
-    job, command = bench.Job(bench.find_shape(case), rounds), _command_line("jax")
-    return _show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=_say), out)
+    job, command = bench.Job(bench.find_shape(case), rounds), command_line("jax")
+    return show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
 
 
 @app.command()
@@ -278,14 +262,7 @@ def gpu(
     """Measure blocks of Llama 3 8B on one GPU as a rank of 8 and 64, beside FSDP2."""
     from fullshard.bench import gpu as bench
 
-    return _show(bench.run(rounds, tiny=tiny, command=_command_line("gpu"), say=_say), out)
-
-
-def _show(page: Page, out: Path | None) -> Outcome:
-    if out is not None:
-        page.write(out)
-    print(page.to_markdown())
-    return Outcome(page.to_dict())
+    return show(bench.run(rounds, tiny=tiny, command=command_line("gpu"), say=say), out)
 
 
 StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
@@ -342,11 +319,6 @@ def _compare(shardings: dict[str, dict[str, Any]], max_steps: int) -> Outcome:
     return Outcome({"rows": rows, "absent": []})
 
 
-def _command_line(name: str) -> str:
-    words = sys.argv[1:]
-    return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", name]), *words])
-
-
 def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> Outcome:
     for shape in chosen:
         print(shape.describe())
@@ -361,21 +333,3 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
             "absent": absent,
         }
     )
-
-
-def _register_not_yet(name: str) -> None:
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-    @app.command(name, context_settings=settings, hidden=True)
-    def refuse() -> None:
-        """Not yet."""
-        from fullshard.errors import ConfigError
-
-        commands = app.registered_commands
-        there = [one.name or one.callback.__name__ for one in commands if one.callback]
-        names = ", ".join(one for one in there if one not in NOT_YET)
-        raise ConfigError(f"bench {name}: not yet. {names} are there.")
-
-
-for _name in NOT_YET:
-    _register_not_yet(_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,7 +36,7 @@ app = typer.Typer()
 
 FLAGS = (
     *("--config", "--config_file", "--gpus", "--nodes", "--devices", "--table", "--out"),
-    *("--exact", "--topology", "--json", "--help"),
+    *("--calibration", "--exact", "--topology", "--json", "--help"),
 )
 
 
@@ -55,6 +56,13 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     table: Annotated[
         Path | None, typer.Option(help="Predict the runs of a CSV file, anybody's, instead.")
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of bench calibrate, for the time on this machine. Default: the one that "
+            "it writes by itself, where there is one."
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="A page with figures to write; with --table: where predictions go."),
@@ -73,14 +81,9 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     CONFIG may also be a Hugging Face model folder or its config.json.
     """
     if table is not None:
-        from fullshard.cli.plan_table import predict_table
-
-        if words or config or config_file or gpus or nodes or devices:
-            raise ConfigError(
-                "--table: expected no configuration beside it, because every row is one; got more. "
-                "Plan them one after the other."
-            )
-        return predict_table(table, out or Path("predictions.csv"))
+        return _table(
+            table, out, words or config or config_file or gpus or nodes or devices or calibration
+        )
     hardware, own = _hardware(gpus, devices)
     resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
@@ -95,11 +98,23 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         # With torch: what is mistyped is said before.
         from fullshard.train.outlook import machine_of
 
-        machine = machine_of(hardware, own)
+        machine = _calibrated(machine_of(hardware, own), hardware, world, calibration)
         study, strategies = _study(resolved.config, world, machine, compares=out is not None)
     except ConfigError as error:
         raise placed(resolved, error) from error
     return _told(resolved.config, study, strategies, hardware, out)
+
+
+def _table(table: Path, out: Path | None, more: object) -> Outcome:
+    """Predict rows of anybody's; nothing more may be said."""
+    from fullshard.cli.plan_table import predict_table
+
+    if more:
+        raise ConfigError(
+            "--table: expected no configuration beside it, because every row is one; got more. "
+            "Plan them one after the other."
+        )
+    return predict_table(table, out or Path("predictions.csv"))
 
 
 def _told(
@@ -167,6 +182,37 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
     return parse_gpus(gpus, own=sizes) if gpus is not None else None, own
 
 
+def _calibrated(
+    machine: Machine, hardware: Gpus | None, world: Topology, given: Path | None
+) -> Machine:
+    """With what was measured on this machine, where that is what is planned for."""
+    from fullshard.config.environment import cache_folder
+    from fullshard.launch.machine import describe_machine
+    from fullshard.planner.calibration import FILE_NAME, read_calibration
+
+    if hardware is not None or world.world_size != (world.local_world_size or world.world_size):
+        if given is not None:
+            raise ConfigError(
+                "--calibration: expected ranks of this machine alone, which it was measured on; "
+                "got --gpus or several machines. Leave one of the two out."
+            )
+        return machine
+    path = given or cache_folder() / FILE_NAME
+    if given is None and not path.is_file():
+        return machine
+    found = read_calibration(path)
+    if given is None and found.machine != describe_machine():
+        print(f"{path}: measured on another machine, and not used. Run fullshard bench calibrate.")
+        return machine
+    if found.of(world.world_size) is None:
+        known = ", ".join(map(str, found.hosts))
+        print(
+            f"{path}: has no measurement of {world.world_size} ranks (but of {known}), so no time "
+            f"is said. Run fullshard bench calibrate --ranks {world.world_size}."
+        )
+    return replace(machine, calibration=found)
+
+
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
     """The planned world: that of --gpus and --nodes, else the configuration's."""
     from fullshard.launch.topology import configured_topology
@@ -188,12 +234,14 @@ def _study(
     import fullshard as fs
     from fullshard.planner.search import compare
     from fullshard.planner.study import study
-    from fullshard.train.outlook import job_of
+    from fullshard.train.outlook import job_of, on_one_host
 
     model = _model(config)
 
     def plan_of(sharding: ShardConfig) -> Plan:
         world, local = topology.world_size, topology.local_world_size
+        if machine.calibration is not None:  # its time depends on the transport
+            sharding = on_one_host(sharding, world)
         return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
     training, leaves = config.training, config.training.leaves_micro_batch
@@ -304,7 +352,9 @@ def _print_plan(study: Study, hardware: Gpus | None) -> None:
         "estimated; everything else is exact."
     )
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
-        print(f"{outlook.step_time_s:.3g} s a step, {outlook.tokens_per_s:,.0f} tokens a second.")
+        how = ", as this machine was calibrated" if outlook.is_calibrated else ""
+        speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
+        print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
     if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:
         name = f"{hardware.name} " if hardware.name else "GPU "
         held = human_bytes(hardware.memory_bytes)

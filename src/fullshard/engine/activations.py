@@ -50,7 +50,13 @@ COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very lon
 Work = Callable[[nn.Module], torch.Tensor]
 
 
-def trace_step(model: nn.Module, plan: Plan, config: ShardConfig, work: Work) -> list[Moment]:
+def trace_step(
+    model: nn.Module,
+    plan: Plan,
+    config: ShardConfig,
+    work: Work,
+    ledger: Ledger | None = None,
+) -> list[Moment]:
     """Bytes alive after each operation of a micro-batch that made some, computed on the CPU.
 
     Args:
@@ -58,6 +64,7 @@ def trace_step(model: nn.Module, plan: Plan, config: ShardConfig, work: Work) ->
         plan: Of that model, whose units and dtypes count.
         config: That it was planned with, and the recompute.
         work: Makes its inputs and computes the loss.
+        ledger: Sees every operation. None: one that counts bytes alone.
 
     Raises:
         Exception: What the model raises where it wants to look at numbers that nobody has.
@@ -66,11 +73,12 @@ def trace_step(model: nn.Module, plan: Plan, config: ShardConfig, work: Work) ->
     groups = {
         name: group for u in plan.units for group in u.groups for n in group.names for name in n
     }
-    pretend_to_write(model, {name: torch_dtype(g.dtypes.reduce) for name, g in groups.items()})
+    ledger = Ledger() if ledger is None else ledger
+    reduced = {name: torch_dtype(g.dtypes.reduce) for name, g in groups.items()}
+    pretend_to_write(model, reduced, ledger.write)
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
-    ledger = _Ledger()
     rng = torch.get_rng_state()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -80,7 +88,8 @@ def trace_step(model: nn.Module, plan: Plan, config: ShardConfig, work: Work) ->
             for tensor in (*model.parameters(), *model.buffers()):
                 ledger.leave_out(tensor)
             for unit in plan.units:
-                _collect_gradients(model, unit)
+                _collect_gradients(model, unit, ledger)
+            ledger.watch(model, plan)
             _watch_edges(model, config, ledger)
             with ledger:
                 loss = work(model)
@@ -107,7 +116,7 @@ def _give_storage(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
                 module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _collect_gradients(model: nn.Module, unit: UnitPlan) -> None:
+def _collect_gradients(model: nn.Module, unit: UnitPlan, ledger: Ledger) -> None:
     """Let a unit's gradients go when the engine would: large ones at once, small ones together."""
     trained = [names[0] for group in unit.groups if group.trainable for names in group.names]
     params = [model.get_parameter(name) for name in trained]
@@ -120,6 +129,7 @@ def _collect_gradients(model: nn.Module, unit: UnitPlan) -> None:
         waiting.append(param)  # type: ignore[arg-type]
         if not left or param.numel() > LARGE_NUMEL or len(waiting) == MOST_WAITING:
             for one in waiting:
+                ledger.move(one)
                 one.grad = None
             waiting.clear()
 
@@ -127,7 +137,7 @@ def _collect_gradients(model: nn.Module, unit: UnitPlan) -> None:
         param.register_post_accumulate_grad_hook(move)
 
 
-def _watch_edges(model: nn.Module, config: ShardConfig, ledger: _Ledger) -> None:
+def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
     """Cast what goes in and out as the engine does; what comes out is logits, and what follows."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -149,7 +159,7 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: _Ledger) -> None
     model.register_forward_hook(after)
 
 
-class _Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):
     """Notes the storages that operations make, and when they are freed.
 
     Attributes:
@@ -164,6 +174,15 @@ class _Ledger(TorchDispatchMode):
         self._alive: dict[int, tuple[Kind, int]] = {}
         self._bytes = dict.fromkeys(Kind, 0)
         self._num_operations = 0
+
+    def watch(self, model: nn.Module, plan: Plan) -> None:
+        """The model that will be traced is there."""
+
+    def write(self, gy: torch.Tensor, x: torch.Tensor) -> None:
+        """A linear layer writes its weight's gradient gy^T x where the engine collects it."""
+
+    def move(self, param: torch.Tensor) -> None:
+        """The gradient of a parameter goes where the engine collects it."""
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """This storage is somebody else's."""

@@ -66,26 +66,38 @@ def write_gradients_in_place(
     return found
 
 
-def pretend_to_write(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+def pretend_to_write(
+    model: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    told: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
     """Let plain linear layers of a model that is traced make no gradient where they would write it.
 
     Args:
         model: Not sharded.
         dtypes: Of the slots for gradients, by parameter.
+        told: Of gy and x whose product would be written.
     """
     for path, module in model.named_modules():
         dtype = dtypes.get(f"{path}.weight" if path else "weight")
         if type(module) is nn.Linear and "forward" not in vars(module) and dtype is not None:
-            module.forward = _traced_forward(module, dtype)  # type: ignore[assignment]
+            module.forward = _traced_forward(module, dtype, told)  # type: ignore[assignment]
 
 
-def _traced_forward(module: nn.Linear, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _traced_forward(
+    module: nn.Linear, dtype: torch.dtype, told: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Callable[..., torch.Tensor]:
+    def write(gy: torch.Tensor, x: torch.Tensor) -> bool:
+        if gy.dtype is dtype:
+            told(gy, x)
+        return gy.dtype is dtype
+
     def forward(input: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
         fits = torch.is_grad_enabled() and weight.requires_grad and input.dtype is weight.dtype
         if not fits or input.dim() < 2:
             return functional.linear(input, weight, bias)
-        return _linear(input, weight, bias, lambda gy, _: gy.dtype is dtype, None)
+        return _linear(input, weight, bias, write, None)
 
     return forward
 

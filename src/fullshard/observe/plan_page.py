@@ -12,10 +12,11 @@ from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.report import render
 from fullshard.planner.activations import Kind
 from fullshard.planner.hardware import Fit
-from fullshard.planner.lanes import Bar, Lane, held_over_time, lay_out
+from fullshard.planner.lanes import held_over_time, lay_out
 from fullshard.planner.outlook import Outlook
 from fullshard.planner.render import human_bytes
 from fullshard.planner.study import Study
+from fullshard.planner.timeline import Bar, Lane
 
 MOODS = {Fit.FITS: "good", Fit.TIGHT: "", Fit.NO: "bad", None: ""}
 LANES = (Lane.GATHER, Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
@@ -86,8 +87,9 @@ def _tiles(study: Study) -> list[dict[str, str]]:
         {"label": "a device holds", "value": human_bytes(peak), "note": "at most", "mood": ""},
     ]
     if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
+        how = "calibrated" if outlook.is_calibrated else "estimate"
         step, speed = f"{outlook.step_time_s:.3g} s", f"{outlook.tokens_per_s:,.0f}"
-        tiles.append({"label": "a step", "value": step, "note": "estimate", "mood": ""})
+        tiles.append({"label": "a step", "value": step, "note": how, "mood": ""})
         tiles.append({"label": "tokens a second", "value": speed, "note": "all ranks", "mood": ""})
     return tiles
 
@@ -110,7 +112,7 @@ def _charts(study: Study) -> list[dict[str, Any]]:
 
 def memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
     """What is held, stacked by kind, over the time of a micro-batch."""
-    moments = held_over_time(outlook, list(bars))
+    moments = held_over_time(outlook, bars)
     if not moments:
         return ""
     xs = [1000 * moment.time_s for moment in moments]

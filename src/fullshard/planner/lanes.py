@@ -4,41 +4,22 @@
     compute        [ 0 ][ 1 ][ 2 ][ 2 ][ 1 ][ 0 ]
     reduce                            [ 2 ][ 1 ][ 0 ]
 
-Durations are the forecast's, shared out over units by their size.
+Durations are those of a calibration; else the forecast's, shared out over units by their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from fullshard.planner.activations import Kind
-from fullshard.planner.events import EventKind
+from fullshard.planner.events import Event, EventKind
 from fullshard.planner.forecast.speed import traffic
 from fullshard.planner.outlook import Machine, Outlook, workload
+from fullshard.planner.timeline import Bar, Cost, Lane, play
 
 BACKWARD_SHARE = 2 / 3  # of a unit's work, without recompute
 NOTICED = 0.01  # of a micro-batch's time: shorter is not seen in a figure
-
-
-class Lane(StrEnum):
-    """What works at a time."""
-
-    GATHER = "gather"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    REDUCE = "reduce"
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One unit's turn, in seconds from the step's begin."""
-
-    lane: Lane
-    unit: int
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +30,13 @@ class Moment:
     held: Mapping[Kind, float]
 
 
-def lay_out(outlook: Outlook, machine: Machine) -> list[Bar]:
-    """The bars of one micro-batch; empty where nothing is known of the device."""
+def lay_out(outlook: Outlook, machine: Machine) -> tuple[Bar, ...]:
+    """The bars of one micro-batch; none where nothing is known of the device."""
     times = outlook.times
     if times is None:
-        return []
+        return ()
+    if outlook.bars:
+        return outlook.bars
     run = workload(outlook.plan, outlook.config, outlook.job, machine)
     gather_s, regather_s, reduce_s, once_s = traffic(run)
     units = outlook.plan.units
@@ -62,47 +45,24 @@ def lay_out(outlook: Outlook, machine: Machine) -> list[Bar]:
     again = run.kernels.recompute / 3
     work = times.matmul + times.attention + times.passes + times.logits + times.launch
     work /= run.batch.accumulation * (1 + again)
-    cost = {
-        EventKind.FORWARD: work * (1 - BACKWARD_SHARE),
-        EventKind.BACKWARD: work * (BACKWARD_SHARE + again),
-        EventKind.REDUCE: reduce_s + once_s,
-    }
-    free = {"wire": 0.0, "compute": 0.0, "reduce": 0.0}
-    there = dict.fromkeys(range(len(units)), 0.0)
-    is_backward = False
-    bars: list[Bar] = []
-    for event in outlook.plan.events:
-        unit = event.unit
+    forward_s, backward_s = work * (1 - BACKWARD_SHARE), work * (BACKWARD_SHARE + again)
+
+    def cost_of(event: Event, is_backward: bool) -> Cost:  # noqa: FBT001
+        part = share[event.unit] if event.unit >= 0 else 0.0
         match event.kind:
             case EventKind.GATHER:
-                start = max(free["wire"], _begun(bars))
-                end = start + share[unit] * (regather_s if is_backward else gather_s)
-                free["wire"] = there[unit] = end
-                lane = Lane.GATHER
+                return Cost(wire_s=part * (regather_s if is_backward else gather_s))
             case EventKind.FORWARD | EventKind.BACKWARD:
-                is_backward = event.kind is EventKind.BACKWARD
-                start = max(free["compute"], there[unit])
-                end = free["compute"] = start + share[unit] * cost[event.kind]
-                lane = Lane.BACKWARD if is_backward else Lane.FORWARD
+                return Cost(own_s=part * (backward_s if is_backward else forward_s))
             case EventKind.REDUCE:
-                start = max(free["reduce"], free["compute"])
-                end = free["reduce"] = start + share[unit] * cost[event.kind]
-                lane = Lane.REDUCE
+                return Cost(wire_s=part * (reduce_s + once_s))
             case _:
-                continue
-        bars.append(Bar(lane, unit, start, end))
-    return bars
+                return Cost()
+
+    return play(outlook.plan.events, cost_of, issues_ahead=True).bars
 
 
-def _begun(bars: list[Bar]) -> float:
-    """When the unit began that is computed now: what it looks ahead to is asked for then."""
-    for bar in reversed(bars):
-        if bar.lane in (Lane.FORWARD, Lane.BACKWARD):
-            return bar.start_s
-    return 0.0
-
-
-def held_over_time(outlook: Outlook, bars: list[Bar]) -> list[Moment]:
+def held_over_time(outlook: Outlook, bars: Sequence[Bar]) -> list[Moment]:
     """Activations grow through forward, logits stand at its end, backward gives all back.
 
     Gradients on their way are there from the logits' own on.

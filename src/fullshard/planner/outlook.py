@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, GradSync, RecomputeKind
 from fullshard.planner.activations import Kind, TraceOf
+from fullshard.planner.calibration import Calibration
 from fullshard.planner.forecast.architecture import Architecture
 from fullshard.planner.forecast.devices import Device
 from fullshard.planner.forecast.memory import GIB, Held, peak_memory
@@ -32,10 +33,13 @@ from fullshard.planner.forecast.workload import (
 from fullshard.planner.hardware import Fit, judge_fit
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import MemoryRow, communication_bytes
+from fullshard.planner.operations import WorkOf
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.step_time import StepTime, step_time
 from fullshard.planner.strategy import row_of
+from fullshard.planner.timeline import Bar
 
 # Share of a block's forward that runs again, share of its activations that is kept.
 _KERNELS = {
@@ -53,10 +57,12 @@ class Machine:
     Attributes:
         device: Its abilities; None where only its memory is known, or nothing.
         memory_bytes: What it holds; None where nobody said.
+        calibration: What was measured on it, which then says the time of a step.
     """
 
     device: Device | None
     memory_bytes: int | None
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +72,15 @@ class Job:
     Attributes:
         model: Its shapes.
         batch: One rank's.
-        trace: How to trace it; None: not.
+        trace: Traces what a micro-batch holds; None: counted from shapes.
+        work: Traces what it computes.
         optimizer: What it keeps.
     """
 
     model: Architecture
     batch: Batch
     trace: TraceOf | None = None
+    work: WorkOf | None = None
     optimizer: OptimizerStates = ADAMW
 
 
@@ -89,6 +97,7 @@ class Outlook:
         reserved_bytes: What the allocator holds at most, the holes between tensors too.
         times: Seconds of a step by what they are spent on; None without a known device.
         fit: Whether it fits; None where the memory is not known.
+        bars: The schedule of a micro-batch, where `times` are of a calibration.
     """
 
     config: ShardConfig
@@ -99,6 +108,12 @@ class Outlook:
     reserved_bytes: int
     times: Times | None
     fit: Fit | None
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its time is that of a measured machine."""
+        return bool(self.bars)
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -142,8 +157,23 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     if machine.memory_bytes is not None:
         reserved = max(peak, min(reserved, machine.memory_bytes))
         fit = judge_fit(peak, machine.memory_bytes)
+    outlook = replace(outlook, reserved_bytes=reserved, fit=fit)
+    measured = _measured(outlook, machine)
+    if measured is not None:
+        return replace(outlook, times=measured.times, bars=measured.bars)
     times = step_times(run) if machine.device is not None else None
-    return replace(outlook, reserved_bytes=reserved, times=times, fit=fit)
+    return replace(outlook, times=times)
+
+
+def _measured(outlook: Outlook, machine: Machine) -> StepTime | None:
+    """The step on a calibrated machine; None where that does not tell."""
+    job = outlook.job
+    if machine.calibration is None or job.work is None:
+        return None
+    work = job.work(outlook.plan, outlook.config, job.batch.micro_batch)
+    if work is None:
+        return None
+    return step_time(outlook.plan, work, machine.calibration, round(job.batch.accumulation))
 
 
 def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Workload:

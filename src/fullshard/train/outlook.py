@@ -14,7 +14,8 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
-from fullshard.config.values import Backend, Strategy
+from fullshard.config.values import Backend, Strategy, Transport
+from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.launch.topology import configured_topology
 from fullshard.planner.forecast.architecture import Shapes, decoder
 from fullshard.planner.forecast.devices import Device, find_device
@@ -25,6 +26,7 @@ from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.plan import Plan
 from fullshard.planner.search import MICRO_BATCH, PlanOf, advise, choose
+from fullshard.planner.strategy import row_of
 from fullshard.train.build import model_on_meta
 from fullshard.train.prepare import Prepared
 from fullshard.train.tracing import Tracer
@@ -61,9 +63,9 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
     )
     on_meta = all(param.is_meta for param in model.parameters())
     trace = Tracer(model, training.max_seq_length) if on_meta else None
-    return Job(
-        decoder(shapes, _active_params(model, config, numel)), batch, trace, states_of(training)
-    )
+    work = trace.work if trace else None
+    model_shapes = decoder(shapes, _active_params(model, config, numel))
+    return Job(model_shapes, batch, trace, work, states_of(training))
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -98,6 +100,19 @@ def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -
     except KeyError:
         device = None
     return Machine(device, hardware.memory_bytes)
+
+
+def on_one_host(config: ShardConfig, world_size: int) -> ShardConfig:
+    """With the transport that ranks of one host take to compute on its CPU, where it was left open.
+
+    As `resolve_transport` does it, before there are ranks.
+    """
+    if config.transport is not Transport.AUTO or world_size == 1:
+        return config
+    shares = row_of(config.strategy).shard_params and config.offload is None
+    shared = shares and Host.here() is not None
+    transport = Transport.SHARED if shared else Transport.DIRECT
+    return config.model_copy(update={"transport": transport})
 
 
 def this_machine(num_ranks: int) -> Machine:

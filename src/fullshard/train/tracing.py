@@ -23,7 +23,9 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import RecomputeKind
 from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import spec_of
+from fullshard.engine.operations import trace_work
 from fullshard.planner.activations import Moment, along, peak, peak_between
+from fullshard.planner.operations import Work
 from fullshard.planner.plan import Plan
 from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.spec import is_inside, parent_name
@@ -50,6 +52,7 @@ class Tracer:
         self._model = model
         self._traces: dict[Any, list[Moment]] = {}
         self._found: dict[Any, Moment | None] = {}
+        self._works: dict[Any, Work | None] = {}
 
     def __call__(self, plan: Plan, config: ShardConfig, samples: float) -> Moment | None:
         """The moment at which most is alive; None where the model cannot be traced.
@@ -71,6 +74,41 @@ class Tracer:
                 logger.info("activations: counted from shapes, since a trace met %s", said)
                 self._found[key] = None
         return self._found[key]
+
+    def work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
+        """What every unit computes; None where the model cannot be traced.
+
+        Blocks that were not traced compute what those do that they are like.
+        """
+        recompute = config.activation_checkpointing
+        dtypes = {group.dtypes for unit in plan.units for group in unit.groups}
+        units = tuple(unit.name for unit in plan.units)
+        key = ("work", recompute, frozenset(dtypes), units, samples)
+        if key not in self._works:
+            plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
+            try:
+                self._works[key] = self._find_work(plan, config, samples)
+            except Exception as error:  # noqa: BLE001  a model's own code runs here
+                said = (str(error).splitlines() or [""])[0]
+                logger.info("step time: not known, since a trace met %s", said)
+                self._works[key] = None
+        return self._works[key]
+
+    def _find_work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
+        if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
+            return None
+        work, blocks = self._work(int(samples)), repeated_blocks(self._spec)
+        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        depth = 2 * step + len(blocks) % step
+        if len(blocks) <= max(MOST_BLOCKS, depth):
+            return trace_work(self._model, plan, config, work)
+        model, part = _shallow(self._model, plan, blocks[depth:])
+        found = trace_work(model, part, config, work)
+        for at in range(depth, len(blocks)):
+            like = blocks[at - step * -(-(at - depth + 1) // step)]
+            alike = [name for name in found if is_inside(name, like)]
+            found |= {blocks[at] + name[len(like) :]: found[name] for name in alike}
+        return found
 
     def _find(self, plan: Plan, config: ShardConfig, key: Any, samples: float) -> Moment | None:
         if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):

@@ -1,0 +1,96 @@
+"""`fullshard bench calibrate` and `bench time`: what they write and refuse. No times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fullshard.bench.calibrate import crowded, host_of
+from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
+from fullshard.bench.times import find_cases, summary
+from fullshard.engine.operations import KINDS
+from fullshard.errors import ConfigError
+from fullshard.planner.calibration import Ceilings, Host, Table, read_calibration
+
+
+def run(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fullshard", "bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_of_operation_has_a_table_on_a_whole_grid(dtype):
+    def meet():
+        return None
+
+    with torch.no_grad():
+        found = {
+            **products(dtype, TINY, meet),
+            **attentions(dtype, TINY, meet),
+            **passes(dtype, TINY, meet),
+        }
+    assert {f"matmul {layout}" for layout in ("nn", "nt", "tn")} <= set(found)
+    assert {*KINDS.values(), "add", "add rows", "copy rows", "norm"} <= set(found)
+    assert all(Table(tuple(points)).is_whole for points in found.values())
+    assert all(seconds >= 0 for points in found.values() for _, seconds in points)
+    assert [size for size, _ in updates(TINY, meet)] == [(n,) for n in TINY.updates]
+
+
+def test_the_host_is_what_is_left_of_tiny_models():
+    bare = Ceilings(1, {}, {}, Host())
+    measured = {"forward": 1.0, "backward": 2.0, "step 2": 10.0, "step 6": 26.0}
+    found = host_of(bare, measured, {"cores": 2})
+    assert found.forward_s > 0
+    assert found.backward_s > 0
+    # Each block is a unit, of two turns, beside its operations.
+    left = 26.0 - 10.0 - 4 * (1.0 + 2.0) / 6
+    assert found.unit_s == pytest.approx(left / 8, rel=0.25)
+    fast = dict.fromkeys(measured, 0.0)
+    assert host_of(bare, fast, {"cores": 2}) == Host()
+
+
+def test_ranks_that_share_a_core_take_turns():
+    whole = Ceilings(2, {"add float32": Table((((1,), 3.0),))}, {}, Host(1.0, 2.0, 3.0, 4.0))
+    messages = {"direct fetch": Table((((1,), 5.0),))}
+    found = crowded(whole, 6, messages)
+    assert found.operations["add float32"].seconds((1,)) == pytest.approx(9.0)
+    assert (found.num_ranks, found.transfers, found.host) == (
+        6,
+        messages,
+        Host(3.0, 6.0, 9.0, 12.0),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_tiny_calibration_is_written_and_read(tmp_path):
+    path = tmp_path / "deep" / "calibration.json"
+    done = run("calibrate", "--tiny", "--ranks", "1", "--ranks", "2", "--out", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [row["num_ranks"] for row in said["rows"]] == [1, 2]
+    found = read_calibration(path)
+    assert set(found.hosts) == {1, 2}
+    assert not found.hosts[1].transfers
+    assert {"direct fetch", "direct reduce cpu", "direct replicas"} <= set(found.hosts[2].transfers)
+    assert found.hosts[2].host.forward_s >= 0
+
+
+def test_times_without_a_calibration_say_what_to_run(tmp_path):
+    done = run("time", "--calibration", str(tmp_path / "none.json"), timeout=60)
+    assert done.returncode == 2
+    assert "fullshard bench calibrate" in done.stderr
+
+
+def test_an_unknown_run_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"--case: expected one of llama .*; got 'lama'"):
+        find_cases(["lama"])
+
+
+def test_the_summary_counts_what_is_within_the_goal():
+    said = summary([0.04, -0.3, 0.08])
+    assert said == "3 runs: median error 8.0%, largest 30.0%; 2 of them within 10%."

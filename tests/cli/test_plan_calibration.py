@@ -1,0 +1,131 @@
+"""`fullshard plan` says the time of a step where this machine was calibrated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fullshard.bench.times import CASES
+from fullshard.cli.app import invoke
+from fullshard.config.environment import cache_folder
+from fullshard.launch.machine import describe_machine
+from fullshard.planner.calibration import (
+    FILE_NAME,
+    Calibration,
+    Ceilings,
+    Host,
+    Table,
+    to_json,
+)
+
+ROOT = Path(__file__).parents[2]
+# Every operation of the trace that is no product takes this, whatever its size; products nothing.
+SECONDS = 1e-3
+
+
+def calibration(*, ranks=(2,), machine=None, scale=1.0):
+    flat = Table((((1 << 40,), scale * SECONDS),))
+    products = Table((((1 << 20,) * 3, 1e-12),))
+    heads = Table((((1 << 40, 1 << 20), 1e-12),))
+    operations = {f"matmul {layout} float32": products for layout in ("nn", "nt", "tn")}
+    operations |= dict.fromkeys(
+        ("attention causal float32", "attention causal backward float32"), heads
+    )
+    operations["add float32"] = flat
+    found = {count: Ceilings(count, operations, {}, Host()) for count in ranks}
+    return to_json(Calibration(machine or describe_machine(), found), {})
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path, capfd):
+    """`plan(*words)`: what --json prints, and what is said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(ROOT)
+
+    def plan(*words):
+        outcome = invoke(["plan", *map(str, words)])
+        said = capfd.readouterr()
+        result = json.loads(json.dumps(outcome.result))
+        return result, said.out + said.err, outcome.exit_code
+
+    return plan
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "measured.json"
+    path.write_text(calibration())
+    return path
+
+
+def test_a_calibration_that_is_named_says_the_time(plan, file):
+    before, *_ = plan()
+    found, said, code = plan("--calibration", file)
+    assert (before["step_time_s"], code) == (None, 0)
+    assert found["step_time_s"] > 100 * SECONDS  # a few hundred operations
+    assert "as this machine was calibrated" in said
+
+
+def test_the_time_is_that_of_the_file(plan, file):
+    once, *_ = plan("--calibration", file)
+    file.write_text(calibration(scale=3.0))
+    thrice, *_ = plan("--calibration", file)
+    assert thrice["step_time_s"] == pytest.approx(3 * once["step_time_s"], rel=1e-6)
+
+
+def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
+    plain, *_ = plan("--calibration", file)
+    again, *_ = plan("--calibration", file, "activation_checkpointing=block")
+    twice, *_ = plan("--calibration", file, "gradient_accumulation_steps=2")
+    assert plain["step_time_s"] < again["step_time_s"] < twice["step_time_s"]
+
+
+def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file):
+    path = cache_folder() / FILE_NAME
+    path.parent.mkdir(parents=True)
+    path.write_text(file.read_text())
+    assert plan()[0]["step_time_s"] == plan("--calibration", file)[0]["step_time_s"]
+    path.write_text(calibration(machine={"cores": 1000}))
+    found, said, _ = plan()
+    assert found["step_time_s"] is None
+    assert "measured on another machine, and not used" in said
+
+
+def test_ranks_that_were_not_measured_have_no_time_and_that_is_said(plan, file):
+    found, said, code = plan("--calibration", file, "launch.num_processes=3")
+    assert (found["step_time_s"], code) == (None, 0)
+    assert "has no measurement of 3 ranks (but of 2)" in said
+    assert "bench calibrate --ranks 3" in said
+
+
+@pytest.mark.parametrize("words", [["--gpus", "8xH100"], ["--nodes", "2"]])
+def test_another_machine_is_not_what_was_calibrated(plan, file, words):
+    _, said, code = plan("--calibration", file, *words)
+    assert code == 2
+    assert "--calibration: expected ranks of this machine alone" in said
+
+
+def test_a_file_of_another_version_is_refused(plan, file):
+    file.write_text(file.read_text().replace('"schema_version": 1', '"schema_version": 9'))
+    _, said, code = plan("--calibration", file)
+    assert code == 2
+    assert "schema_version: expected 1, got 9. Measure it again" in said
+
+
+def test_the_page_draws_the_schedule_of_the_calibrated_step(plan, file, tmp_path):
+    page = tmp_path / "plan.html"
+    _, _, code = plan("--calibration", file, "--out", page)
+    assert code == 0
+    assert "The schedule of a micro-batch" in page.read_text()
+    assert "calibrated" in page.read_text()
+
+
+def test_the_ten_runs_are_of_one_two_and_four_ranks_and_of_every_kind():
+    assert len(CASES) == 10
+    assert {case.num_ranks for case in CASES} == {1, 2, 4}
+    assert {case.strategy for case in CASES} == {"full_shard", "shard_grad_op", "no_shard"}
+    assert {case.recompute for case in CASES} == {"none", "block"}
+    for case in CASES:
+        case.config()
