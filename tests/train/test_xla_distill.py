@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,39 @@ def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, 
     assert done.exit_code == 0, done.err
     rows = read_rows(tmp_path / "jax" / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
+    folder, fullshard, tmp_path, monkeypatch
+):
+    """Rows are filled up here, and so are the logits that are kept for them."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chats = [
+        [
+            {"role": "user", "content": f"{n}?"},
+            {"role": "assistant", "content": "yes" + " of course" * (n % 3)},
+        ]
+        for n in range(200)
+    ]
+    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    (tmp_path / "chat.jsonl").write_text(text)
+    kept = (f"distill.cache={tmp_path / 'logits'}", "top_k=300", "max_length=64")
+    words = (folder / "read.yaml", f"data.path={tmp_path / 'chat.jsonl'}", "packing=true", *kept)
+    done = fullshard("distill", "cache", *words, f"output_dir={tmp_path / 'caching'}")
+    assert done.exit_code == 0, done.err
+    found = {}
+    for name, *more in (
+        ("torch",),
+        ("jax", "backend=jax"),
+        ("teacher", "backend=jax", "distill.cache=null"),
+    ):
+        done = fullshard("distill", *words, *more, f"output_dir={tmp_path / name}")
+        assert done.exit_code == 0, done.err
+        found[name] = losses(tmp_path / name)
+    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
+    assert found["teacher"] == pytest.approx(found["jax"], rel=2e-3)  # kept in float16
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,9 @@ def distillation(student: Decoder, teacher: Decoder | None, settings: DistillCon
 
     def beside_teacher(params: Tree, batch: Any, given: Tree) -> tuple[jax.Array, jax.Array]:
         assert teacher is not None, "its arrays are given"
-        other = hidden_of(teacher.config, teacher.plan, given, batch)
-        # The teacher's memory is free before the student's is taken.
-        ids, other = lax.optimization_barrier((batch["input_ids"], lax.stop_gradient(other)))
-        own = hidden_of(student.config, student.plan, params, {**batch, "input_ids": ids})
+        seen = _predicting(hidden_of(teacher.config, teacher.plan, given, batch))
+        own = hidden_of(student.config, student.plan, params, batch)
         rows, head = _Rows.of(own, batch), head_of(student.config, params)
-        seen = _predicting(other)
         if settings.loss is DistillLoss.HIDDEN:
             labels = (1 - settings.alpha) * _chunked(rows, head, None, _cross_entropy, settings)
             apart = _apart(rows, seen, params.get(PROJECTION))
