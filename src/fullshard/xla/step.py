@@ -197,7 +197,7 @@ def train_step(
     """
     tx = optax.with_extra_args_support(tx)
     mapped = jax.shard_map(
-        partial(_gradients, plan, _seeing(loss_fn, given), num_micro_batches),
+        partial(gradients, plan, _seeing(loss_fn, given), num_micro_batches),
         mesh=plan.mesh,
         in_specs=(
             plan.specs,
@@ -289,7 +289,7 @@ def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
     )
 
 
-def _gradients(
+def gradients(
     plan: XlaPlan,
     seeing: Callable[[Tree], LossFn],
     num_micro_batches: int,
