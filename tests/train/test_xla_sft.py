@@ -91,7 +91,6 @@ def test_rows_are_filled_up_with_a_document_of_its_own():
     [
         ("sft", ("lora.r=4",), "lora: a mapping is not yet supported"),
         ("sft", ("sft.num_samples=3",), "sft.num_samples: 3 with backend: jax is not yet"),
-        ("distill", (), "'jax' under `fullshard distill` is not yet supported"),
     ],
 )
 def test_what_the_backend_lacks_is_refused_before_ranks_start(

@@ -14,11 +14,16 @@ from fullshard.cli.words import (
     JsonFlag,
     Words,
     load,
+    split_config,
 )
 
 app = typer.Typer(help="Train a student to predict what a teacher predicts.")
 
-JOB, TEACHER_JOB = "distill_job.yaml", "teacher_job.yaml"
+# By the engine: the job without a configuration file, and the one that makes its teacher.
+JOBS = {
+    "torch": ("distill_job.yaml", "teacher_job.yaml"),
+    "jax": ("distill_jax_job.yaml", "main_job.yaml"),
+}
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -34,19 +39,23 @@ def distill(  # noqa: PLR0913  (one parameter an option)
     """Distill a teacher into a student.
 
     Without a configuration file: a small mixture of experts is trained as the teacher (where there
-    is none yet), a student with half of its layers and experts is cut out of it, and learns.
+    is none yet), a student with half of its layers and experts is cut out of it, and learns; with
+    backend=jax a smaller student learns from the model that `fullshard train` left.
     `fullshard distill cache CONFIG` writes the teacher's logits to disk, for runs without it.
     """
     from fullshard.config.values import Command
 
     caches = bool(words) and words[0] == "cache"
     words = words[1:] if words and caches else words
-    resolved = load(words, config, config_file, flags=FLAGS, default=JOB)
+    resolved = load(words, config, config_file, flags=FLAGS, default=JOBS["torch"][0])
+    job, teacher_job = JOBS[resolved.config.backend]
+    if config_file is None and split_config(words or (), config)[0] is None:
+        resolved = load(words, flags=FLAGS, default=job)
     how = How(resume, max_restarts, dry_run)
     command = Command.CACHE if caches else Command.DISTILL
     resolved.check_command(command)  # before a teacher is trained for it
     teacher = resolved.config.teacher
-    ended = made_first(teacher.name_or_path if teacher else None, TEACHER_JOB, how)
+    ended = made_first(teacher.name_or_path if teacher else None, teacher_job, how)
     if ended is not None:
         return ended
     return run_recipe(command, resolved, how)

@@ -43,7 +43,8 @@ def plan_on_xla(
     found: Compiled | None = None
     if exact:
         found, world_size = compiled_step(config, model_config, topology, world_size)
-    outlook = look(config, model_config, world_size)
+    on_cpu = exact and topology is None
+    outlook = look(config, model_config, world_size, on_cpu=on_cpu)
     fit: Fit | None = None
     needed = found.peak if found is not None else outlook.peak_bytes
     if hardware is not None and hardware.memory_bytes is not None:

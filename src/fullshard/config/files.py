@@ -15,7 +15,11 @@ from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.values import nearest
 
 MAIN_JOB = "main_job.yaml"
-JOBS = (MAIN_JOB, "sft_job.yaml", "distill_job.yaml", "teacher_job.yaml")  # that we ship
+# That we ship.
+JOBS = (
+    *(MAIN_JOB, "sft_job.yaml", "teacher_job.yaml"),
+    *("distill_job.yaml", "distill_jax_job.yaml"),
+)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,18 @@ XLA_TRAINING = (
         "Write a number",
     ),
 )
+XLA_DISTILL = (
+    NotYet("teacher_offload", _any("teacher_offload"), "Leave it out, or use backend: torch"),
+    *(
+        NotYet(
+            key,
+            _any(key),
+            "Give the student a dense configuration: mixtures of experts, of which students are "
+            "cut, are torch's",
+        )
+        for key in ("experts", "layers")
+    ),
+)
 XLA_LORA = NotYet("lora", _any("lora"), "Leave it out, or use backend: torch")
 
 
@@ -181,9 +193,15 @@ def check_command(config: RunConfig, command: Command) -> None:
 
 
 def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
-    if command not in (Command.TRAIN, Command.SFT):
-        says = f"'jax' under `fullshard {command}` is not yet supported"
-        yield Problem("backend", "", says, "Use torch")
+    if command is Command.CACHE:
+        says = "'jax' under `fullshard distill cache` is not yet supported"
+        yield Problem("backend", "", says, "Use torch: backend: jax learns from what it leaves")
+    if command is Command.DISTILL:
+        settings = config.distill or DistillConfig()
+        for row in XLA_DISTILL:
+            if (value := row.says(settings)) is not None:
+                says = f"{_named(value)} with backend: jax is not yet supported"
+                yield Problem(f"distill.{row.key}", "", says, row.instead)
     sft = config.sft
     if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
         says = f"{sft.num_samples} with backend: jax is not yet supported"

@@ -182,6 +182,16 @@ class ArraysPlan:
             found[REDUCE] = found[REDUCE].plus(1, scalar)
         return found
 
+    def forward_gathers(self, num_micro_batches: int = 1) -> Collectives:
+        """What a step issues for a model that runs forward alone, such as a teacher."""
+        found = Collectives()
+        for array in self.arrays:
+            if array.cut.dim is not None:
+                times = array.num_layers * num_micro_batches if array.block else 1
+                size = math.prod(array.padded_shape) * ITEMSIZE[array.dtypes.compute]
+                found = found.plus(times, size)
+        return found
+
     def _of_array(self, array: ArrayPlan) -> Iterator[tuple[str, int, int]]:
         """(kind, times, bytes of the whole tensor) of a micro-batch."""
         layers, dtypes = array.num_layers or 1, array.dtypes

@@ -1,90 +1,100 @@
-"""What a step on XLA holds beside its state: activations of a decoder, counted from shapes.
+"""What a step on XLA holds beside its state, at the fuller of two moments.
 
-XLA lays temporaries out itself, so this is an estimate (`fullshard plan --exact` asks XLA). What
-backward needs of a block is what its policy keeps:
+    the head       what forward kept, the gathered head, logits, the gradient of its weight
+    the last block what forward kept, gradient shards, that gradient, one block with its gradients
 
-    none        norms, rotated heads, scores, the parts of the mlp
-    selective   the outputs of products
-    block       the block's input
+The two are not held together: gradient shards of blocks come into being when logits are gone. What
+forward kept is read off the traced program (xla/residuals.py); a cotangent takes the place of the
+activation that made it. `fullshard plan --exact` asks XLA, and compares.
 
-and at once either the logits and the head's gradient, or all of one block and its gradients.
+Compilers differ, in what was seen in their buffers: those of accelerators fuse the exponentials of
+the loss and drop the gathered embedding when it was read. CPU's keeps two more arrays of the size
+of the logits (exponentials; the label's gradient), the embedding, and the shards that a loop hands
+to backward.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.config.values import RecomputeKind
-from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.spec import ITEMSIZE
 
-WIDE = 4  # bytes, at least, of norms, scores and logits
+WIDE = 4  # bytes, at least, of the logits that the loss is computed from
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Widths of a decoder, and a device's batch of one micro-batch.
+class StepShape:
+    """A device's micro-batch.
 
     Attributes:
-        width: Of the residual stream.
-        query_width, kv_width: Of all query heads together, and of all key (or value) heads.
-        mlp_width: Inner width of the gated mlp.
-        num_heads: Of queries.
-        vocab_size: Columns of the logits.
-        num_samples, num_tokens: Samples, and tokens of each.
+        num_logits: Tokens times vocabulary.
+        kept_bytes: That forward keeps for backward.
+        shard_bytes: Of parameters, handed to backward beside these.
+        block_bytes: That one block keeps where nothing is computed anew.
+        accumulates: Whether there are several micro-batches: their sum is there all the time.
+        on_cpu: Whose compiler it is.
     """
 
-    width: int
-    query_width: int
-    kv_width: int
-    mlp_width: int
-    num_heads: int
-    vocab_size: int
-    num_samples: int
-    num_tokens: int
+    num_logits: int
+    kept_bytes: int
+    shard_bytes: int
+    block_bytes: int
+    accumulates: bool
+    on_cpu: bool
 
 
-def temporaries(table: ArraysPlan, shape: DecoderShape) -> tuple[MemoryRow, ...]:
-    """Rows beside those of the state, of a device."""
+def at_peak(table: ArraysPlan, shape: StepShape) -> tuple[MemoryRow, ...]:
+    """Rows of a device, which add up to its peak."""
+    rows = {row.name: row for row in table.memory}
+    state = [rows["parameter shards"], rows["optimizer (AdamW)"]]
+    kept = shape.kept_bytes + shape.shard_bytes * shape.on_cpu
+    always = [*state, MemoryRow("activations", kept)]
+    gradients = rows["gradient shards"]
+    if shape.accumulates:
+        always.append(gradients)
+    head = _at_the_head(table, shape)
+    block = _at_a_block(table, shape)
+    if not shape.accumulates:
+        block.insert(0, gradients)
+    return (*always, *max(head, block, key=lambda rows: sum(row.num_bytes for row in rows)))
+
+
+def _at_the_head(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
+    outside = [array for array in table.arrays if not array.block]
+    large = [_whole_bytes(array, "compute") for array in outside if array.cut.dim is not None]
+    held = sum(large) if shape.on_cpu else max(large, default=0)
     compute = max(ITEMSIZE[array.dtypes.compute] for array in table.arrays)
     wide = max(compute, WIDE)
-    tokens = shape.num_samples * shape.num_tokens
-    layers = max(array.num_layers for array in table.arrays)
-    full, products, entry = _kept_bytes(shape, compute, wide)
-    every = min(table.recompute.every, layers)
-    match table.recompute.kind:
-        case RecomputeKind.NONE:
-            kept = layers * full
-        case RecomputeKind.SELECTIVE:
-            kept = layers * products
-        case RecomputeKind.BLOCK:
-            cheap = -(-layers // every)
-            kept = cheap * entry + (layers - cheap) * full
-        case RecomputeKind.OFFLOAD:
-            kept = entry  # the others' inputs wait on the host
-    logits = (wide + compute) * shape.vocab_size
-    head, block = _unreduced_bytes(table)
-    working = max(tokens * logits + head, tokens * full + block)
-    return (MemoryRow("activations", tokens * kept), MemoryRow("head or one block", working))
+    each = 3 * wide if shape.on_cpu else wide + compute
+    return [
+        MemoryRow("gathered arrays", held),
+        MemoryRow("logits", each * shape.num_logits),
+        MemoryRow("gradient of the head", _head_gradient(outside)),
+    ]
 
 
-def _kept_bytes(shape: DecoderShape, compute: int, wide: int) -> tuple[int, int, int]:
-    """Bytes a token of one block: all that backward needs, products' outputs alone, its input."""
-    entry = shape.width * compute
-    heads = (2 * shape.query_width + 2 * shape.kv_width) * compute
-    scores = shape.num_heads * shape.num_tokens * (wide + (compute if compute < wide else 0))
-    norms = 2 * shape.width * (wide + compute)
-    mlp = 4 * shape.mlp_width * compute
-    products = shape.query_width + 2 * shape.kv_width + 2 * shape.width + 2 * shape.mlp_width
-    return 2 * entry + heads + scores + norms + mlp, products * compute + entry, entry
+def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
+    inside = [a for a in table.arrays if a.block and a.cut.dim is not None]
+    held = table.num_units - 1 if not table.reshards else 1
+    trained = [array for array in inside if array.trainable]
+    outside = [array for array in table.arrays if not array.block]
+    return [
+        MemoryRow("gathered arrays", held * sum(_whole_bytes(a, "compute") for a in inside)),
+        MemoryRow("one block", shape.block_bytes),
+        MemoryRow("its gradients", sum(_whole_bytes(a, "reduce") for a in trained)),
+        MemoryRow("gradient of the head", _head_gradient(outside)),
+    ]
 
 
-def _unreduced_bytes(table: ArraysPlan) -> tuple[int, int]:
-    """Whole gradients at once: of the largest array outside of blocks, and of one block."""
-    outside, inside = [0], [0]
-    for array in table.arrays:
-        if array.trainable and array.cut.dim is not None:
-            num_bytes = array.numel // (array.num_layers or 1) * ITEMSIZE[array.dtypes.reduce]
-            (inside if array.block else outside).append(num_bytes)
-    return max(outside), sum(inside)
+def _head_gradient(outside: Sequence[ArrayPlan]) -> int:
+    """Whole, until backward is done."""
+    found = [_whole_bytes(a, "reduce") for a in outside if a.trainable and a.cut.dim is not None]
+    return max(found, default=0)
+
+
+def _whole_bytes(array: ArrayPlan, kind: str) -> int:
+    return math.prod(array.padded_shape) * ITEMSIZE[getattr(array.dtypes, kind)]

@@ -33,7 +33,7 @@ def model_on_meta(config: RunConfig, model_config: PretrainedConfig) -> nn.Modul
     Raises:
         ConfigError: A glob or a layer's name matches nothing, or adapters have no weights.
     """
-    return _trainable(build_on_meta(model_config), config)
+    return trainable(build_on_meta(model_config), config)
 
 
 def plan_run(prepared: Prepared, world_size: int) -> Plan | ArraysPlan:
@@ -44,9 +44,14 @@ def plan_run(prepared: Prepared, world_size: int) -> Plan | ArraysPlan:
     """
     config = prepared.config
     if config.backend is Backend.JAX:
-        from fullshard.xla.decoder import plan_table
+        from fullshard.train.xla_teaching import check_teacher, projection_shapes
+        from fullshard.xla.decoder import DecoderConfig, plan_table
 
-        return plan_table(prepared.model_config, config, world_size)
+        decoder = DecoderConfig.of(prepared.model_config)
+        more = projection_shapes(config, decoder.hidden_size)
+        table = plan_table(prepared.model_config, config, world_size, more)
+        check_teacher(config, table)
+        return table
     model = model_on_meta(config, prepared.model_config)
     plan = fs.plan(model, config.sharding, world_size=world_size)
     return plan.trained_by(states_of(config.training))
@@ -80,11 +85,12 @@ def build_sharded(
     elif folder is not None and adds:
         weights = AdaptedWeights(folder, getattr(model, "base_model_prefix", ""), seed)
     torch.manual_seed(seed)
-    before(_trainable(model, config))
+    before(trainable(model, config))
     return fs.shard(model, config.sharding, weights=weights)
 
 
-def _trainable(model: nn.Module, config: RunConfig) -> nn.Module:
+def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
+    """The model with what a run adds to it, and without gradients of what it freezes."""
     if config.lora is not None:
         if weights_folder(config) is None:
             raise ConfigError(

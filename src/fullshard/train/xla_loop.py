@@ -23,10 +23,11 @@ from fullshard.train.chats import Chats
 from fullshard.train.loop import Batch
 from fullshard.train.loss import IGNORED
 from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
+from fullshard.train.top_k import TOP_IDS, TOP_VALUES
 from fullshard.train.xla_checkpoints import XlaCheckpoints
 from fullshard.xla.step import State, Step
 
-KEYS = ("input_ids", "labels", "position_ids")
+KEYS = ("input_ids", "labels", "position_ids", TOP_VALUES, TOP_IDS)
 
 
 @dataclass
@@ -39,6 +40,7 @@ class XlaTrainee:
         totals: (state, batch) -> summed loss and label tokens, over all ranks.
         memory_bytes: Of this process: now, and the most so far.
         done: Steps that were finished before.
+        beside: A training batch with what else a step needs of it.
     """
 
     state: State
@@ -46,6 +48,7 @@ class XlaTrainee:
     totals: Callable[[State, Any], tuple[Any, Any]]
     memory_bytes: Callable[[], tuple[int, int]]
     done: int = 0
+    beside: Callable[[Batch], Batch] = lambda batch: batch
 
 
 class XlaLoop(StepLoop):
@@ -72,7 +75,8 @@ class XlaLoop(StepLoop):
         for batch in self._recipe.held_out():
             if self._stops_within(step):
                 return None
-            sums.append(self._trainee.totals(self._trainee.state, self._arrays([batch])))
+            arrays = _arrays([self._filled(batch)])
+            sums.append(self._trainee.totals(self._trainee.state, arrays))
         if not sums:
             return None
         return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
@@ -83,11 +87,10 @@ class XlaLoop(StepLoop):
         self._watcher.entered("data loading", step)
         began = time.perf_counter()
         batches = self._recipe.micro_batches(step - 1)
+        arrays = _arrays([trainee.beside(self._filled(batch)) for batch in batches])
         data_s = time.perf_counter() - began
         self._watcher.entered("forward and backward", step)
-        trainee.state, found = trainee.step(
-            trainee.state, self._arrays(batches), learning_rate=learning_rate
-        )
+        trainee.state, found = trainee.step(trainee.state, arrays, learning_rate=learning_rate)
         loss, norm = float(found["loss"]), float(found["grad_norm"])
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
@@ -117,19 +120,9 @@ class XlaLoop(StepLoop):
             memory_peak_bytes=int(peak.max()),
         )
 
-    def _arrays(self, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-        """This rank's samples; micro-batches, where there are several, on an axis before.
-
-        Rows of chats are as long as rows may be, since another shape would be another program.
-        """
-        if self._length is not None:
-            batches = [_filled(batch, self._length) for batch in batches]
-        stacked = {
-            key: np.stack([batch[key].numpy().astype(np.int32) for batch in batches])
-            for key in KEYS
-            if key in batches[0]
-        }
-        return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
+    def _filled(self, batch: Batch) -> Batch:
+        """Rows of chats are as long as rows may be: another shape would be another program."""
+        return batch if self._length is None else _filled(batch, self._length)
 
     def _on_any_rank(self, flag: float) -> bool:
         return bool(_exchange([flag]).any())
@@ -142,6 +135,21 @@ class XlaLoop(StepLoop):
         self._keeper.keep(step, stopping=stopping, last=last)
 
 
+def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+    """This rank's samples; micro-batches, where there are several, on an axis before."""
+    stacked = {
+        key: np.stack([_narrow(batch[key].numpy()) for batch in batches])
+        for key in KEYS
+        if key in batches[0]
+    }
+    return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Tokens as int32."""
+    return values.astype(np.int32) if values.dtype.kind == "i" else values
+
+
 def _filled(batch: Batch, length: int) -> Batch:
     """Rows of one length, as if the batch's longest were as long: see [Note: documents]."""
     ids = batch["input_ids"]
@@ -151,7 +159,7 @@ def _filled(batch: Batch, length: int) -> Batch:
     own = batch.get("position_ids", first)
     # What fills begins anew in each row, and is learned by nobody.
     filled = torch.cat([own, places[:more].expand(num_rows, more)], 1)
-    return {
+    return batch | {
         "input_ids": F.pad(ids, (0, more)),
         "labels": F.pad(batch["labels"], (0, more), value=IGNORED),
         "position_ids": filled,

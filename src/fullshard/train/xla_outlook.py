@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import DType, Optimizer
+from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
-from fullshard.planner.xla_memory import DecoderShape, temporaries
+from fullshard.planner.xla_memory import StepShape, at_peak
 from fullshard.xla import optim
 from fullshard.xla.aot import Compiled, compile_step, devices_of
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.plan import plan
+from fullshard.xla.residuals import kept_for_backward, without_devices
 from fullshard.xla.step import trained
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class XlaOutlook:
     Attributes:
         table: The plan.
         num_micro_batches: Of a step.
-        rows: Memory of a device by kind: state to the byte, the rest estimated.
+        rows: Memory of a device at its fullest: state to the byte, the rest estimated.
     """
 
     table: ArraysPlan
@@ -56,8 +57,16 @@ class XlaOutlook:
         }
 
 
-def look(config: RunConfig, model_config: PretrainedConfig, world_size: int) -> XlaOutlook:
+def look(
+    config: RunConfig, model_config: PretrainedConfig, world_size: int, *, on_cpu: bool = False
+) -> XlaOutlook:
     """The plan of a run on so many devices.
+
+    Args:
+        config: Of the run.
+        model_config: Of its model.
+        world_size: Devices.
+        on_cpu: Whether they are CPUs, whose compiler keeps more.
 
     Raises:
         ConfigError: The decoder does not compute this model, or the mesh is impossible.
@@ -65,17 +74,24 @@ def look(config: RunConfig, model_config: PretrainedConfig, world_size: int) -> 
     table, training = plan_table(model_config, config, world_size), config.training
     training = training.divided(world_size)
     decoder = DecoderConfig.of(model_config)
-    shape = DecoderShape(
-        width=decoder.hidden_size,
-        query_width=decoder.num_attention_heads * decoder.head_dim,
-        kv_width=decoder.num_key_value_heads * decoder.head_dim,
-        mlp_width=decoder.intermediate_size,
-        num_heads=decoder.num_attention_heads,
-        vocab_size=decoder.vocab_size,
-        num_samples=training.per_device_train_batch_size,
-        num_tokens=training.max_seq_length,
+    samples, length = training.per_device_train_batch_size, training.max_seq_length
+    ids = jax.ShapeDtypeStruct((world_size * samples, length), jnp.int32)
+    kept, whole = (
+        kept_for_backward(placed, loss_fn(decoder, placed), {"input_ids": ids, "labels": ids})
+        for placed in (
+            without_devices(one, jax.tree.structure(decoder.shapes()))
+            for one in (table, replace(table, recompute=Recompute(RecomputeKind.NONE)))
+        )
     )
-    rows = (*table.memory, *temporaries(table, shape))
+    shape = StepShape(
+        num_logits=samples * length * decoder.vocab_size,
+        kept_bytes=kept.activations,
+        shard_bytes=kept.shards,
+        block_bytes=whole.activations // decoder.num_hidden_layers,
+        accumulates=training.gradient_accumulation_steps > 1,
+        on_cpu=on_cpu,
+    )
+    rows = at_peak(table, shape)
     return XlaOutlook(table, training.gradient_accumulation_steps, rows)
 
 

@@ -1,11 +1,11 @@
-"""Pretraining and fine-tuning on XLA, on one rank: what job.py does, by `backend: jax`."""
+"""Every recipe on XLA, on one rank: what job.py does, by `backend: jax`."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,15 @@ from fullshard.launch import rendezvous
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
-from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.render import human_bytes
 from fullshard.train.banner import DataFacts
+from fullshard.train.build import model_on_meta, trainable
 from fullshard.train.chat_dataset import ChatDataset
 from fullshard.train.console import RunConsole
 from fullshard.train.export import write_folder
 from fullshard.train.facts import tokenizer_texts
-from fullshard.train.model import build_model, build_on_meta, freeze, quiet_libraries
+from fullshard.train.lora import first_values
+from fullshard.train.model import build_model, quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.patience import Patience
 from fullshard.train.prepare import (
@@ -47,9 +48,11 @@ from fullshard.train.steps import LoopSettings
 from fullshard.train.watcher import RunWatcher
 from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
 from fullshard.train.xla_loop import XlaLoop, XlaTrainee
-from fullshard.train.xla_weights import state_of, torch_weights
+from fullshard.train.xla_teaching import XlaTeaching, projection_shapes
+from fullshard.train.xla_weights import state_beside, state_of, torch_weights
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
+from fullshard.xla.distill import PROJECTION, Decoder
 from fullshard.xla.plan import XlaPlan, plan
 from fullshard.xla.step import State, eval_step, train_step, trained
 from fullshard.xla_state import read
@@ -74,6 +77,7 @@ class _Built:
     groups: list[dict[str, Any]]
     schedule: Schedule
     steps: StepPlan
+    teaching: XlaTeaching | None
 
 
 def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[], bool]) -> None:
@@ -91,15 +95,10 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
     resume, command = Resume.of_record(record), Command(record["command"])
     world_size = _join(config, rank)
     steps = plan_steps(config.training, dataset.facts, world_size, resume.global_batch)
-    built = _build(config, model_config_of(config, dataset.tokenizer), steps)
+    built = _build(config, model_config_of(config, dataset.tokenizer), steps, command)
     console = RunConsole(steps.num_steps, steps.log_every) if rank == 0 else None
     if console is not None:
-        _announce(
-            DataFacts(command, config, dataset.facts, steps),
-            folder,
-            console,
-            built.plan.table,
-        )
+        _announce(DataFacts(command, config, dataset.facts, steps), folder, console, built)
         if isinstance(dataset, ChatDataset) and dataset.samples:
             logger.info("held-out prompts are not answered with backend: jax")
     with caught_stop_signals(SAVE_SIGNALS, is_ending) as caught:
@@ -123,6 +122,7 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
             XlaLoop(trainee, recipe, settings, keeper, watcher).run(trainee.done)
     watchdog.phase("saving", steps.num_steps)
     weights = torch_weights(trainee.state)
+    weights.pop(f"{PROJECTION}.weight", None)  # it is no part of the model
     processes.leave()
     if console is None:
         return
@@ -132,14 +132,18 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
     conclude(folder, watcher, dataset.facts, training.seed, wall_s)
 
 
-def _build(config: RunConfig, model_config: PretrainedConfig, steps: StepPlan) -> _Built:
+def _build(
+    config: RunConfig, model_config: PretrainedConfig, steps: StepPlan, command: Command
+) -> _Built:
     """Plan, optimizer and schedule. A model of torch on meta says which weights decay."""
     training = config.training
     decoder = DecoderConfig.of(model_config)
-    placed = plan(decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
+    shapes = {**decoder.shapes(), **projection_shapes(config, decoder.hidden_size)}
+    placed = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
     processes.check_reductions(placed.table)
-    shell = build_on_meta(model_config)
-    freeze(shell, config.freeze)
+    distills = command is Command.DISTILL
+    teaching = XlaTeaching.of(config, Decoder(decoder, placed)) if distills else None
+    shell = model_on_meta(config, model_config)
     model_config.architectures = [type(shell).__name__]
     settings = OptimizerSettings.of(training)
     names = {id(param): name for name, param in shell.named_parameters()}
@@ -154,7 +158,7 @@ def _build(config: RunConfig, model_config: PretrainedConfig, steps: StepPlan) -
         betas = (training.adam_beta1, training.adam_beta2)
         tx = optim.adamw(betas, training.adam_epsilon, decay)
     schedule = schedule_of(training, steps)
-    return _Built(config, model_config, decoder, placed, tx, groups, schedule, steps)
+    return _Built(config, model_config, decoder, placed, tx, groups, schedule, steps, teaching)
 
 
 def _kept(built: _Built, tokenizer: Mapping[str, str]) -> XlaKept:
@@ -164,16 +168,21 @@ def _kept(built: _Built, tokenizer: Mapping[str, str]) -> XlaKept:
 
 
 def _trainee(built: _Built, state: State, done: int) -> XlaTrainee:
-    loss = loss_fn(built.decoder, built.plan)
+    teaching = built.teaching
+    loss = told = loss_fn(built.decoder, built.plan)
+    if teaching is not None:
+        loss, told = teaching.loss, teaching.told
     step = train_step(
         built.plan,
         loss,
         built.tx,
         max_grad_norm=built.config.training.max_grad_norm or None,
         num_micro_batches=built.steps.order.shape.accumulation,
+        given=teaching.given() if teaching is not None else None,
     )
     memory = partial(memory_bytes, torch.device("cpu"))
-    return XlaTrainee(state, step, eval_step(built.plan, loss), memory, done)
+    trainee = XlaTrainee(state, step, eval_step(built.plan, told), memory, done)
+    return trainee if teaching is None else replace(trainee, beside=teaching.beside)
 
 
 def _join(config: RunConfig, rank: int) -> int:
@@ -197,25 +206,32 @@ def _initial(built: _Built) -> State:
     numbers that it begins with on torch.
     """
     config, placed, tx = built.config, built.plan, built.tx
-    folder = weights_folder(config)
-    if folder is not None:
+    folder, seed = weights_folder(config), config.training.seed
+    if folder is None:
+        dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
+        model = build_model(built.model_config, None, dtype, seed)
+        torch.manual_seed(seed)  # as on torch: what is added has numbers of its own
+        return state_of(placed, trainable(model, config).state_dict(), tx)
+    if PROJECTION not in placed.shardings:
         return read.load(placed, folder, tx)[0]
-    dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
-    weights = build_model(built.model_config, None, dtype, config.training.seed).state_dict()
+    shapes = built.decoder.shapes()
+    bare = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
+    name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
+    values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
+    return state_beside(placed, read.load(bare, folder)[0].params, {name: values}, tx)
 
-    return state_of(placed, weights, tx)
 
-
-def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, table: ArraysPlan) -> None:
+def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, built: _Built) -> None:
     """Writes what is planned and shows it."""
-    mesh = table.mesh
+    table = built.plan.table
+    mesh, num_micro_batches = table.mesh, facts.steps.order.shape.accumulation
     folder.plan.write_text(table.to_json(), encoding="utf-8")
     folder.update_record(
         status=RunStatus.RUNNING, planned=planned(table, facts.steps), environment=environment()
     )
     moved = ", ".join(
         f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
-        for kind, c in table.collectives(facts.steps.order.shape.accumulation).items()
+        for kind, c in table.collectives(num_micro_batches).items()
         if c.count
     )
     rows = ", ".join(f"{row.name} {human_bytes(row.num_bytes)}" for row in table.memory)
@@ -230,4 +246,6 @@ def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, table: A
         ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),
         ("state", f"{human_bytes(table.peak_bytes['device'])} a device: {rows}"),
     ]
+    if built.teaching is not None:
+        lines += built.teaching.lines(num_micro_batches)
     console.print_banner(f"fullshard {facts.command}  {folder.path}", [*lines, *facts.lines()])

@@ -64,20 +64,25 @@ class DecoderConfig:
     rope: dict[str, Any]
 
     @classmethod
-    def of(cls, config: Any) -> DecoderConfig:
+    def of(cls, config: Any, key: str = "model.config") -> DecoderConfig:
         """From a Hugging Face configuration.
+
+        Args:
+            config: Of the model.
+            key: What messages call it.
 
         Raises:
             ConfigError: It has something that this decoder does not compute.
         """
         kind = config.model_type
-        _expect("model_type", kind, MODEL_TYPES)
-        _expect("hidden_act", config.hidden_act, ("silu",))
-        _expect("attention_dropout", config.attention_dropout, (0.0,))
+        expect = partial(_expect, key)
+        expect("model_type", kind, MODEL_TYPES)
+        expect("hidden_act", config.hidden_act, ("silu",))
+        expect("attention_dropout", config.attention_dropout, (0.0,))
         rope = dict(config.rope_parameters)
-        _expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
+        expect("rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
         for layer in getattr(config, "layer_types", None) or ():
-            _expect("layer_types", layer, ("full_attention",))
+            expect("layer_types", layer, ("full_attention",))
         bias = bool(getattr(config, "attention_bias", False))
         heads = config.num_attention_heads
         return cls(
@@ -132,8 +137,14 @@ class DecoderConfig:
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=_is_shape)
 
 
-def plan_table(model_config: Any, run: RunConfig, world_size: int) -> ArraysPlan:
+def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = None) -> ArraysPlan:
     """What a run on this backend will hold and move; needs no device.
+
+    Args:
+        model_config: Of Hugging Face.
+        run: The configuration.
+        world_size: Devices.
+        more: Shapes of further arrays that are trained with the model.
 
     Raises:
         ConfigError: The decoder does not compute this model, or the mesh is impossible.
@@ -141,7 +152,7 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int) -> ArraysPlan
     decoder, sharding = DecoderConfig.of(model_config), run.sharding
     row = row_of(sharding.strategy)
     mesh = resolve_mesh(row, Topology(world_size), sharding.replicate, sharding.shard)
-    table = table_of(decoder.shapes(), sharding, mesh, BLOCKS, run.freeze)
+    table = table_of({**decoder.shapes(), **(more or {})}, sharding, mesh, BLOCKS, run.freeze)
     return replace(table, model_kind=model_config.model_type, optimizer=states_of(run.training))
 
 
@@ -156,19 +167,36 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
             with each: no token sees another document. See [Note: documents].
     """
 
+    return hidden_of(config, plan, params, batch) @ head_of(config, params).T
+
+
+def hidden_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) -> jax.Array:
+    """(batch, length, hidden) states in front of the head; arguments as for `logits_of`."""
+
     def scan(block: Any, x: jax.Array, stacked: Tree) -> jax.Array:
         return scan_blocks(block, x, stacked, plan, BLOCKS[0])
 
-    return decode(config, params, batch, scan)
+    return _hidden(config, params, batch, scan)
+
+
+def head_of(config: DecoderConfig, params: Tree) -> jax.Array:
+    """(vocabulary, hidden): the head's weight, or the embedding's that stands for it."""
+    tied = config.tie_word_embeddings
+    return params["model"]["embed_tokens"]["weight"] if tied else params["lm_head"]["weight"]
 
 
 def decode(
     config: DecoderConfig, params: Tree, batch: Any, scan: Callable[..., jax.Array]
 ) -> jax.Array:
-    """The same, with the blocks run by (block, x, their stacked arrays) -> x."""
+    """Logits, with the blocks run by (block, x, their stacked arrays) -> x."""
+    return _hidden(config, params, batch, scan) @ head_of(config, params).T
+
+
+def _hidden(
+    config: DecoderConfig, params: Tree, batch: Any, scan: Callable[..., jax.Array]
+) -> jax.Array:
     model, ids, places = params["model"], batch["input_ids"], batch.get("position_ids")
-    embedding = model["embed_tokens"]["weight"]
-    x = embedding[ids]
+    x = model["embed_tokens"]["weight"][ids]
     turns = _rotations(config, ids.shape[1], x.dtype)
     seen = jnp.tril(jnp.ones((ids.shape[1], ids.shape[1]), bool))
     if places is not None:
@@ -178,9 +206,7 @@ def decode(
         seen = seen & (documents[:, :, None] == documents[:, None, :])
         seen = seen[:, None, None]
     x = scan(partial(_block, config, (turns, seen)), x, model["layers"])
-    x = _norm(x, model["norm"]["weight"], config.rms_norm_eps)
-    head = embedding if config.tie_word_embeddings else params["lm_head"]["weight"]
-    return x @ head.T
+    return _norm(x, model["norm"]["weight"], config.rms_norm_eps)
 
 
 def loss_fn(config: DecoderConfig, plan: XlaPlan) -> Callable[[Tree, Any], Any]:
@@ -299,9 +325,9 @@ def _is_shape(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
-def _expect(key: str, value: Any, known: tuple[Any, ...]) -> None:
+def _expect(model: str, key: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
         raise ConfigError(
-            f"model.config.{key}: expected one of {', '.join(map(str, known))} with backend: jax, "
+            f"{model}.{key}: expected one of {', '.join(map(str, known))} with backend: jax, "
             f"whose decoder computes no other; got {value}. Use backend: torch."
         )

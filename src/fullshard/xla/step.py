@@ -1,6 +1,7 @@
 """A training step as one compiled function.
 
     state, batch --> in shard_map   scan over micro-batches: gather, loss, gradients, reduce
+                                    (a teacher's arrays are given beside the batch)
                                     sum loss and tokens, norm of the gradients
                      outside of it  clip, optimizer                             --> state, metrics
 
@@ -28,7 +29,7 @@ from fullshard.xla.gather import collect, reduce
 from fullshard.xla.mesh import SHARD, live_axes
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec, pad, unpad
 
-LossFn = Callable[[Tree, Any], tuple[jax.Array, jax.Array]]
+LossFn = Callable[..., tuple[jax.Array, jax.Array]]
 NORM_EPSILON = 1e-6  # torch's: optax clips without
 
 
@@ -52,6 +53,19 @@ class State:
     opt_state: Any
     step: Any
     plan: XlaPlan
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arrays that a loss reads and no step changes, such as a teacher's.
+
+    Attributes:
+        plan: Of these arrays, on the mesh of the step.
+        params: Sharded.
+    """
+
+    plan: XlaPlan
+    params: Tree
 
 
 def init(
@@ -124,10 +138,13 @@ class Step:
     clipping; `num_tokens`.
     """
 
-    def __init__(self, plan: XlaPlan, run: Any, num_micro_batches: int) -> None:
+    def __init__(
+        self, plan: XlaPlan, run: Any, num_micro_batches: int, given: Given | None
+    ) -> None:
         self.plan = plan
         self.num_micro_batches = num_micro_batches
         self._run = run
+        self._beside = None if given is None else given.params
 
     def __call__(self, state: State, batch: Any, **extra: Any) -> tuple[State, dict[str, Any]]:
         """One update.
@@ -138,7 +155,7 @@ class Step:
                 micro-batches, where there are several).
             **extra: Given to the optimizer's update, such as learning_rate.
         """
-        found = self._run(state, self.place(batch), _arrays(extra))
+        found = self._run(state, self.place(batch), _arrays(extra), self._beside)
         if jax.default_backend() == "cpu":
             # Steps in flight on several CPU devices of a process wait for each other's threads.
             jax.block_until_ready(found)
@@ -150,7 +167,7 @@ class Step:
 
     def compile(self, state: Any, batch: Any, **extra: Any) -> Any:
         """The compiled step; shapes will do in place of arrays."""
-        return self._run.lower(state, batch, _arrays(extra)).compile()
+        return self._run.lower(state, batch, _arrays(extra), self._beside).compile()
 
     def num_compiled(self) -> int:
         """How many programs were made of it: one, unless shapes changed."""
@@ -164,6 +181,7 @@ def train_step(
     *,
     max_grad_norm: float | None = None,
     num_micro_batches: int = 1,
+    given: Given | None = None,
 ) -> Step:
     """Compile what one update does.
 
@@ -174,18 +192,26 @@ def train_step(
         tx: Any optax transformation. Those that change single elements cost no communication.
         max_grad_norm: Clip above it, as torch does.
         num_micro_batches: Batches whose gradients are added before the update.
+        given: Further arrays, met by the loss as a third argument in the same way. Nobody asks
+            for their gradients, and every step reads the same ones.
     """
     tx = optax.with_extra_args_support(tx)
     mapped = jax.shard_map(
-        partial(_gradients, plan, loss_fn, num_micro_batches),
+        partial(gradients, plan, _seeing(loss_fn, given), num_micro_batches),
         mesh=plan.mesh,
-        in_specs=(plan.specs, batch_spec(plan.mesh, num_micro_batches)),
+        in_specs=(
+            plan.specs,
+            batch_spec(plan.mesh, num_micro_batches),
+            PartitionSpec() if given is None else given.plan.specs,
+        ),
         out_specs=(trained(plan, plan.specs), PartitionSpec()),
         check_vma=False,  # see [Note: gathers on XLA]
     )
 
-    def run(state: State, batch: Any, extra: dict[str, Any]) -> tuple[State, dict[str, Any]]:
-        grads, metrics = mapped(state.params, batch)
+    def run(
+        state: State, batch: Any, extra: dict[str, Any], beside: Tree = None
+    ) -> tuple[State, dict[str, Any]]:
+        grads, metrics = mapped(state.params, batch, beside)
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
@@ -196,7 +222,23 @@ def train_step(
 
     shardings = State(plan.shardings, opt_shardings(plan, tx), plan.replicated, plan)
     compiled = jax.jit(run, donate_argnums=0, out_shardings=(shardings, plan.replicated))
-    return Step(plan, compiled, num_micro_batches)
+    return Step(plan, compiled, num_micro_batches, given)
+
+
+def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
+    """The loss of (parameters, batch), from the shards of what is given.
+
+    What of it lies outside of blocks is gathered here, once for all micro-batches.
+    """
+    if given is None:
+        return lambda _: loss_fn
+    plan = given.plan
+
+    def seeing(beside: Tree) -> LossFn:
+        met = lax.stop_gradient(whole_but_blocks(plan, beside))
+        return lambda params, batch: loss_fn(params, batch, met)
+
+    return seeing
 
 
 def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[Any, Any]]:
@@ -247,15 +289,20 @@ def whole_but_blocks(plan: XlaPlan, params: Tree) -> Tree:
     )
 
 
-def _gradients(
-    plan: XlaPlan, loss_fn: LossFn, num_micro_batches: int, params: Tree, batch: Any
+def gradients(
+    plan: XlaPlan,
+    seeing: Callable[[Tree], LossFn],
+    num_micro_batches: int,
+    params: Tree,
+    batch: Any,
+    beside: Tree,
 ) -> tuple[Tree, dict[str, jax.Array]]:
     """Gradients of the mean over all label tokens, and what they were like; on one device.
 
     What lies outside of blocks is gathered once for all micro-batches: XLA would take such a
     gather out of their loop on some backends and not on others.
     """
-    met = whole_but_blocks(plan, params)
+    met, loss_fn = whole_but_blocks(plan, params), seeing(beside)
     arrays = [array for array in plan.table.arrays if array.trainable]
 
     def summed(mine: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:

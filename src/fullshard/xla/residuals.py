@@ -1,0 +1,104 @@
+"""What the blocks of a step keep for backward, read off the program that jax traces.
+
+A scan over blocks hands what backward reads to its end as arrays with a first axis of layers:
+
+    forward   gather, block   ... x L    --> (layers, ...) inputs, scores, products, shards
+    backward  reads them, the last layer first
+
+Which these are follows from the block and from the policy of activation checkpointing; tracing it
+takes a second, whatever the size, and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from fullshard.planner.arrays import ArrayPlan, ArraysPlan
+from fullshard.xla.mesh import AXES
+from fullshard.xla.plan import Tree, XlaPlan, batch_spec
+from fullshard.xla.step import LossFn, gradients, trained
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a device.
+
+    Attributes:
+        activations: That backward reads.
+        shards: Of parameters, which backward is handed through the loop though they have not
+            changed. Some compilers see that, and some copy them.
+    """
+
+    activations: int = 0
+    shards: int = 0
+
+    def plus(self, other: Kept) -> Kept:
+        """Both."""
+        return Kept(self.activations + other.activations, self.shards + other.shards)
+
+
+def without_devices(table: ArraysPlan, structure: Any) -> XlaPlan:
+    """A plan that can be traced, and on which nothing can run."""
+    sizes = (table.mesh.replicate, table.mesh.shard)
+    return XlaPlan(table, AbstractMesh(sizes, AXES, (AxisType.Auto,) * 2), structure)  # type: ignore[arg-type]
+
+
+def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
+    """What a micro-batch's forward keeps on a device, over all blocks.
+
+    Args:
+        plan: Of the model; its mesh may be abstract.
+        loss_fn: Of the step.
+        batch: Shapes of a micro-batch of all devices.
+    """
+    mapped = jax.shard_map(
+        partial(gradients, plan, lambda _: loss_fn, 1),
+        mesh=plan.mesh,
+        in_specs=(plan.specs, batch_spec(plan.mesh, 1), PartitionSpec()),
+        out_specs=(trained(plan, plan.specs), PartitionSpec()),
+        check_vma=False,
+    )
+    params = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
+    program = jax.make_jaxpr(mapped)(params, batch, None)
+    blocks, parts = [a for a in plan.table.arrays if a.block], plan.table.mesh.shard
+    shards = {_part_shape(array, parts) for array in blocks}
+    found = [_kept_by(scan, shards) for scan in _scans(program.jaxpr)]
+    return reduce(Kept.plus, found, Kept())
+
+
+def _part_shape(array: ArrayPlan, num_parts: int) -> tuple[int, ...]:
+    """Of one layer, as a device holds it."""
+    sizes = enumerate(array.padded_shape)
+    return tuple(size // num_parts if dim == array.cut.dim else size for dim, size in sizes)
+
+
+def _scans(program: Any) -> Iterator[Any]:
+    """Those of forward that stand in no other."""
+    for step in program.eqns:
+        if step.primitive.name == "scan":
+            if not step.params["reverse"]:
+                yield step
+            continue
+        for param in step.params.values():
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                yield from _scans(inner)
+
+
+def _kept_by(scan: Any, shards: set[tuple[int, ...]]) -> Kept:
+    """What it gives back beside what it carries, but for what waits on the host."""
+    found = Kept()
+    for out in scan.outvars[scan.params["num_carry"] :]:
+        aval = out.aval
+        num_bytes = aval.size * aval.dtype.itemsize
+        if "host" in str(aval).lower():
+            continue
+        is_shard = aval.shape[1:] in shards
+        found = found.plus(Kept(shards=num_bytes) if is_shard else Kept(num_bytes))
+    return found

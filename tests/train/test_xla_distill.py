@@ -1,0 +1,206 @@
+"""`fullshard distill` with `backend: jax` learns from a teacher what torch learns from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from fullshard.observe.metrics import read_rows
+from fullshard.train.tokenizer import train_tokenizer
+from support.text import seeded_text
+
+pytestmark = pytest.mark.timeout(600)
+
+SIZES = {
+    "vocab_size": 300,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+# A large epsilon: rounding noise of gradients that should be zero must not decide a step.
+CONFIG = """\
+teacher: {folder}/teacher
+data: {{path: {folder}/text.txt, validation_fraction: 0.1}}
+distill: {{temperature: 2.0, kd_ratio: 0.6, chunk_size: 24}}
+training:
+  max_steps: 4
+  per_device_train_batch_size: 2
+  gradient_accumulation_steps: 2
+  max_seq_length: 32
+  learning_rate: 1e-2
+  adam_epsilon: 1e-4
+  max_grad_norm: 0.5
+  warmup_steps: 0
+  eval_steps: 2
+  save_steps: 2
+launch: {{num_processes: 2}}
+"""
+READ = "student: {folder}/student\n"
+DRAWN = """\
+student:
+  config: {{model_type: llama, vocab_size: 300, hidden_size: 16, intermediate_size: 32,
+            num_hidden_layers: 2, num_attention_heads: 2, max_position_embeddings: 64}}
+"""
+
+
+def save(config, folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)  # opinions
+    model.save_pretrained(folder)
+    train_tokenizer([seeded_text(50)], 300).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Teachers, dense and not, a student with weights, text."""
+    folder = tmp_path_factory.mktemp("distill")
+    (folder / "text.txt").write_text(seeded_text(300))
+    dense = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    save(Qwen3Config(**dense, **SIZES), folder / "teacher", 0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    save(LlamaConfig(**small, **SIZES), folder / "student", 1)
+    moe = Qwen3MoeConfig(moe_intermediate_size=16, num_experts=4, **dense, **SIZES)
+    moe.save_pretrained(folder / "moe")
+    train_tokenizer([seeded_text(50)], 300).save_pretrained(folder / "moe")
+    for name, student in (("read", READ), ("drawn", DRAWN), ("none", "")):
+        (folder / f"{name}.yaml").write_text((CONFIG + student).format(folder=folder))
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    return [row.get("loss", row.get("eval_loss")) for row in read_rows(run / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("drawn.yaml", "loss=jsd"),
+        ("drawn.yaml", "loss=hidden", "alpha=1"),
+        ("read.yaml", "loss=hidden"),
+        ("read.yaml", "loss=reverse_kl", "distill.teacher_strategy=no_shard"),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_torch(folder, fullshard, tmp_path, monkeypatch, words):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    config, *more = words
+    found = {}
+    for backend in ("torch", "jax"):
+        run = tmp_path / backend
+        given = (folder / config, *more, f"backend={backend}", f"output_dir={run}")
+        done = fullshard("distill", *given)
+        assert done.exit_code == 0, done.err
+        found[backend] = losses(run)
+        student = AutoModelForCausalLM.from_pretrained(run / "model")
+        assert student.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+    assert len(found["torch"]) == 6
+    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
+    assert found["jax"][3] < found["jax"][0]
+    names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("torch", "jax")]
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, monkeypatch):
+    """From a cache that torch wrote; from a checkpoint of the other engine; for a step more."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    kept = f"distill.cache={tmp_path / 'logits'}"
+    words = ("distill", "cache", folder / "drawn.yaml", kept, "top_k=20")
+    done = fullshard(*words, f"output_dir={tmp_path / 'caching'}")
+    assert done.exit_code == 0, done.err
+    found = {}
+    for name, *more in (
+        ("torch",),
+        ("jax", "backend=jax"),
+        ("joined", "--resume", str(tmp_path / "jax" / "checkpoints" / "step-00000002")),
+    ):
+        given = (folder / "drawn.yaml", kept, *more, f"output_dir={tmp_path / name}")
+        done = fullshard("distill", *given)
+        assert done.exit_code == 0, done.err
+        found[name] = losses(tmp_path / name)
+    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
+    assert found["joined"] == pytest.approx(found["torch"][3:], rel=1e-5)
+    given = (folder / "drawn.yaml", kept, "backend=jax", f"output_dir={tmp_path / 'jax'}")
+    done = fullshard("distill", *given, "max_steps=5")
+    assert done.exit_code == 0, done.err
+    rows = read_rows(tmp_path / "jax" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
+    folder, fullshard, tmp_path, monkeypatch
+):
+    """Rows are filled up here, and so are the logits that are kept for them."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chats = [
+        [
+            {"role": "user", "content": f"{n}?"},
+            {"role": "assistant", "content": "yes" + " of course" * (n % 3)},
+        ]
+        for n in range(200)
+    ]
+    text = "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    (tmp_path / "chat.jsonl").write_text(text)
+    kept = (f"distill.cache={tmp_path / 'logits'}", "top_k=300", "max_length=64")
+    words = (folder / "read.yaml", f"data.path={tmp_path / 'chat.jsonl'}", "packing=true", *kept)
+    done = fullshard("distill", "cache", *words, f"output_dir={tmp_path / 'caching'}")
+    assert done.exit_code == 0, done.err
+    found = {}
+    for name, *more in (
+        ("torch",),
+        ("jax", "backend=jax"),
+        ("teacher", "backend=jax", "distill.cache=null"),
+    ):
+        done = fullshard("distill", *words, *more, f"output_dir={tmp_path / name}")
+        assert done.exit_code == 0, done.err
+        found[name] = losses(tmp_path / name)
+    assert found["jax"] == pytest.approx(found["torch"], rel=1e-5)
+    assert found["teacher"] == pytest.approx(found["jax"], rel=2e-3)  # kept in float16
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("read.yaml", "distill.teacher_offload=cpu"),
+            "distill.teacher_offload: 'cpu' with backend: jax is not yet supported",
+        ),
+        (("none.yaml", "distill.layers=2"), "distill.layers: 2 with backend: jax is not yet"),
+        (("none.yaml", "experts=2"), "Give the student a dense configuration"),
+        (("read.yaml", "teacher={folder}/moe"), "teacher.model_type: expected one of llama, qwen2"),
+        (("read.yaml", "teacher={folder}/moe"), "`fullshard distill cache` with backend: torch"),
+        (
+            ("read.yaml", "strategy=no_shard", "distill.teacher_strategy=full_shard"),
+            "distill.teacher_strategy: expected no_shard or one like the student's (no_shard)",
+        ),
+        (
+            ("read.yaml", "distill.teacher_dtype=float64"),
+            "distill.teacher_dtype: expected float32 or less",
+        ),
+        (("cache", "read.yaml"), "Use torch: backend: jax learns from what it leaves"),
+    ],
+)
+def test_what_the_backend_lacks_is_refused_before_ranks_start(folder, fullshard, words, said):
+    given = [word.replace("{folder}", str(folder)) for word in words]
+    given = [folder / word if word.endswith(".yaml") else word for word in given]
+    done = fullshard("distill", *given, "backend=jax", "--dry-run")
+    assert done.exit_code == 2
+    assert said in done.err
+
+
+def test_without_arguments_a_small_student_learns_from_the_main_job(
+    fullshard, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    done = fullshard("distill", "backend=jax", "--dry-run")
+    assert done.exit_code == 0, done.err
+    assert "There is no runs/train/model yet: it is trained first." in done.out

@@ -1,0 +1,253 @@
+"""Distillation on XLA learns what torch's recipe learns, beside any teacher that it computes."""
+
+from __future__ import annotations
+
+import pytest
+
+NUM_STEPS = 4
+RATE, NORM, EPSILON = 1e-2, 0.5, 1e-4
+CHUNK = 13  # of 6 x 9 or 12 x 9 positions: the last chunk is filled up
+
+
+def settings_of(loss, alpha):
+    from fullshard.config.schema import DistillConfig
+
+    return DistillConfig(loss=loss, alpha=alpha, temperature=1.7, beta=0.3, chunk_size=CHUNK)
+
+
+def models_of(loss, dtype):
+    """Torch's student and teacher, of other widths and architectures, and their configurations."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from support import decoders
+
+    own = decoders.config_of("qwen3", tie_word_embeddings=loss == "jsd")
+    # Ten entries more: they are padding, and no student speaks of them.
+    other = decoders.config_of("llama", hidden_size=48, num_hidden_layers=3, vocab_size=106)
+    models = [decoders.build(own, seed=1), decoders.build(other, seed=2)]
+    with torch.no_grad():
+        models[1].lm_head.weight.mul_(10)  # opinions
+    if dtype == "float32":  # transformers' own, norms and positions too
+        plain = [AutoModelForCausalLM.from_config(c, dtype=torch.float32) for c in (own, other)]
+        for model, wide in zip(plain, models, strict=True):
+            model.load_state_dict(wide.state_dict())
+        models = plain
+    return models, (own, other)
+
+
+def in_torch(case, folder):
+    """Losses, gradient norms and evaluation of torch's recipe; the first weights go to folders."""
+    import torch
+
+    from fullshard.train.distill import Distillation, Teacher
+    from fullshard.train.divergence import Mix
+    from fullshard.train.head import PROJECTION, Head
+    from fullshard.train.top_k import TopK
+    from support import decoders
+
+    loss, alpha, dtype, cached = case
+    (own, other), _ = models_of(loss, dtype)
+    own.save_pretrained(folder / "student")
+    other.save_pretrained(folder / "teacher")
+    if loss == "hidden":
+        own.add_module(PROJECTION, projection(torch, dtype))
+    s = settings_of(loss, alpha)
+    mix = Mix(s.loss, s.temperature, s.alpha, s.beta)
+    teacher = Teacher(other.eval().requires_grad_(requires_grad=False), Head(other))
+    kept = TopK(None, None, None) if cached else teacher
+    recipe = Distillation(None, Head(own), kept, mix, s.chunk_size)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.1)
+    losses, norms, brought = [], [], []
+    for ids, labels in decoders.batches(NUM_STEPS):
+        batch = {"input_ids": ids, "labels": labels}
+        if cached:
+            with torch.no_grad():
+                top = other(input_ids=ids).logits[..., :96].topk(5)
+            batch |= {"teacher_values": top.values, "teacher_ids": top.indices}
+        brought.append({name: value.numpy() for name, value in batch.items()})
+        total, count = recipe.loss(own.train(), batch)
+        (total / count).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(own.parameters(), NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()) / count)
+    with torch.no_grad():
+        total, count = recipe.loss(own.eval(), batch)
+    return losses, norms, float(total) / count, brought
+
+
+def projection(torch, dtype):
+    torch.manual_seed(3)
+    return torch.nn.Linear(32, 48, bias=False, dtype=getattr(torch, dtype))
+
+
+def in_jax(case, shard, folder, batches):
+    """The same of XLA's step."""
+    import jax
+    import torch
+
+    import fullshard.jax as fj
+    from fullshard.config.values import DType
+    from fullshard.train.xla_weights import state_beside
+    from fullshard.xla import optim
+    from fullshard.xla.decoder import BLOCKS, DecoderConfig
+    from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation
+    from fullshard.xla.plan import XlaPlan
+    from fullshard.xla.step import Given, eval_step, train_step
+    from fullshard.xla.teacher import teacher_table
+
+    loss, alpha, dtype, cached = case
+    settings, (_, configs) = settings_of(loss, alpha), models_of(loss, dtype)
+    own, other = (DecoderConfig.of(config) for config in configs)
+    mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
+    sharding = {"strategy": "full_shard", "master_dtype": dtype}
+    bare = fj.plan(own.shapes(), sharding, mesh, blocks=BLOCKS)
+    params, shapes, more = fj.load(bare, folder / "student").params, own.shapes(), {}
+    if loss == "hidden":
+        more = {f"{PROJECTION}.weight": projection(torch, dtype).weight.detach()}
+        shapes[PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
+    plan = fj.plan(shapes, sharding, mesh, blocks=BLOCKS)
+    tx = optim.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
+    state = state_beside(plan, params, more, tx)
+    student, teacher, given = Decoder(own, plan), None, None
+    if not cached:
+        table = teacher_table(other.shapes(), "full_shard", DType(dtype), plan.table)
+        placed = XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
+        teacher = Decoder(other, placed)
+        given = Given(placed, fj.load(placed, folder / "teacher").params)
+    step = train_step(
+        plan, distillation(student, teacher, settings), tx, max_grad_norm=NORM, given=given
+    )
+    losses, norms = [], []
+    for batch in batches:
+        state, metrics = step(state, batch, learning_rate=RATE)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    total, count = eval_step(plan, cross_entropy(student, settings))(state, batches[-1])
+    return losses, norms, float(total) / float(count)
+
+
+CASES = [
+    # loss, alpha, dtype, from a cache, shard
+    ("forward_kl", 0.6, "float64", False, 2),
+    ("reverse_kl", 1.0, "float64", False, 1),
+    ("jsd", 0.6, "float64", False, 2),
+    ("hidden", 0.7, "float64", False, 2),
+    ("forward_kl", 0.8, "float64", True, 2),
+]
+SLOW = [
+    *[
+        (loss, alpha, dtype, False, shard)
+        for loss in ("forward_kl", "reverse_kl", "jsd", "hidden")
+        for alpha in (0.0, 0.6, 1.0)
+        for dtype in ("float64", "float32")
+        for shard in (1, 2)
+    ],
+    ("forward_kl", 1.0, "float32", True, 1),
+]
+
+
+def check(devices, case, folder):
+    *case, shard = case
+    losses, norms, told, batches = devices(in_torch, case, folder)
+    found = devices(in_jax, case, shard, folder, batches)
+    tolerance = 1e-10 if case[2] == "float64" else 1e-5
+    assert len(losses) == NUM_STEPS
+    assert found[0] == pytest.approx(losses, rel=tolerance)
+    assert found[1] == pytest.approx(norms, rel=tolerance * (1 if tolerance < 1e-8 else 10))
+    assert found[2] == pytest.approx(told, rel=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_steps_have_the_losses_of_torchs_recipe(devices, tmp_path, case):
+    check(devices, case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: "-".join(map(str, case)))
+def test_every_loss_and_share_has_the_losses_of_torchs_recipe(devices, tmp_path, case):
+    check(devices, case, tmp_path)
+
+
+# ---- what a step moves and holds -----------------------------------------------------------------
+
+VOCABULARY, SAMPLES, LENGTH = 2048, 2, 65
+
+
+def compiled(chunk_size, micro_batches=1):
+    """A step of a teacher beside its student on two devices, from shapes alone; their plans."""
+    import jax
+    import jax.numpy as jnp
+
+    import fullshard.jax as fj
+    from fullshard.config.schema import DistillConfig
+    from fullshard.config.values import DType
+    from fullshard.xla import optim
+    from fullshard.xla.aot import abstract_state
+    from fullshard.xla.decoder import BLOCKS, DecoderConfig
+    from fullshard.xla.distill import Decoder, distillation
+    from fullshard.xla.plan import XlaPlan
+    from fullshard.xla.step import Given, train_step
+    from fullshard.xla.teacher import teacher_table
+    from support import decoders
+
+    own, other = (
+        DecoderConfig.of(decoders.config_of(name, vocab_size=VOCABULARY, tie_word_embeddings=False))
+        for name in ("qwen3", "llama")
+    )
+    mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
+    plan = fj.plan(own.shapes(), {}, mesh, blocks=BLOCKS)
+    table = teacher_table(other.shapes(), "full_shard", DType.FLOAT32, plan.table)
+    placed = XlaPlan(table, mesh, jax.tree.structure(other.shapes()))
+    shapes = jax.tree.map(
+        lambda x, lies: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies),
+        other.shapes(),
+        placed.shardings,
+    )
+    tx = optim.adamw((0.9, 0.999), 1e-8, plan.map(lambda _: 0.0))
+    settings = DistillConfig(chunk_size=chunk_size)
+    step = train_step(
+        plan,
+        distillation(Decoder(own, plan), Decoder(other, placed), settings),
+        tx,
+        num_micro_batches=micro_batches,
+        given=Given(placed, shapes),
+    )
+    lead = (micro_batches,) if micro_batches > 1 else ()
+    ids = jax.ShapeDtypeStruct(
+        (*lead, 2 * SAMPLES, LENGTH), jnp.int32, sharding=plan.batch_sharding(micro_batches)
+    )
+    batch = {"input_ids": ids, "labels": ids}
+    return step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3), plan, placed
+
+
+def moved(micro_batches):
+    import fullshard.jax as fj
+
+    program, plan, placed = compiled(16, micro_batches)
+    found = {kind: (c.count, c.num_bytes) for kind, c in fj.census(program).items()}
+    own = plan.table.collectives(micro_batches)
+    planned = {kind: (c.count, c.num_bytes) for kind, c in own.items()}
+    return found, planned, placed.table.forward_gathers(micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_teacher_is_gathered_once_a_forward_and_has_no_gradient(devices, micro_batches):
+    found, planned, theirs = devices(moved, micro_batches)
+    count, num_bytes = planned["all-gather"]
+    assert theirs.count > 0
+    assert found["all-gather"] == (count + theirs.count, num_bytes + theirs.num_bytes)
+    assert found["reduce-scatter"] == planned["reduce-scatter"]  # of the student alone
+    assert found["all-reduce"] == planned["all-reduce"]
+
+
+def temporary():
+    sizes = [compiled(chunk)[0].memory_analysis().temp_size_in_bytes for chunk in (1024, 16)]
+    return sizes
+
+
+def test_nobody_holds_logits_of_all_tokens(devices):
+    whole, chunks = devices(temporary)
+    logits = SAMPLES * (LENGTH - 1) * VOCABULARY * 4  # of one device, float32
+    assert whole - chunks > 2 * logits  # both models' were held at once
