@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from fullshard.cli.outcome import Outcome
@@ -16,6 +18,10 @@ from fullshard.cli.words import (
     load,
     split_config,
 )
+
+if TYPE_CHECKING:
+    from fullshard.config.files import File
+    from fullshard.config.load import Resolved
 
 app = typer.Typer(help="Train a student to predict what a teacher predicts.")
 
@@ -50,7 +56,7 @@ def distill(  # noqa: PLR0913  (one parameter an option)
     resolved = load(words, config, config_file, flags=FLAGS, default=JOBS["torch"][0])
     job, teacher_job = JOBS[resolved.config.backend]
     if config_file is None and split_config(words or (), config)[0] is None:
-        resolved = load(words, flags=FLAGS, default=job)
+        resolved = load(words, flags=FLAGS, default=job_file(job, resolved))
     how = How(resume, max_restarts, dry_run)
     command = Command.CACHE if caches else Command.DISTILL
     resolved.check_command(command)  # before a teacher is trained for it
@@ -59,3 +65,15 @@ def distill(  # noqa: PLR0913  (one parameter an option)
     if ended is not None:
         return ended
     return run_recipe(command, resolved, how)
+
+
+def job_file(name: str, resolved: Resolved) -> File:
+    """The job without a configuration file; how its student is cut is for its own teacher."""
+    from fullshard.config.files import read_file
+    from fullshard.config.origins import OriginKind
+
+    file = read_file(None, name)
+    named = (resolved.origins.get(key) for key in ("teacher.name_or_path", "model.name_or_path"))
+    if any(origin and origin.kind is OriginKind.COMMAND_LINE for origin in named):
+        return file.without(["distill.layers", "distill.experts"])
+    return file

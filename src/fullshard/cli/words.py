@@ -23,6 +23,7 @@ import typer
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fullshard.config.files import File
     from fullshard.config.load import Resolved
 
 OPEN_WORDS: dict[Any, Any] = {"ignore_unknown_options": True}
@@ -59,7 +60,7 @@ def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
     flags: Sequence[str] = (),
     accept_model: bool = False,
     explaining: bool = False,
-    default: str = "main_job.yaml",
+    default: str | File = "main_job.yaml",
 ) -> Resolved:
     """Read the configuration that a command line means.
 
@@ -70,7 +71,7 @@ def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
         flags: the command's own flags, which a mistyped word may have meant.
         accept_model: whether CONFIG may also be a Hugging Face folder or its config.json.
         explaining: no run follows, so that a model may be missing.
-        default: which of our jobs it is where no file is named.
+        default: which of our jobs it is where no file is named, by name or read already.
 
     Raises:
         ConfigError: a word, the file or a value in it cannot be used.
@@ -84,8 +85,12 @@ def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
     model = _model_override(path) if accept_model and path is not None else None
     if model is not None:
         return load_config(config_file, [model, *overrides])
-    paths = [given for given in (config_file, path) if given is not None]
-    resolved = load_config(paths or None, overrides, needs_model=not explaining, default=default)
+    paths: list[Path | File] = [given for given in (config_file, path) if given is not None]
+    if isinstance(default, str):
+        is_whole = not explaining
+        resolved = load_config(paths or None, overrides, needs_model=is_whole, default=default)
+    else:
+        resolved = load_config(paths or [default], overrides, needs_model=not explaining)
     if not explaining:
         _say_lost(resolved)
     return resolved

@@ -1,0 +1,29 @@
+"""What `fullshard distill` is without a configuration file."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.cli.distill import JOBS, job_file
+from fullshard.cli.words import load
+
+TORCH_JOB = JOBS["torch"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "cut"),
+    [
+        ([], (2, 4)),
+        (["loss=jsd"], (2, 4)),
+        (["teacher=a"], (None, None)),
+        (["student=b"], (None, None)),
+        (["teacher=a", "student=b", "loss=jsd"], (None, None)),
+        (["teacher=a", "experts=16", "layers=12"], (12, 16)),
+        (["--teacher", "a", "--layers", "3"], (3, None)),
+    ],
+)
+def test_the_own_jobs_student_is_cut_for_its_own_teacher_alone(words, cut):
+    resolved = load(words, default=TORCH_JOB)
+    config = load(words, default=job_file(TORCH_JOB, resolved)).config
+    assert (config.distill.layers, config.distill.experts) == cut
+    assert config.distill.temperature == 2.0, "the rest of the job stays"
