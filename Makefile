@@ -32,7 +32,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs clean
+.PHONY: help setup train test test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-compile  compiled blocks beside FSDP2's, recompiles counted"
 	@echo "make bench-copies  bytes that a step's copies read and write, beside FSDP2's"
 	@echo "make bench-gpu    blocks of Llama 3 8B on one GPU; GPU_PYTHON names a Python that sees it"
+	@echo "make bench-exact   the plan of XLA's engine beside XLA's own memory, six Llamas"
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
 	@echo "make bench-io      saving and loading beside the disk and torch's checkpoints"
 	@echo "make bench-jax     the JAX engine on two processes beside one, and beside XLA's partitioner"
@@ -130,7 +131,7 @@ test-torch:
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
 
-bench-calibrate bench-comm bench-compile bench-copies bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-time: bench-%: $(VENV)/.stamp-setup
+bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-time: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
 bench-planner: $(VENV)/.stamp-setup

@@ -103,6 +103,7 @@ SURFACE = {
         "--timeout",
         "--wait",
     ],
+    "bench exact": ["--help", "--json", "--out", "--topology"],
     "bench copies": ["--case", "--help", "--json", "--out", "--timeout"],
     "bench memory": ["--help", "--json", "--model", "--out", "--timeout"],
     "bench gpu": ["--help", "--json", "--out", "--rounds", "--tiny"],

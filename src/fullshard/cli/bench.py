@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli import bench_time
+from fullshard.cli import bench_plans
 from fullshard.cli.bench_words import OutFlag, WaitFlag, command_line, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import DryRunFlag, JsonFlag
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
 
 app = typer.Typer(no_args_is_help=True, help="Measure side by side with the peers.")
-app.add_typer(bench_time.app)
+app.add_typer(bench_plans.app)
 
 
 @app.command()

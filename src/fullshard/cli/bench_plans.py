@@ -1,4 +1,4 @@
-"""`fullshard bench calibrate` and `bench time`: what a step takes here, measured and planned."""
+"""`fullshard bench calibrate`, `time`, `exact`: what the plan says of a step, beside what is."""
 
 from __future__ import annotations
 
@@ -72,3 +72,18 @@ def timed(
     known = read_calibration(calibration or cache_folder() / FILE_NAME)
     options, command = bench.Options(steps, wait), command_line("time")
     return show(bench.run(cases, known, options, command=command, say=say), out)
+
+
+@app.command()
+def exact(
+    topology: Annotated[
+        str | None, typer.Option(help="TPUs by libtpu's name, as v5p:2x2x2. Default: CPUs.")
+    ] = None,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
+) -> Outcome:
+    """Compare the memory that the plan says of XLA's engine with XLA's own figure."""
+    from fullshard.bench import exact as bench
+
+    command = command_line("exact")
+    return show(bench.run(bench.CASES, topology, command=command, say=say), out)
