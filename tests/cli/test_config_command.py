@@ -92,15 +92,18 @@ def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
 
 def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, capsys):
     path = folder / "a.yaml"
-    path.write_text("sharding: {wrap: none, offload: nvme}\ntraining: {tf32: true}\n")
+    path.write_text(
+        "sharding: {wrap: none, activation_checkpointing: offload}\ntraining: {tf32: true}\n"
+    )
     outcome = invoke(["config", "lint", "a.yaml"])
     assert outcome.exit_code == 2
     assert [(one["key"], one["place"]) for one in outcome.result["findings"]] == [
-        ("sharding.offload", "a.yaml:1"),
+        ("sharding.activation_checkpointing", "a.yaml:1"),
         ("sharding.wrap", "a.yaml:1"),
     ]
     out = capsys.readouterr().out
-    assert "a.yaml:1: sharding.offload: 'nvme' is not yet supported. Use cpu" in out
+    said = "a.yaml:1: sharding.activation_checkpointing: 'offload' is not yet supported. Use block"
+    assert said in out
     assert "a.yaml:2: training.tf32: lost: " in out
 
 

@@ -141,7 +141,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mesh too large": {"mesh": (1, 4)},
     "mesh and sizes": {"mesh": (1, 2), "shard": 2},
     "mesh of three axes": {"mesh": (1, 1, 2)},
-    "offload": {"offload": "nvme"},
+    "offload": {"offload": {"parameters": "nvme"}},
     "shared transport": {"transport": "shared", "strategy": "no_shard"},
     "missing class": {"wrap": ["Blok"]},
     "sample of another kind": {"weights": "/nowhere"},

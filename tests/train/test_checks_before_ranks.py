@@ -28,7 +28,7 @@ CASES = {
     "impossible mesh": (["sharding.shard=3"], 2, "shard"),
     "vocabulary without bytes": (["data.vocab_size=200"], 2, "at least 257"),
     "no such tokenizer": (["data.tokenizer=nowhere"], 2, "data.tokenizer: expected a local folder"),
-    "not yet": (["sharding.offload=nvme"], 2, "not yet supported"),
+    "not yet": (["sharding.activation_checkpointing=offload"], 2, "not yet supported"),
     "of another recipe": (["teacher=t"], 2, "in `fullshard distill` alone"),
     "nothing to resume from": (["--resume", "checkpoints/1"], 7, "which does not exist"),
     "place is taken": (["training.output_dir=."], 2, "other files"),
