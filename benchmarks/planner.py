@@ -40,7 +40,10 @@ from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.table import familiarity, predict, spread
 
 TIMES = Path(__file__).parent / "results" / "time.json"
-TIMES_COMMAND = "fullshard bench time --wait --out benchmarks/results"
+TIMES_COMMAND = (
+    "fullshard bench time --wait --calibration benchmarks/results/calibration.json "
+    "--out benchmarks/results"
+)
 DRAWS = 2000  # of the bootstrap over groups
 APART = 1.1  # times faster: a decision that matters
 # What a constant is when its term is not there.
