@@ -21,6 +21,43 @@ app = typer.Typer()
 # What the script gets of its own stands behind it, whatever it looks like.
 _OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
+# torchrun's names and accelerate's.
+ProcessesFlag = Annotated[
+    int | None,
+    typer.Option("--num-processes", "--num_processes", help="Ranks on all machines together."),
+]
+MachinesFlag = Annotated[
+    str,
+    typer.Option(
+        "--nnodes",
+        "--num-machines",
+        "--num_machines",
+        help="Machines; start this command on each.",
+    ),
+]
+MachineFlag = Annotated[
+    int,
+    typer.Option(
+        "--node-rank",
+        "--node_rank",
+        "--machine-rank",
+        "--machine_rank",
+        help="This machine's number, from 0.",
+    ),
+]
+AddressFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--master-addr", "--master_addr", "--main_process_ip", help="Address of machine 0."
+    ),
+]
+PortFlag = Annotated[
+    int,
+    typer.Option(
+        "--master-port", "--master_port", "--main_process_port", help="A free port there."
+    ),
+]
+
 
 @app.command(context_settings=_OWN_WORDS_FIRST)
 def launch(  # noqa: PLR0913  (one parameter an option)
@@ -35,41 +72,11 @@ def launch(  # noqa: PLR0913  (one parameter an option)
             "--nproc-per-node", "--nproc_per_node", help="Ranks on this machine; auto, gpu or cpu."
         ),
     ] = "auto",
-    num_processes: Annotated[
-        int | None,
-        typer.Option("--num-processes", "--num_processes", help="Ranks on all machines together."),
-    ] = None,
-    nnodes: Annotated[
-        str,
-        typer.Option(
-            "--nnodes",
-            "--num-machines",
-            "--num_machines",
-            help="Machines; start this command on each.",
-        ),
-    ] = "1",
-    node_rank: Annotated[
-        int,
-        typer.Option(
-            "--node-rank",
-            "--node_rank",
-            "--machine-rank",
-            "--machine_rank",
-            help="This machine's number, from 0.",
-        ),
-    ] = 0,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--master-addr", "--master_addr", "--main_process_ip", help="Address of machine 0."
-        ),
-    ] = None,
-    master_port: Annotated[
-        int,
-        typer.Option(
-            "--master-port", "--master_port", "--main_process_port", help="A free port there."
-        ),
-    ] = 0,
+    num_processes: ProcessesFlag = None,
+    nnodes: MachinesFlag = "1",
+    node_rank: MachineFlag = 0,
+    master_addr: AddressFlag = None,
+    master_port: PortFlag = 0,
     max_restarts: Annotated[
         int,
         typer.Option("--max-restarts", "--max_restarts", help="How often all ranks start again."),
