@@ -10,6 +10,7 @@ import torch
 
 import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
+from fullshard.observe.metrics import EvalRow
 from fullshard.train.loop import Batch, Loop
 from fullshard.train.patience import Patience
 from fullshard.train.scaling import LossScaler
@@ -120,6 +121,7 @@ def test_patience_that_is_loaded_goes_on_counting():
 def count_what_was_made_up_for_before_a_crash():
     """The rows have the loss of step 2; the checkpoint that the run goes on from is older."""
     rows = Rows()
+    rows.evaluated(EvalRow(2, GetsNoBetter.losses[1]))
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
     patience = Patience(2)
     patience.load_state_dict({"best": 2.0, "waited": 1, "step": 1})

@@ -243,16 +243,13 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
 
 def _traced(depth: int, world_size: int) -> tuple[Plan, Work]:
     """The plan of a tiny model on the ranks of a host, and what it computes."""
-    import fullshard as fs
-    from fullshard.train.build import model_on_meta
-    from fullshard.train.outlook import job_of
-    from fullshard.train.prepare import given_model_config
+    from fullshard.planner.outlook import Machine
+    from fullshard.train.outlook import look_at
 
     config = host_config(depth)
-    model = model_on_meta(config, given_model_config(config))
-    plan = fs.plan(model, config.sharding, world_size=world_size)
-    job = job_of(model, config.training, world_size)
+    outlook = look_at(config, world_size, Machine(None, None))
+    job = outlook.job
     assert job.work is not None, "the model is on meta"
-    work = job.work(plan, config.sharding, job.batch.micro_batch)
+    work = job.work(outlook.plan, config.sharding, job.batch.micro_batch)
     assert work is not None, "a Llama can be traced"
-    return plan, work
+    return outlook.plan, work

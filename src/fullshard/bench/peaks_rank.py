@@ -19,11 +19,11 @@ from fullshard.bench.rank import write_result
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
 from fullshard.planner.homes import Place
-from fullshard.planner.outlook import Machine, Outlook, look
-from fullshard.train.build import build_sharded, model_on_meta
+from fullshard.planner.outlook import Machine, Outlook
+from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import job_of
+from fullshard.train.outlook import look_at
 from fullshard.train.prepare import given_model_config
 
 NUM_STEPS = 3  # optimizer state and receive buffers are there from the second on
@@ -54,15 +54,6 @@ def _allocations(seen: profile) -> Iterator[Any]:
         waiting += event.children
         if event.tag.name == "Allocation":
             yield event
-
-
-def planned(config: RunConfig, world_size: int) -> Outlook:
-    """What `fullshard plan` says."""
-    model = model_on_meta(config, given_model_config(config))
-    plan = fs.plan(model, config.sharding, world_size=world_size)
-    return look(
-        plan, config.sharding, job_of(model, config.training, world_size), Machine(None, None)
-    )
 
 
 def train(config: RunConfig) -> object:
@@ -100,7 +91,7 @@ def _mapped_bytes(outlook: Outlook) -> int:
 def measure(case: MemoryCase) -> dict[str, Any]:
     """Plans and runs a case."""
     config = case.config()
-    outlook = planned(config, dist.get_world_size())
+    outlook = look_at(config, dist.get_world_size(), Machine(None, None))
     measured = live_peak_bytes(lambda: train(config))
     return {
         "planned_bytes": outlook.peak_bytes[Place.DEVICE] - _mapped_bytes(outlook),

@@ -21,7 +21,7 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 from fullshard.planner.calibration import Calibration
-from fullshard.planner.outlook import Machine, Outlook, look
+from fullshard.planner.outlook import Machine, Outlook
 
 COLUMNS = (
     *("run", "ranks", "strategy", "recompute", "compute", "batch x length"),
@@ -145,17 +145,12 @@ def find_cases(names: Sequence[str]) -> list[TimedCase]:
 
 def planned(case: TimedCase, calibration: Calibration) -> Outlook:
     """What `fullshard plan --calibration` says."""
-    import fullshard as fs
-    from fullshard.train.build import model_on_meta
-    from fullshard.train.outlook import job_of, on_one_host
-    from fullshard.train.prepare import given_model_config
+    from fullshard.train.outlook import look_at, on_one_host
 
     config = case.config()
-    model = model_on_meta(config, given_model_config(config))
     sharding = on_one_host(config.sharding, case.num_ranks)
-    plan = fs.plan(model, sharding, world_size=case.num_ranks)
-    job = job_of(model, config.training, case.num_ranks)
-    return look(plan, sharding, job, Machine(None, None, calibration))
+    config = config.model_copy(update={"sharding": sharding})
+    return look_at(config, case.num_ranks, Machine(None, None, calibration))
 
 
 def measured(case: TimedCase, num_steps: int, folder: Path) -> list[float]:

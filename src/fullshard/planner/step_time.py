@@ -208,14 +208,26 @@ class _Costs:
         return norms + self._ceilings.transfer_s(f"{self._transport} settle", LEAST_BYTES)
 
     def update_s(self) -> float:
-        """Clipping, which scales all gradients, and the optimizer."""
+        """Clipping, which scales all gradients, the optimizer, and averages of the weights.
+
+        AdamW's update was measured; what keeps no state adds the gradient, as averages are added.
+        """
         groups = [group for unit in self._plan.units for group in _trained(unit)]
         clip = sum(
             self._pass_s("add", g.dtypes.accumulate, 2 * g.layout.part_numel * _sum_bytes(g))
             for g in groups
         )
-        numel = sum(group.layout.part_numel for group in groups)
-        return clip + self._ceilings.seconds(Operation("update", "float32", (max(1, numel),)))
+        numel, kept = sum(group.layout.part_numel for group in groups), self._plan.optimizer
+        sums_s = sum(
+            self._pass_s(
+                "add", g.dtypes.master, 3 * g.layout.part_numel * ITEMSIZE[g.dtypes.master]
+            )
+            for g in groups
+        )
+        found = clip + kept.num_averages * sums_s
+        if not kept.num_states:
+            return found + sums_s
+        return found + self._ceilings.seconds(Operation("update", "float32", (max(1, numel),)))
 
 
 def _trained(unit: UnitPlan) -> list[GroupPlan]:

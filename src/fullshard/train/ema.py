@@ -41,7 +41,7 @@ class Average:
             if AVERAGE in state:
                 state[AVERAGE].lerp_(param, 1.0 - self._decay)
             elif param.grad is not None:
-                state[AVERAGE] = torch.zeros_like(param).copy_(param)
+                state[AVERAGE] = torch.zeros_like(param).copy_(param)  # lives where states do
 
     @contextmanager
     def applied(self) -> Generator[None]:

@@ -28,7 +28,7 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.search import MICRO_BATCH, PlanOf, advise, choose
 from fullshard.planner.strategy import row_of
 from fullshard.train.build import model_on_meta
-from fullshard.train.prepare import Prepared
+from fullshard.train.prepare import Prepared, given_model_config
 from fullshard.train.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -181,6 +181,13 @@ def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
     job = job_of(model, config.training, world_size)
     outlook = look(plan_of(sharding), sharding, job, machine)
     return View(outlook, plan_of, machine, -(-world_size // local))
+
+
+def look_at(config: RunConfig, world_size: int, machine: Machine) -> Outlook:
+    """What `fullshard plan` says of a configuration on ranks of one host."""
+    model = model_on_meta(config, given_model_config(config))
+    plan = fs.plan(model, config.sharding, world_size=world_size)
+    return look(plan, config.sharding, job_of(model, config.training, world_size), machine)
 
 
 def outlook_of(prepared: Prepared, world_size: int) -> Outlook | None:

@@ -11,6 +11,7 @@ from fullshard.config.values import DType, GradSync, Transport
 from fullshard.planner.calibration import Calibration, Ceilings, Host, Table
 from fullshard.planner.mesh import Topology
 from fullshard.planner.operations import Operation, UnitWork
+from fullshard.planner.optimizers import ADAMW, SGD
 from fullshard.planner.plan import make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 from fullshard.planner.step_time import step_time
@@ -126,6 +127,23 @@ def test_the_host_takes_its_time_of_operations_units_and_the_step():
     more = told(plan, calibrated(world=1, host=host)).step - told(plan, calibrated(world=1)).step
     # 4 operations forward; 6 backward; 4 units turn twice.
     assert more == pytest.approx(4 * 1.0 + 6 * 2.0 + 8 * 3.0 + 5.0)
+
+
+def test_the_update_is_that_of_the_runs_optimizer():
+    plan, bare = plan_of(world=1), calibrated(world=1)
+    (measured,) = bare.hosts.values()
+    update_s, add_s = 1e-3, 1e-6
+    tables = {"update float32": by_size(update_s), "add float32": by_size(add_s)}
+    measured = replace(measured, operations={**measured.operations, **tables})
+    calibration = Calibration({"cores": 64}, {1: measured})
+    numel = sum(group.layout.part_numel for unit in plan.units for group in unit.groups)
+    clipping, sums = 2 * 4 * numel * add_s, 3 * 4 * numel * add_s
+    found = {
+        optimizer: told(plan.trained_by(optimizer), calibration).update
+        for optimizer in (ADAMW, SGD, replace(ADAMW, num_averages=1))
+    }
+    expected = [clipping + numel * update_s, clipping + sums, clipping + numel * update_s + sums]
+    assert list(found.values()) == pytest.approx(expected)
 
 
 def test_work_that_no_event_names_is_not_lost():
