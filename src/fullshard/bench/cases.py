@@ -85,7 +85,9 @@ DEFAULT_CASES = ("29M", "109M", "29M-4", "109M-bf16", "moe", "lora")
 
 OURS, REFERENCE, FLOOR = "fullshard", "fsdp2", "floor"
 CORE = (OURS, REFERENCE, FLOOR)
-BYTES_PER_PARAMETER = 20  # a rank's, where nothing is sharded: AdamW's 16, and activations
+# A rank's bytes a parameter where nothing is sharded: AdamW's 16, or of a frozen base the weight
+# alone; and activations.
+TRAINED_BYTES, FROZEN_BYTES = 20, 8
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def groups_of(peers: Sequence[Peer], case: Case, budget_bytes: int) -> list[tupl
 
     Ours, FSDP2 and the floor share the first group; FSDP2, the pair of every ratio, is in all.
     """
-    engine_bytes = BYTES_PER_PARAMETER * case.numel * case.num_ranks
+    a_parameter = FROZEN_BYTES if case.kind == "lora" else TRAINED_BYTES
+    engine_bytes = a_parameter * case.numel * case.num_ranks
     size = max(len(CORE), budget_bytes // engine_bytes)
     if len(peers) <= size:
         return [tuple(peers)] if peers else []
