@@ -209,17 +209,18 @@ def skipped_settling(engine, note):
 def lost_gradient(engine, note):
     """On one rank a gradient is not collected, though its slot is reduced."""
     gradients, unit = engine.gradients, engine.units[UNIT]
-    collect = gradients.collect
+    move = gradients._move
 
-    def loses(of, group, member):
-        if of is unit and member is group.members[0]:
-            lost = member.target if member.compute.grad is None else member.compute.grad
-            lost.zero_()  # where it was written, or where autograd put it
-            note()
-        return collect(of, group, member)
+    def loses(of):
+        for group, member in of.waiting:
+            if of is unit and member is group.members[0]:
+                lost = member.target if member.compute.grad is None else member.compute.grad
+                lost.zero_()  # where it was written, or where autograd put it
+                note()
+        move(of)
 
     if is_last_rank():
-        gradients.collect = loses
+        gradients._move = loses
 
 
 wrong_gradient_slot = partial(wrong_slot, gradients=True)

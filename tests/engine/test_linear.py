@@ -17,6 +17,7 @@ from support.models import perturbed
 from support.parity import whole_gradients
 
 TRANSPORTS = ("shared", "direct")
+WIDTH, VOCAB = 130, 132  # a weight of these is large
 
 
 class Mix(nn.Module):
@@ -24,18 +25,20 @@ class Mix(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.plain = nn.Linear(8, 8)
-        self.twice = nn.Linear(8, 8)
-        self.own = Own(8, 8)
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.unused = nn.Linear(8, 8)
-        self.nothing = nn.Parameter(torch.ones(8))
-        self.head = nn.Linear(8, 11, bias=False)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.plain = nn.Linear(WIDTH, WIDTH)
+        self.small = nn.Linear(WIDTH, WIDTH // 2)
+        self.twice = nn.Linear(WIDTH, WIDTH)
+        self.own = Own(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.nothing = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.plain(self.embed(ids)))
+        x = torch.cat([x[..., : WIDTH // 2], self.small(x)], dim=-1)
         x = self.frozen(self.own(self.twice(torch.tanh(self.twice(x)))))
         return self.head(NoGradient.apply(x, self.nothing))
 
@@ -65,7 +68,9 @@ def mix() -> nn.Module:
 
 
 def ids_of(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(
+        0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank)
+    )
 
 
 def gradients(model: nn.Module, micro_batches: int, rank: int) -> None:
@@ -129,7 +134,7 @@ def test_plain_layers_alone_are_written(ranks):
 
 def plain(**settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCAB))
     return fs.shard(layers, wrap="none", **settings)
 
 
@@ -144,7 +149,7 @@ def written_by(model: nn.Module, run: Any) -> int:
 
 
 def where_others_look_on() -> dict[str, int]:
-    x = torch.randn(3, 8)
+    x = torch.randn(3, WIDTH)
 
     def under_autocast(model: nn.Module) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -173,7 +178,7 @@ def test_the_ordinary_function_runs_where_a_slot_cannot_be_written(ranks):
 def partly() -> tuple[list[bool], bool]:
     """backward(inputs=) of one weight's unit mates, then of everything."""
     model = plain(poison=True)
-    x = torch.randn(3, 8, requires_grad=True)
+    x = torch.randn(3, WIDTH, requires_grad=True)
     model(x).square().mean().backward(inputs=[x])
     before = [p.grad is None for p in model.parameters()]
     model(x).square().mean().backward()

@@ -147,6 +147,7 @@ def build_deepspeed(setup: Setup, stage: int) -> Step:
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,  # its default clips at 1; no other engine here does
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = deepspeed.initialize(

@@ -15,6 +15,7 @@ from typing import Any
 
 from fullshard.bench import ranks
 from fullshard.bench.cases import Case
+from fullshard.bench.figures import draw_trace
 from fullshard.bench.job import JOB_FILE
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
@@ -193,11 +194,16 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
         others_share=neighbours.share,
         became_idle=became_idle,
         notes=[job.case.describe() + ".", *notes],
-        drawings={"overlap_trace.json": _trace(found[TRACED], results[0]["titles"])},
+        drawings=_drawings(_trace(found[TRACED], results[0]["titles"])),
     )
 
 
-def _trace(steps: Sequence[Step], titles: Sequence[str]) -> str:
+def _drawings(trace: dict[str, Any]) -> dict[str, str]:
+    text = json.dumps(trace, separators=(",", ":")) + "\n"
+    return {"overlap_trace.json": text, "overlap.svg": draw_trace(trace)}
+
+
+def _trace(steps: Sequence[Step], titles: Sequence[str]) -> dict[str, Any]:
     """The step that hides a median share, for Chrome and Perfetto."""
     step = sorted(steps, key=lambda step: hidden_share(step.wire()) or 0.0)[len(steps) // 2]
     about = {
@@ -206,4 +212,4 @@ def _trace(steps: Sequence[Step], titles: Sequence[str]) -> str:
         "hidden_forward": hidden_share(step.wire(during="forward")),
         "hidden_backward": hidden_share(step.wire(during="backward")),
     }
-    return json.dumps(chrome_trace(step.ranks, titles, about), separators=(",", ":")) + "\n"
+    return chrome_trace(step.ranks, titles, about)

@@ -7,6 +7,7 @@ from math import isfinite
 from statistics import median
 
 from fullshard.bench.cases import FLOOR, OURS, REFERENCE
+from fullshard.bench.figures import draw_ratios
 from fullshard.bench.machine import IDLE_SHARE
 from fullshard.bench.page import SCHEMA_VERSION, provenance, table_lines
 from fullshard.bench.statistics import Estimate, paired_ratio, removed_share
@@ -182,6 +183,12 @@ def notes_of(result: CaseResult) -> list[str]:
     state = "LOADED" if is_loaded(result) else "idle"
     notes.append(f"Other processes used {result.others_share:.0%} of the cores meanwhile: {state}.")
     return notes
+
+
+def to_drawing(report: Report) -> str:
+    """Returns the ratios of all cases as an SVG file of its own."""
+    rows = [row for result in report.cases for row in rows_of(result)]
+    return draw_ratios(rows, REFERENCE, OURS, FLOOR)
 
 
 def to_markdown(report: Report) -> str:

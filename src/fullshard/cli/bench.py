@@ -68,6 +68,8 @@ def step(  # noqa: PLR0913  (one parameter an option)
         out.mkdir(parents=True, exist_ok=True)
         (out / "step.json").write_text(json.dumps(result, indent=1) + "\n")
         (out / "step.md").write_text(report.to_markdown(found))
+        if drawing := report.to_drawing(found):
+            (out / "step.svg").write_text(drawing)
     print(report.to_markdown(found))
     errors = [error for shape in results for error in bench_step.loss_errors(shape)]
     for error in errors:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,15 +28,15 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
+from fullshard.engine.listening import MOST_WAITING
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
+from fullshard.engine.shown import Shown
 from fullshard.engine.unit import Group, Member, Unit, expect
-from fullshard.errors import UnsupportedModelError
+from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 
 logger = logging.getLogger(__name__)
-
-MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 
 
 class Gradients:
@@ -64,7 +63,7 @@ class Gradients:
         self.divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
-        self._shown: _Shown | None = None
+        self._shown: Shown | None = None
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -87,6 +86,7 @@ class Gradients:
         for unit in units:
             unit.left = expect(unit.trainees)
             total += unit.left
+            unit.listening.begin_backward(unit.left, len(unit.trainees))
             if unit.left == 0:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
@@ -98,12 +98,39 @@ class Gradients:
         Returns:
             Whether it was the unit's last; all are in the buffer then.
         """
-        unit.left -= 1
-        waiting = unit.waiting
-        waiting.append((group, member))
-        if not unit.left or member.is_large or len(waiting) == MOST_WAITING:
+        listening, waiting = unit.listening, unit.waiting
+        found = listening.hear((group, member))
+        unit.left -= len(found)
+        waiting += found
+        if not unit.left or listening.quiet or member.is_large or len(waiting) == MOST_WAITING:
             self._move(unit)
+        listening.settle(unit.left)
         return not unit.left
+
+    def check_found(self, units: Iterable[Unit]) -> None:
+        """No gradient may lie unseen between two steps.
+
+        Raises:
+            EngineError: One came in a backward that reached no tensor that is watched.
+        """
+        for unit in units:
+            for _, member in unit.listening.quiet:
+                if member.compute.grad is not None:
+                    member.compute.grad = None
+                    raise EngineError(
+                        f"{member.piece.name}: expected its gradient in a backward through an "
+                        f"output of {unit.plan.title}; it came by a tensor that was handed out in "
+                        "an object of a type unknown here. Return tensors, or nest them in "
+                        "tuples, lists, mappings or dataclasses."
+                    )
+
+    def end_backward(self, units: Iterable[Unit]) -> None:
+        """What was looked for and never came is zero: a function of the user's gave none."""
+        for unit in units:
+            if unit.left:
+                came = unit.listening.came()
+                for member in unit.trainees:
+                    member.expected = member.expected and id(member) in came
 
     def _move(self, unit: Unit) -> None:
         """Move the gradients that wait into the unit's buffer, in one call for all."""
@@ -123,7 +150,9 @@ class Gradients:
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
                     "sparse=False."
                 )
-            target = self._target(unit, group, member)
+            full = group.grad_full
+            in_slot = full is not None and full is group.grad_slot
+            target = member.target if in_slot else self._target(unit, group, member)
             targets, gradients = added if group.deferred is not None or member.written else copied
             targets.append(target)
             gradients.append(gradient)
@@ -277,13 +306,13 @@ class Gradients:
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
         if self._shown is None:
-            self._shown = _Shown.of(units)
+            self._shown = Shown.of(units, self.norms.device)
         members, grads = self._shown.members, self._shown.grads
         if not members:
             return
         bits = [member.touched for member in members]
         touched = torch.tensor(bits, dtype=torch.float64)
-        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
+        squares = self._shown.squares()
         vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
@@ -339,38 +368,6 @@ class Gradients:
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """Trained parameters and what belongs to each, looked up once.
-
-    Attributes:
-        plain: (n_local,) each: `grads` without their class.
-    """
-
-    members: list[Member]
-    grads: list[Any]
-    by_id: dict[int, Any]
-    plain: list[torch.Tensor]
-    records: list[Any]
-    hooks: list[Any]
-
-    @classmethod
-    def of(cls, units: Iterable[Unit]) -> _Shown:
-        """Of all units."""
-        members = [member for unit in units for member in unit.trainees]
-        grads = [member.grad for member in members if member.grad is not None]
-        records = [member.param.record for member in members]
-        hooks = [record.post_accumulate for record in records]
-        plain = [grad.to_local() for grad in grads]
-        return cls(members, grads, {id(grad): grad for grad in grads}, plain, records, hooks)
-
-    def hooked(self) -> list[tuple[Member, Any]]:
-        """Those whose parameter has hooks of the user's now."""
-        if not any(self.hooks):
-            return []
-        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
 
 
 def _carries_gradients(group: Group) -> bool:

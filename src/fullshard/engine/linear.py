@@ -10,7 +10,8 @@ Autograd is told that there is no gradient, and still says when all uses of the 
 hook is on the node that would accumulate it. A weight that is used twice is written once and added
 to afterwards; what reaches it on other ways (a tied embedding) is added at the end. Wherever
 something else than autograd looks on (autocast, compilation, functorch, tensor subclasses) or the
-slot has another dtype, the ordinary function runs.
+slot has another dtype, the ordinary function runs. So it does for small weights, whose copy costs
+less than a backward in Python.
 
 The layer's output is watched here too (see [Note: watched outputs]), which spares it a module hook:
 its backward itself says when it begins.
@@ -28,7 +29,7 @@ from torch.nn import functional
 
 from fullshard.engine._torch_compat import apply_untransformed, is_transforming
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import Group, Member, Unit
+from fullshard.engine.unit import LARGE_NUMEL, Group, Member, Unit
 
 Write = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -54,8 +55,12 @@ def write_gradients_in_place(
             group, module = groups.get(id(swap.member)), swap.module
             plain = type(module) is nn.Linear and "forward" not in vars(module)
             if group is not None and plain and swap.name == "weight":
-                write = _writer(runtime, unit, group, swap.member)
-                module.forward = _forward(runtime, owners[id(module)], module, swap.member, write)
+                index = owners[id(module)]
+                if swap.member.is_large:
+                    write = _writer(runtime, unit, group, swap.member)
+                    module.forward = _forward(runtime, index, module, swap.member, write)
+                else:
+                    module.forward = _small_forward(runtime, index, module)
                 table = {
                     "_fullshard_of": refusing,
                     **vars(module),
@@ -80,7 +85,8 @@ def pretend_to_write(
     """
     for path, module in model.named_modules():
         dtype = dtypes.get(f"{path}.weight" if path else "weight")
-        if type(module) is nn.Linear and "forward" not in vars(module) and dtype is not None:
+        plain = type(module) is nn.Linear and "forward" not in vars(module)
+        if plain and dtype is not None and module.weight.numel() > LARGE_NUMEL:  # type: ignore
             module.forward = _traced_forward(module, dtype, told)  # type: ignore[assignment]
 
 
@@ -128,6 +134,26 @@ def _forward(
                 watching.watch(index, output)
             return output
         return _linear(input, weight, bias, write, watching.trigger(index))
+
+    return forward
+
+
+def _small_forward(runtime: Runtime, index: int, module: nn.Linear) -> Callable[..., torch.Tensor]:
+    """The forward of a layer that does no more than begin its unit's backward."""
+    table, weak = module._parameters, weakref.ref(runtime)
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        output = functional.linear(input, table["weight"], table["bias"])  # type: ignore[arg-type]
+        if torch.compiler.is_compiling():  # see [Note: watched outputs]
+            return output
+        node = output.grad_fn
+        if node is not None:
+            watching = weak()
+            assert watching is not None
+            begin = watching.trigger(index)
+            if begin is not None:
+                node.register_prehook(begin)
+        return output
 
     return forward
 

@@ -145,7 +145,9 @@ class Runtime:
         elif not self._stack:
             self._run(self.scheduler.publish(index))
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
-        self._begins[index] = lambda _: self._enter_backward(use)
+        self._begins[index] = lambda _: (
+            None if use.task == graph_task_id() else self._enter_backward(use)
+        )
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
         self._current[index] = use
@@ -203,6 +205,7 @@ class Runtime:
         if self._is_unclean():
             self.reset()
         self._recomputed = -1
+        self.gradients.check_found(self.units)
         self.before_step()
         self._run(self.scheduler.begin_forward())
         self._generation += 1
@@ -222,7 +225,7 @@ class Runtime:
 
     def _enter_backward(self, use: Use) -> None:
         task = graph_task_id()
-        if use.task == task:  # nearly always
+        if use.task == task:
             return
         if self._task != task:
             self._begin_backward(task)
@@ -296,6 +299,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
+        self.gradients.end_backward(self.units)
         self._run(self.scheduler.end_backward(reduce=reduce))
         for unit in self.units:
             if unit.in_backward:
