@@ -56,6 +56,9 @@ if TYPE_CHECKING:
         sharding as sharding,
     )
     from fullshard.api import (
+        step_in_backward as step_in_backward,
+    )
+    from fullshard.api import (
         unsharded as unsharded,
     )
     from fullshard.api import (
@@ -82,6 +85,7 @@ _HOMES = {
         "save",
         "shard",
         "sharding",
+        "step_in_backward",
         "unsharded",
         "wait",
     ),

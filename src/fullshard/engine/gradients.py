@@ -31,7 +31,7 @@ from fullshard.engine.homes import GradientShard
 from fullshard.engine.listening import MOST_WAITING
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
-from fullshard.engine.shown import Shown
+from fullshard.engine.shown import Shown, Updates
 from fullshard.engine.unit import Group, Member, Unit, expect
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
@@ -62,6 +62,8 @@ class Gradients:
         self.expects_any = False
         self.divisor = divisor
         self._on_spill = on_spill
+        self.updates: Updates | None = None
+        self.consumed = False  # the last backward has updated, and no gradient is left
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
         self._deferred_bytes = 0
@@ -82,6 +84,7 @@ class Gradients:
     def begin_backward(self, units: Iterable[Unit]) -> list[int]:
         """Ask autograd which gradients will come; returns the units that get none."""
         self.norms.mark_changed()
+        self.consumed = False
         nothing, total = [], 0
         for unit in units:
             unit.left = expect(unit.trainees)
@@ -268,6 +271,8 @@ class Gradients:
                 scratch.give(out)
             self._forget(group)
             self._free_slot(group)
+        if self.updates is not None and not waits:
+            self.updates.update(unit)
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
         """Sum over replicas, or keep for a later backward what is summed over shards."""
@@ -316,32 +321,23 @@ class Gradients:
         vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
-        if all(bits):  # nearly always; what this rank touched, one rank touched
+        if self.updates is not None:
+            shown = self._shown.update_rest(self.updates, touched.tolist(), squares.clone())
+            self.consumed = True
+        elif all(bits):  # nearly always; what this rank touched, one rank touched
             shown = self._shown.by_id
             with no_guard():
                 for member, grad in zip(members, grads, strict=True):
                     member.touched = False
                     member.param.grad = grad
         else:
-            shown = self._show_touched(touched.tolist())
+            shown = self._shown.show(touched.tolist())
         self.transport.home.leave(settled=True)
         self.norms.keep(squares.clone(), shown)
         for member, hooks in self._shown.hooked():
             if id(member.grad) in shown:
                 for hook in tuple(hooks.values()):
                     hook(member.param)
-
-    def _show_touched(self, bits: Sequence[float]) -> dict[int, Any]:
-        """Show the gradients of parameters that some rank touched; returns them by id."""
-        assert self._shown is not None
-        shown: dict[int, Any] = {}
-        with no_guard():
-            for member, grad, bit in zip(self._shown.members, self._shown.grads, bits, strict=True):
-                member.touched = False
-                if bit > 0 or member.param.grad is not None:
-                    member.param.grad = grad
-                    shown[id(grad)] = grad
-        return shown
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
@@ -364,7 +360,7 @@ class Gradients:
                     self._count_deferred(-group.grads.held.nbytes)
                     group.grads.held = None
                 for member in group.members:
-                    member.touched = member.expected = member.written = False
+                    member.touched = member.expected = member.written = member.updated = False
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()

@@ -138,7 +138,7 @@ def _forward(
     return forward
 
 
-def _small_forward(runtime: Runtime, index: int, module: nn.Linear) -> Callable[..., torch.Tensor]:
+def _small_forward(runtime: Runtime, index: int, module: nn.Module) -> Callable[..., torch.Tensor]:
     """The forward of a layer that does no more than begin its unit's backward."""
     table, weak = module._parameters, weakref.ref(runtime)
 

@@ -42,6 +42,7 @@ class Member:
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
         written: Whether the running backward wrote into `target` itself.
+        updated: Whether the running backward has updated it already.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -54,6 +55,7 @@ class Member:
     expected: bool = False
     touched: bool = False
     written: bool = False
+    updated: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
