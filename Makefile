@@ -32,7 +32,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs clean
+.PHONY: help setup train test test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -40,6 +40,7 @@ help:
 	@echo "                BACKEND=jax runs it on XLA"
 	@echo "make test       all tests but the slow ones and those that need a GPU"
 	@echo "make test-slow  the slow tests"
+	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        the tests that need a GPU"
 	@echo "make lint       format, style, types, arrows, sizes, spelling, collectives"
@@ -115,6 +116,10 @@ train: $(VENV)/.stamp-$(if $(filter jax,$(BACKEND)),jax,train)
 
 test: $(VENV)/.stamp-setup
 	$(PYTEST) -m "not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
+
+# examples/ as their first lines say, to the end: two ranks each
+test-tutorials: $(VENV)/.stamp-setup
+	$(PYTEST) -m "not gpu" --timeout 600 tests/train/test_examples.py $(ARGS)
 
 test-slow: $(VENV)/.stamp-setup
 	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1200 $(ARGS)
