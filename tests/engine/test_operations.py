@@ -86,9 +86,10 @@ def test_a_recomputed_block_computes_its_forward_again():
         traced(model, activation_checkpointing=kind)["model.layers.0"] for kind in ("none", "block")
     )
     assert products(again.forward) == products(plain.forward)
-    assert products(again.backward) == Counter(products(plain.backward)) + Counter(
-        products(plain.forward)
-    )
+    # torch stops before the last layer computes: its inputs are what backward wants of it.
+    last = Counter({product("nt", BATCH * LENGTH, INNER, WIDTH): 1})
+    once_more = Counter(products(plain.forward)) - last
+    assert products(again.backward) == Counter(products(plain.backward)) + once_more
 
 
 def test_a_deep_model_computes_what_its_blocks_do():
