@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
@@ -187,3 +189,55 @@ def partly() -> tuple[list[bool], bool]:
 
 def test_a_backward_that_asks_for_inputs_writes_nothing(ranks):
     assert ranks(2)(partly) == [([True] * 4, True)] * 2
+
+
+class Checkpointed(nn.Module):
+    """Blocks that run again in backward, whose last layer's output nobody wants again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name in ("aten::mm", "aten::addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_a_step(transport: str) -> tuple[int, int, list[str]]:
+    """Products of one process and of a rank, and whose gradients differ."""
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+    torch.manual_seed(0)
+    one = Checkpointed().double()
+    torch.manual_seed(0)
+    many = fs.shard(Checkpointed().double(), wrap=["Sequential"], poison=True, transport=transport)
+    counts = []
+    for model in (one, many):
+        with Products() as products:
+            model(x).square().sum().backward()
+        counts.append(products.number)
+    found = whole_gradients(many)
+    wrong = [
+        n for n, p in one.named_parameters() if not torch.allclose(found[n], p.grad, rtol=1e-12)
+    ]
+    return counts[0], counts[1], wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_recompute_makes_no_product_that_torch_would_not_make(ranks, transport):
+    for alone, sharded, wrong in ranks(2)(products_of_a_step, transport):
+        assert not wrong
+        assert sharded == alone == 2 * (2 + 1 + 4) - 1  # nobody wants a gradient of x

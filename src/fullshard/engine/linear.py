@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fullshard.engine._torch_compat import apply_untransformed, is_transforming
+from fullshard.engine._torch_compat import apply_untransformed, graph_task_id, is_transforming
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import LARGE_NUMEL, Group, Member, Unit
 
@@ -103,7 +103,7 @@ def _traced_forward(
         fits = torch.is_grad_enabled() and weight.requires_grad and input.dtype is weight.dtype
         if not fits or input.dim() < 2:
             return functional.linear(input, weight, bias)
-        return _linear(input, weight, bias, write, None)
+        return _product(input, weight, bias, write, None)
 
     return forward
 
@@ -133,7 +133,7 @@ def _forward(
             if output.requires_grad:
                 watching.watch(index, output)
             return output
-        return _linear(input, weight, bias, write, watching.trigger(index))
+        return _product(input, weight, bias, write, watching.trigger(index))
 
     return forward
 
@@ -222,4 +222,41 @@ class _Linear(torch.autograd.Function):
         return gx, gw, rows.sum(0) if wants_bias else None, None, None
 
 
-_linear = apply_untransformed(_Linear)
+class _Again(_Linear):
+    """What a recompute hands to autograd, before anything is computed.
+
+    torch ends a recompute as soon as it has every tensor that backward wants, and of the last layer
+    these are its inputs: what it makes of them is not made again. torch's own linear saves its
+    inputs first, a Function saves after its forward; so the forward of this one does nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,  # noqa: ARG004 backward asks whether it wants a gradient
+        write: Write,
+        begin: Callable[[Any], None] | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.write, ctx.begin = write, begin
+        return x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])  # takes no memory
+
+
+_linear, _again = apply_untransformed(_Linear), apply_untransformed(_Again)
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    write: Write,
+    begin: Callable[[Any], None] | None,
+) -> torch.Tensor:
+    if begin is not None or graph_task_id() == -1:
+        return _linear(x, weight, bias, write, begin)
+    output = _again(x, weight, bias, write, None)  # a recompute may end here
+    with torch.no_grad():
+        output.data = functional.linear(x, weight, bias)
+    return output
