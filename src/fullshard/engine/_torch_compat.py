@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names.
 all_gather_single: Callable[..., Any] = (
@@ -90,6 +93,16 @@ outside_modes = _disable_current_modes
 def has_modes() -> bool:
     """Whether dispatch or function modes are on: turning them off costs five microseconds."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def replays_operations() -> bool:
+    """Whether a selective recompute is under way, which must make the operations of its forward."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    from torch.utils.checkpoint import _CachedTorchDispatchMode
+
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachedTorchDispatchMode) for mode in modes)
 
 
 def is_profiling() -> bool:

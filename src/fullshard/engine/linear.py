@@ -27,7 +27,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fullshard.engine._torch_compat import apply_untransformed, graph_task_id, is_transforming
+from fullshard.engine._torch_compat import (
+    apply_untransformed,
+    graph_task_id,
+    is_transforming,
+    replays_operations,
+)
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import LARGE_NUMEL, Group, Member, Unit
 
@@ -254,7 +259,7 @@ def _product(
     write: Write,
     begin: Callable[[Any], None] | None,
 ) -> torch.Tensor:
-    if begin is not None or graph_task_id() == -1:
+    if begin is not None or graph_task_id() == -1 or replays_operations():
         return _linear(x, weight, bias, write, begin)
     output = _again(x, weight, bias, write, None)  # a recompute may end here
     with torch.no_grad():
