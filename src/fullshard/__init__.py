@@ -56,9 +56,6 @@ if TYPE_CHECKING:
         sharding as sharding,
     )
     from fullshard.api import (
-        step_in_backward as step_in_backward,
-    )
-    from fullshard.api import (
         unsharded as unsharded,
     )
     from fullshard.api import (
@@ -85,7 +82,6 @@ _HOMES = {
         "save",
         "shard",
         "sharding",
-        "step_in_backward",
         "unsharded",
         "wait",
     ),

@@ -20,7 +20,6 @@ from fullshard.engine import clip, state, stats
 from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.step_in_backward import step_in_backward as step_in_backward_
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
@@ -135,23 +134,6 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
             the next backward outside. Holds a shard of gradients in place of whole ones.
     """
     return engine_shard.no_sync(model, outer_only=outer_only)
-
-
-def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Context: a backward inside updates each unit right after its gradients are reduced.
-
-    `optimizer.step()` is not needed then, and finds no gradients (it still updates what is left out
-    of sharding). Nothing may wait for all gradients: no clipping, no GradScaler, and micro-batches
-    before the last outside of the context or under `no_sync`.
-
-    Args:
-        model: Sharded.
-        optimizer: Of its parameters; steps each for itself. Its own step hooks are not called.
-
-    Returns:
-        The context; what it yields has `grad_norm`, the 2-norm of the whole gradient.
-    """
-    return step_in_backward_(model, optimizer)
 
 
 def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract

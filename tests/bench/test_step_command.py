@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import pytest
 
 CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_bytes"}
-OURS = {"fullshard", "fullshard-c10d", "fullshard-updating"}
-TRAINING = {*OURS, "fsdp2", "fsdp2-zero2", "fsdp1", "ddp"}
+
+TRAINING = {"fullshard", "fullshard-c10d", "fsdp2", "fsdp2-zero2", "fsdp1", "ddp"}
 
 
 def run(*arguments: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:

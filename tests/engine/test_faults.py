@@ -209,18 +209,17 @@ def skipped_settling(engine, note):
 def lost_gradient(engine, note):
     """On one rank a gradient is not collected, though its slot is reduced."""
     gradients, unit = engine.gradients, engine.units[UNIT]
-    move = gradients._move
+    collect = gradients.collect
 
-    def loses(of):
-        for group, member in of.waiting:
-            if of is unit and member is group.members[0]:
-                lost = member.target if member.compute.grad is None else member.compute.grad
-                lost.zero_()  # where it was written, or where autograd put it
-                note()
-        move(of)
+    def loses(of, group, member):
+        if of is unit and member is group.members[0]:
+            lost = member.target if member.compute.grad is None else member.compute.grad
+            lost.zero_()  # where it was written, or where autograd put it
+            note()
+        return collect(of, group, member)
 
     if is_last_rank():
-        gradients._move = loses
+        gradients.collect = loses
 
 
 wrong_gradient_slot = partial(wrong_slot, gradients=True)

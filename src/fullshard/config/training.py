@@ -87,7 +87,6 @@ class TrainingConfig(Section):
     ALIASES: ClassVar[Mapping[str, str]] = {
         "max_length": "max_seq_length",  # TRL's name since 0.16
         "evaluation_strategy": "eval_strategy",  # until transformers 4.46
-        "optimizer_in_bwd": "optimizer_in_backward",  # torchtune's
     }
 
     output_dir: Text | None = None
@@ -208,23 +207,6 @@ class TrainingConfig(Section):
 
     optim: Word[Optimizer] = Optimizer.ADAMW_TORCH_FUSED
     """adamw_torch_fused | adamw_torch | sgd."""
-
-    optimizer_in_backward: Flag = False
-    """Update each unit right after its gradients are reduced, while backward runs (alias
-    optimizer_in_bwd). Nothing can wait for the whole gradient then: max_grad_norm must be 0."""
-
-    @model_validator(mode="after")
-    def _waits_for_no_gradient(self) -> Self:
-        if self.optimizer_in_backward:
-            advice = "With optimizer_in_backward nothing waits for the whole gradient"
-            problems = [
-                Problem(key, "0", show(getattr(self, key)), advice)
-                for key in ("max_grad_norm", "max_skipped_steps")
-                if getattr(self, key)
-            ]
-            if problems:
-                raise ConfigProblems(problems)
-        return self
 
     @model_validator(mode="after")
     def _has_what_it_waits_for(self) -> Self:

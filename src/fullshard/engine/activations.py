@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import outside_modes, tree_leaves
+from fullshard.engine.gradients import MOST_WAITING
 from fullshard.engine.linear import pretend_to_write
-from fullshard.engine.listening import MOST_WAITING
 from fullshard.engine.precision import apply_dtypes, cast_tensors
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.ring import torch_dtype

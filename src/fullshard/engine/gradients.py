@@ -28,15 +28,16 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
-from fullshard.engine.listening import MOST_WAITING
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
-from fullshard.engine.shown import Shown, Updates
+from fullshard.engine.shown import Shown
 from fullshard.engine.unit import Group, Member, Unit, expect
-from fullshard.errors import EngineError, UnsupportedModelError
+from fullshard.errors import UnsupportedModelError
 from fullshard.planner.events import Sync
 
 logger = logging.getLogger(__name__)
+
+MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 
 
 class Gradients:
@@ -62,8 +63,6 @@ class Gradients:
         self.expects_any = False
         self.divisor = divisor
         self._on_spill = on_spill
-        self.updates: Updates | None = None
-        self.consumed = False  # the last backward has updated, and no gradient is left
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
         self._deferred_bytes = 0
@@ -84,12 +83,10 @@ class Gradients:
     def begin_backward(self, units: Iterable[Unit]) -> list[int]:
         """Ask autograd which gradients will come; returns the units that get none."""
         self.norms.mark_changed()
-        self.consumed = False
         nothing, total = [], 0
         for unit in units:
             unit.left = expect(unit.trainees)
             total += unit.left
-            unit.listening.begin_backward(unit.left, len(unit.trainees))
             if unit.left == 0:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
@@ -101,39 +98,12 @@ class Gradients:
         Returns:
             Whether it was the unit's last; all are in the buffer then.
         """
-        listening, waiting = unit.listening, unit.waiting
-        found = listening.hear((group, member))
-        unit.left -= len(found)
-        waiting += found
-        if not unit.left or listening.quiet or member.is_large or len(waiting) == MOST_WAITING:
+        unit.left -= 1
+        waiting = unit.waiting
+        waiting.append((group, member))
+        if not unit.left or member.is_large or len(waiting) == MOST_WAITING:
             self._move(unit)
-        listening.settle(unit.left)
         return not unit.left
-
-    def check_found(self, units: Iterable[Unit]) -> None:
-        """No gradient may lie unseen between two steps.
-
-        Raises:
-            EngineError: One came in a backward that reached no tensor that is watched.
-        """
-        for unit in units:
-            for _, member in unit.listening.quiet:
-                if member.compute.grad is not None:
-                    member.compute.grad = None
-                    raise EngineError(
-                        f"{member.piece.name}: expected its gradient in a backward through an "
-                        f"output of {unit.plan.title}; it came by a tensor that was handed out in "
-                        "an object of a type unknown here. Return tensors, or nest them in "
-                        "tuples, lists, mappings or dataclasses."
-                    )
-
-    def end_backward(self, units: Iterable[Unit]) -> None:
-        """What was looked for and never came is zero: a function of the user's gave none."""
-        for unit in units:
-            if unit.left:
-                came = unit.listening.came()
-                for member in unit.trainees:
-                    member.expected = member.expected and id(member) in came
 
     def _move(self, unit: Unit) -> None:
         """Move the gradients that wait into the unit's buffer, in one call for all."""
@@ -271,8 +241,6 @@ class Gradients:
                 scratch.give(out)
             self._forget(group)
             self._free_slot(group)
-        if self.updates is not None and not waits:
-            self.updates.update(unit)
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
         """Sum over replicas, or keep for a later backward what is summed over shards."""
@@ -321,23 +289,32 @@ class Gradients:
         vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
-        if self.updates is not None:
-            shown = self._shown.update_rest(self.updates, touched.tolist(), squares.clone())
-            self.consumed = True
-        elif all(bits):  # nearly always; what this rank touched, one rank touched
+        if all(bits):  # nearly always; what this rank touched, one rank touched
             shown = self._shown.by_id
             with no_guard():
                 for member, grad in zip(members, grads, strict=True):
                     member.touched = False
                     member.param.grad = grad
         else:
-            shown = self._shown.show(touched.tolist())
+            shown = self._show_touched(touched.tolist())
         self.transport.home.leave(settled=True)
         self.norms.keep(squares.clone(), shown)
         for member, hooks in self._shown.hooked():
             if id(member.grad) in shown:
                 for hook in tuple(hooks.values()):
                     hook(member.param)
+
+    def _show_touched(self, bits: Sequence[float]) -> dict[int, Any]:
+        """Show the gradients of parameters that some rank touched; returns them by id."""
+        assert self._shown is not None
+        shown: dict[int, Any] = {}
+        with no_guard():
+            for member, grad, bit in zip(self._shown.members, self._shown.grads, bits, strict=True):
+                member.touched = False
+                if bit > 0 or member.param.grad is not None:
+                    member.param.grad = grad
+                    shown[id(grad)] = grad
+        return shown
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
@@ -360,7 +337,7 @@ class Gradients:
                     self._count_deferred(-group.grads.held.nbytes)
                     group.grads.held = None
                 for member in group.members:
-                    member.touched = member.expected = member.written = member.updated = False
+                    member.touched = member.expected = member.written = False
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()

@@ -149,10 +149,12 @@ class Squares:
 
     def __call__(self) -> torch.Tensor:
         """(len(tensors),), float64: as the tensors are now."""
+        if not self._small:  # as on every accelerator
+            squares = local_powers(self._large_tensors, 2.0, self._device)
+            return squares / self._copies if self._has_copies else squares
         squares = torch.zeros(self._num, dtype=torch.float64, device=self._device)
-        if self._small:
-            elements = torch.cat(self._small).double()
-            squares.index_add_(0, self._owners, elements.square_())
+        elements = torch.cat(self._small).double()
+        squares.index_add_(0, self._owners, elements.square_())
         if self._large:
             squares[self._large] = local_powers(self._large_tensors, 2.0, self._device)
         return squares / self._copies if self._has_copies else squares

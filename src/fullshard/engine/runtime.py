@@ -205,7 +205,6 @@ class Runtime:
         if self._is_unclean():
             self.reset()
         self._recomputed = -1
-        self.gradients.check_found(self.units)
         self.before_step()
         self._run(self.scheduler.begin_forward())
         self._generation += 1
@@ -299,7 +298,6 @@ class Runtime:
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
-        self.gradients.end_backward(self.units)
         self._run(self.scheduler.end_backward(reduce=reduce))
         for unit in self.units:
             if unit.in_backward:

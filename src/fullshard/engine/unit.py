@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,6 @@ from fullshard.engine._torch_compat import no_guard, will_execute
 from fullshard.engine.collectives import Fetch, Reduction, Transport, Weights
 from fullshard.engine.homes import DeviceHomes, GradientShard
 from fullshard.engine.hooked import Hook, HookedReduction
-from fullshard.engine.listening import Listening
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.engine.presentation import present
 from fullshard.engine.ring import Rings, torch_dtype
@@ -42,7 +42,6 @@ class Member:
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
         written: Whether the running backward wrote into `target` itself.
-        updated: Whether the running backward has updated it already.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -55,7 +54,6 @@ class Member:
     expected: bool = False
     touched: bool = False
     written: bool = False
-    updated: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
@@ -152,7 +150,6 @@ class Unit:
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
         self.left = 0  # gradients still expected in this backward
-        self.listening: Listening  # from when it is bound
         self.waiting: list[tuple[Group, Member]] = []  # whose gradients are final and not moved
         self.on_gradient: OnGradient = _unbound
 
@@ -258,7 +255,7 @@ class Unit:
         would share the slot's version counter, and autograd would object to the first refill.
         """
         self.on_gradient = on_gradient
-        for group in self.groups:
+        for at, group in enumerate(self.groups):
             numel = group.plan.layout.numel
             if group.plan.slot is not None:
                 group.full = rings.view(group.plan.slot, numel)
@@ -266,7 +263,7 @@ class Unit:
             if group.plan.grad_slot is not None:
                 slot = group.grad_slot = rings.view(group.plan.grad_slot, numel)
                 group.gaps = [slot[start:stop] for start, stop in group.padding]
-            for member in group.members:
+            for index, member in enumerate(group.members):
                 stop = member.offset + member.numel
                 view = group.full[member.offset : stop].view(member.piece.shape)
                 compute = nn.Parameter(view.new_empty(0), requires_grad=group.plan.trainable)
@@ -277,7 +274,8 @@ class Unit:
                     member.target = target.view(member.piece.shape)
                 if group.plan.trainable:
                     member.node = get_gradient_edge(compute).node
-        self.listening = Listening(self)
+                    hook = _gradient_hook(self, at, index)
+                    member.node.register_hook(hook)  # also where autograd brings no gradient
         self.places = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
@@ -305,6 +303,24 @@ def expect(members: Sequence[Member]) -> int:
 
 def _unbound(*_: Any) -> None:
     raise AssertionError("a unit that is not bound to slots gets no gradients")
+
+
+def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tensor], None]:
+    """What a compute parameter calls when its gradient is final.
+
+    It must not hold the unit: the way from a parameter to its hook leads through C++, where the
+    garbage collector sees no cycle, and no model would ever be freed.
+    """
+    weak = weakref.ref(unit)
+
+    def hook(*_: Any) -> None:
+        alive = weak()
+        if alive is None:
+            raise EngineError("backward: expected the sharded model to exist; it was deleted.")
+        at = alive.groups[group]
+        alive.on_gradient(alive, at, at.members[member])
+
+    return hook
 
 
 def cut_group(

@@ -224,10 +224,6 @@ class Scheduler:
             events.append(event_of(EventKind.SETTLE, -1))
         return events
 
-    def awaits_backward(self, unit: int) -> bool:
-        """Whether a forward of the unit has left a graph whose backward has not begun."""
-        return self._table.pending_uses[unit] > 0
-
     # ---- inside
 
     def _walk(self, unit: int, events: list[Event], *, backward: bool = False) -> None:
