@@ -139,6 +139,20 @@ def test_prose_of_a_strategy_becomes_a_mesh_of_all_ranks(strategy, gpus, mesh):
 
 
 @pytest.mark.parametrize(
+    ("device", "strategy", "gpus", "chips"),
+    [
+        ("TPU v5p", "FSDP=64 x TP=8", 512, 8960),
+        ("TPU v5e", "FSDP=256", 256, 256),
+        ("TPU v5p", "FSDP=64 x TP=8 x DCN-DP=2", 1024, 512),
+        ("H100-SXM5-80GB", "HSDP: ici FSDP=8 x DCN-DP=4", 32, 8),
+    ],
+)
+def test_fast_links_join_a_slice_of_tpus_or_a_host(device, strategy, gpus, chips):
+    changes = {"gpu_model": device, "strategy": strategy, "gpus": str(gpus), "nodes": ""}
+    assert read_workload({**LLAMA_8B, **changes}).domain == chips
+
+
+@pytest.mark.parametrize(
     ("text", "gigabytes"),
     [
         ("NVLink intra; 1600 Gbps/node RoCE", 25),
@@ -160,6 +174,24 @@ def test_more_of_what_costs_time_never_makes_a_step_faster():
     assert speed(interconnect="400 Gbps per node") < speed()
     assert speed(gpu_model="A100-SXM4-80GB") < speed() < speed(gpu_model="B200")
     assert speed(precision="bf16/fp32/fp8") > speed()
+
+
+def test_matmuls_that_are_cut_hide_a_part_of_their_traffic():
+    slow, fast = speed(strategy="FSDP2=8 x TP=8"), speed(strategy="FSDP2=8 x TP=8 +AsyncTP")
+    assert slow < fast
+    exposed = step_times(read_workload({**LLAMA_8B, "strategy": "FSDP2=8 x TP=8"})).exposed
+    whole = step_times(read_workload({**LLAMA_8B, "strategy": "FSDP2=8 x TP=8"})).step
+    assert fast < slow / (1 - exposed / whole)
+
+
+def test_a_pipelines_bubble_shrinks_with_the_micro_batches_of_a_step():
+    def share(accumulation: int) -> float:
+        row = {**LLAMA_8B, "strategy": "FSDP2=8 x PP=8", "grad_accum": str(accumulation)}
+        times = step_times(read_workload({**row, "micro_batch_per_gpu": "8"}))
+        return times.bubble / (times.step - times.bubble - times.update)
+
+    assert share(1) == pytest.approx(7 / 8)  # cut into as many as there are stages
+    assert share(32) == pytest.approx(7 / 32)
 
 
 def test_more_of_what_takes_memory_never_takes_less():

@@ -41,6 +41,7 @@ class Architecture:
         gated: Its first half has two matrices.
         block_params: Of one block, as far as a token uses them.
         head_params: Multiplied with by the head.
+        is_tied: The head is the embedding.
         is_sparse: A token uses few of the parameters (experts).
         is_guessed: Shapes were made up from the number of parameters.
     """
@@ -55,6 +56,7 @@ class Architecture:
     gated: bool
     block_params: float
     head_params: float
+    is_tied: bool = False
     is_sparse: bool = False
     is_guessed: bool = False
 
@@ -77,10 +79,14 @@ class Architecture:
         return (4 + 2 * trained) * self.active_params + attention
 
     @property
+    def end_params(self) -> float:
+        """Of the embedding and the head, whichever there are."""
+        return min((2 - self.is_tied) * self.head_params, 0.5 * self.num_params)
+
+    @property
     def held_block_params(self) -> float:
         """Parameters of one block as it is held, with all experts."""
-        ends = min(2 * self.head_params, 0.5 * self.num_params)
-        return max(self.block_params, (self.num_params - ends) / self.layers)
+        return max(self.block_params, (self.num_params - self.end_params) / self.layers)
 
 
 def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
@@ -114,7 +120,7 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
         if best is None or miss < best[0]:
             best = (miss, block, total, int(query), gated, tied)
     assert best is not None, "there is always a choice"
-    _, block, total, query_width, gated, _ = best
+    _, block, total, query_width, gated, tied = best
     num_params = shapes.num_params or total
     sparse = num_params > SPARSE * total and not guessed
     if active_params is not None and active_params < num_params:
@@ -134,6 +140,7 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
         gated=gated,
         block_params=block,
         head_params=float(vocab * width),
+        is_tied=tied,
         is_sparse=sparse,
         is_guessed=guessed,
     )
