@@ -72,7 +72,7 @@ NEUTRAL = {
     "link_share": 1.0,
     "fabric_share": 1.0,
     "overlap": 8.0,
-    "hop_s": 3e-7,
+    "wait_s": 1e-6,
     "launch_s": 3e-5,
     "fp8_speedup": 1.0,
     "logits_held": 2.0,

@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from fullshard.planner.forecast.constants import FITTED, Constants
 from fullshard.planner.forecast.devices import DEVICES
 from fullshard.planner.forecast.memory import GIB, peak_memory
 from fullshard.planner.forecast.rows import ANSWERS, DROPPED, read_workload
-from fullshard.planner.forecast.speed import step_times, tokens_per_s
+from fullshard.planner.forecast.speed import step_times, tokens_per_s, traffic
 from fullshard.planner.forecast.table import COLUMNS, predict
 from fullshard.planner.forecast.workload import Sharding
 
@@ -174,6 +175,23 @@ def test_more_of_what_costs_time_never_makes_a_step_faster():
     assert speed(interconnect="400 Gbps per node") < speed()
     assert speed(gpu_model="A100-SXM4-80GB") < speed() < speed(gpu_model="B200")
     assert speed(precision="bf16/fp32/fp8") > speed()
+
+
+def test_a_table_of_positions_makes_no_heads_wider():
+    """MPT-125m has 12 heads of 64 at any length: its parameters grow with the table alone."""
+    mpt = {"n_layers": "12", "d_model": "768", "n_heads": "12", "n_kv_heads": "12", "d_ff": "3072"}
+    for length in (2048, 65536):
+        size = str((12 * 12 * 768**2 + (50368 + length) * 768) / 1e9)
+        row = {**LLAMA_8B, **mpt, "vocab": "50368", "seq_len": str(length), "params_b": size}
+        assert read_workload(row).model.query_width == 768
+
+
+def test_waiting_for_the_slowest_rank_grows_slower_than_their_number():
+    def waits(gpus: int) -> float:
+        row = {**LLAMA_8B, "gpus": str(gpus), "nodes": str(gpus // 8)}
+        return traffic(read_workload(row), replace(FITTED, link_share=1e9, fabric_share=1e9))[0]
+
+    assert waits(512) == pytest.approx(waits(8) * 3)
 
 
 def test_matmuls_that_are_cut_hide_a_part_of_their_traffic():

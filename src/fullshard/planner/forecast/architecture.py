@@ -1,10 +1,11 @@
 """A decoder from the few numbers that a table has of it, and what those leave open.
 
     block   attention  d x (q + 2 kv) + q x d      mlp  2 or 3 matrices of d x ff
-    ends    an embedding of vocab x d, and a head of its own unless it is tied
+    ends    an embedding of vocab x d, and a head of its own unless it is tied; without a gate there
+            may be a table of positions, seq_len x d
 
-Whether the mlp is gated, the head tied and heads wider than d / heads is what no table says: the
-choice that comes nearest to the stated number of parameters is taken.
+Whether the mlp is gated, the head tied, heads wider than d / heads and positions learned is what no
+table says: the choice that comes nearest to the stated number of parameters is taken.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Shapes:
     kv_heads: int | None
     mlp_width: int | None
     vocab: int | None
+    seq_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,13 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
     query_widths = {float(width), float(heads * HEAD_DIM)}
 
     best: tuple[float, float, float, int, bool, bool] | None = None
-    for query, gated, tied in product(sorted(query_widths), (True, False), (True, False)):
+    tables = (0, shapes.seq_len or 0)
+    choices = product(sorted(query_widths), (True, False), (True, False), tables)
+    for query, gated, tied, positions in choices:
+        if gated and positions:
+            continue
         block = 2 * width * query * (1 + kv_share) + (2 + gated) * width * mlp
-        total = layers * block + (2 - tied) * vocab * width
+        total = layers * block + ((2 - tied) * vocab + positions) * width
         target = shapes.num_params or total
         miss = abs(total / target - 1) + 0.02 * (query != width)
         if best is None or miss < best[0]:

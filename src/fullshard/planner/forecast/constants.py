@@ -28,29 +28,31 @@ def _constant(value: float, low: float, high: float, source: str) -> Any:
 class Constants:
     """Constants of speed, then of memory."""
 
-    matmul_share: float = _constant(0.8999, 0.6, 1.0, "of the measured best matmul, in a model")
-    hopper_matmul: float = _constant(0.8102, 0.6, 1.0, "of that on H100, whose clock power limits")
-    tpu_matmul_share: float = _constant(0.9186, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
-    narrow_width: float = _constant(347.8, 0.0, 1000.0, "width at which matmuls reach half")
-    elementwise_passes: float = _constant(1.932, 0.3, 5.0, "reads and writes of activations")
-    compiled_passes: float = _constant(0.3486, 0.1, 1.0, "share of them left after fusion")
+    matmul_share: float = _constant(0.8928, 0.6, 1.0, "of the measured best matmul, in a model")
+    hopper_matmul: float = _constant(0.8046, 0.6, 1.0, "of that on H100, whose clock power limits")
+    tpu_matmul_share: float = _constant(0.8943, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
+    narrow_width: float = _constant(208.8, 0.0, 1000.0, "width at which matmuls reach half")
+    elementwise_passes: float = _constant(1.913, 0.3, 5.0, "reads and writes of activations")
+    compiled_passes: float = _constant(0.2733, 0.1, 1.0, "share of them left after fusion")
     xla_passes: float = _constant(
-        0.8254, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
+        0.8084, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
     )
-    logits_bytes: float = _constant(26.85, 6.0, 60.0, "traffic a logit, loss and gradient")
+    logits_bytes: float = _constant(37.95, 6.0, 60.0, "traffic a logit, loss and gradient")
     attention_share: float = _constant(
-        0.4076, 0.2, 1.0, "flash attention's share of a matmul's rate"
+        0.3793, 0.2, 1.0, "flash attention's share of a matmul's rate"
     )
-    hopper_attention: float = _constant(0.5966, 0.3, 1.2, "of that on H100, kernels of version 2")
-    tuned_attention: float = _constant(2.243, 1.0, 2.5, "of that with cuDNN or Transformer Engine")
+    hopper_attention: float = _constant(0.6246, 0.3, 1.2, "of that on H100, kernels of version 2")
+    tuned_attention: float = _constant(2.5, 1.0, 2.5, "of that with cuDNN or Transformer Engine")
     link_share: float = _constant(
-        0.416, 0.2, 1.0, "of the links in a host, as collectives reach it"
+        0.5469, 0.2, 1.0, "of the links in a host, as collectives reach it"
     )
-    fabric_share: float = _constant(0.902, 0.1, 1.0, "of the fabric, as collectives reach it")
-    overlap: float = _constant(2.869, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
-    hop_s: float = _constant(3e-05, 3e-7, 3e-5, "latency of a ring's hop")
-    launch_s: float = _constant(0.0004923, 3e-5, 3e-3, "host time to issue a block's forward")
-    fp8_speedup: float = _constant(1.836, 1.0, 2.0, "of matmuls, casts included")
+    fabric_share: float = _constant(1.0, 0.1, 1.0, "of the fabric, as collectives reach it")
+    overlap: float = _constant(2.405, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
+    wait_s: float = _constant(
+        0.0005735, 1e-6, 1e-3, "of a collective for its slowest rank, each time that ranks double"
+    )
+    launch_s: float = _constant(0.000492, 3e-5, 3e-3, "host time to issue a block's forward")
+    fp8_speedup: float = _constant(1.845, 1.0, 2.0, "of matmuls, casts included")
     logits_held: float = _constant(
         13.37, 10.0, 20.0, "bytes a logit: in 16 bits, float32, log-probability, both gradients"
     )
@@ -85,9 +87,9 @@ class Familiarity(StrEnum):
 # Half widths of 80 % intervals, of logarithms: quantiles of the errors on groups left out.
 SPREAD = {
     "speed": {
-        Familiarity.USUAL: 0.137,
-        Familiarity.UNUSUAL: 0.307,
-        Familiarity.ASSUMED: 0.454,
+        Familiarity.USUAL: 0.112,
+        Familiarity.UNUSUAL: 0.321,
+        Familiarity.ASSUMED: 0.422,
     },
     "memory": {
         Familiarity.USUAL: 0.090,

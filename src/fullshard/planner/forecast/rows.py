@@ -228,6 +228,7 @@ def _shapes(row: Row) -> tuple[Shapes, float | None]:
         kv_heads=_count(row, "n_kv_heads"),
         mlp_width=_count(row, "d_ff"),
         vocab=_count(row, "vocab"),
+        seq_len=_count(row, "seq_len"),
     )
     return shapes, 1e9 * active if active else None
 

@@ -12,6 +12,7 @@ since collectives take memory bandwidth and processors from the work that hides 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from fullshard.planner.forecast.constants import FITTED, Constants
 from fullshard.planner.forecast.workload import Compiler, Math, Sharding, Tuning, Workload
@@ -213,24 +214,28 @@ def _collective(
     return share * num_bytes / min(link, fabric)
 
 
+def _wait(run: Workload, ranks: int, k: Constants) -> float:
+    """Seconds until a collective's slowest rank is there: of so many delays, the longest."""
+    return TORUS_HOP * ranks if run.device.is_tpu else k.wait_s * log2(ranks)
+
+
 def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, float]:
     """Seconds of gathers in forward and in backward, of reductions, and of what a step has once."""
     model, mesh, precision = run.model, run.mesh, run.precision
     held = model.num_params / (mesh.tensor * mesh.pipeline)
     stride = mesh.tensor
     trained = held if run.tuning is Tuning.FULL else 0.01 * held
-    hop_s = TORUS_HOP if run.device.is_tpu else k.hop_s
     shard = mesh.state_ranks
-    hops = hop_s * shard * model.layers / mesh.pipeline * (shard > 1)
+    waits = _wait(run, shard, k) * model.layers / mesh.pipeline
     gather_bytes = 0.6 if run.tuning is Tuning.QLORA else precision.gather
-    gather = _collective(run, held * gather_bytes, shard, stride, k) + hops
-    reduce = _collective(run, trained * precision.reduce, shard, stride, k) + hops
+    gather = _collective(run, held * gather_bytes, shard, stride, k) + waits
+    reduce = _collective(run, trained * precision.reduce, shard, stride, k) + waits
     across = 0.0
     if mesh.replicate > 1:
         part = trained / (mesh.shard if run.sharding.value >= Sharding.OPTIMIZER.value else 1)
         bytes_ = part * precision.reduce
         across = 2 * _collective(run, bytes_, mesh.replicate, stride * mesh.shard, k)
-        across += 2 * hop_s * mesh.replicate * model.layers
+        across += 2 * _wait(run, mesh.replicate, k) * model.layers
     match run.sharding:
         case Sharding.NOTHING:
             return 0.0, 0.0, 0.0, across
