@@ -62,6 +62,7 @@ NEUTRAL = {
     "hopper_matmul": 1.0,
     "tpu_matmul_share": 1.0,
     "narrow_width": 0.0,
+    "expert_share": 1.0,
     "elementwise_passes": 0.3,
     "compiled_passes": 1.0,
     "xla_passes": 1.0,

@@ -186,6 +186,14 @@ def test_a_table_of_positions_makes_no_heads_wider():
         assert read_workload(row).model.query_width == 768
 
 
+def test_a_block_with_experts_runs_slower_than_a_dense_one_of_the_same_work():
+    row = {**LLAMA_8B, "params_b": "46.7", "n_kv_heads": "8", "vocab": "32000"}
+    sparse = read_workload({**row, "model_name": "Mixtral-8x7B"})
+    dense = replace(sparse, model=replace(sparse.model, is_sparse=False))
+    assert step_times(sparse).matmul > step_times(dense).matmul
+    assert step_times(sparse).attention == step_times(dense).attention
+
+
 def test_waiting_for_the_slowest_rank_grows_slower_than_their_number():
     def waits(gpus: int) -> float:
         row = {**LLAMA_8B, "gpus": str(gpus), "nodes": str(gpus // 8)}

@@ -28,31 +28,32 @@ def _constant(value: float, low: float, high: float, source: str) -> Any:
 class Constants:
     """Constants of speed, then of memory."""
 
-    matmul_share: float = _constant(0.8928, 0.6, 1.0, "of the measured best matmul, in a model")
-    hopper_matmul: float = _constant(0.8046, 0.6, 1.0, "of that on H100, whose clock power limits")
-    tpu_matmul_share: float = _constant(0.8943, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
-    narrow_width: float = _constant(208.8, 0.0, 1000.0, "width at which matmuls reach half")
-    elementwise_passes: float = _constant(1.913, 0.3, 5.0, "reads and writes of activations")
-    compiled_passes: float = _constant(0.2733, 0.1, 1.0, "share of them left after fusion")
+    matmul_share: float = _constant(0.8902, 0.6, 1.0, "of the measured best matmul, in a model")
+    hopper_matmul: float = _constant(0.8064, 0.6, 1.0, "of that on H100, whose clock power limits")
+    tpu_matmul_share: float = _constant(0.8595, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
+    narrow_width: float = _constant(251.6, 0.0, 1000.0, "width at which matmuls reach half")
+    expert_share: float = _constant(
+        0.5904, 0.2, 1.0, "the same of a block with experts, whose tokens are sorted and sent"
+    )
+    elementwise_passes: float = _constant(1.86, 0.3, 5.0, "reads and writes of activations")
+    compiled_passes: float = _constant(0.273, 0.1, 1.0, "share of them left after fusion")
     xla_passes: float = _constant(
-        0.8084, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
+        0.5517, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
     )
-    logits_bytes: float = _constant(37.95, 6.0, 60.0, "traffic a logit, loss and gradient")
-    attention_share: float = _constant(
-        0.3793, 0.2, 1.0, "flash attention's share of a matmul's rate"
-    )
-    hopper_attention: float = _constant(0.6246, 0.3, 1.2, "of that on H100, kernels of version 2")
+    logits_bytes: float = _constant(36.06, 6.0, 60.0, "traffic a logit, loss and gradient")
+    attention_share: float = _constant(0.39, 0.2, 1.0, "flash attention's share of a matmul's rate")
+    hopper_attention: float = _constant(0.6104, 0.3, 1.2, "of that on H100, kernels of version 2")
     tuned_attention: float = _constant(2.5, 1.0, 2.5, "of that with cuDNN or Transformer Engine")
     link_share: float = _constant(
-        0.5469, 0.2, 1.0, "of the links in a host, as collectives reach it"
+        0.5487, 0.2, 1.0, "of the links in a host, as collectives reach it"
     )
-    fabric_share: float = _constant(1.0, 0.1, 1.0, "of the fabric, as collectives reach it")
-    overlap: float = _constant(2.405, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
+    fabric_share: float = _constant(0.9609, 0.1, 1.0, "of the fabric, as collectives reach it")
+    overlap: float = _constant(2.672, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
     wait_s: float = _constant(
-        0.0005735, 1e-6, 1e-3, "of a collective for its slowest rank, each time that ranks double"
+        0.0005956, 1e-6, 1e-3, "of a collective for its slowest rank, each time that ranks double"
     )
-    launch_s: float = _constant(0.000492, 3e-5, 3e-3, "host time to issue a block's forward")
-    fp8_speedup: float = _constant(1.845, 1.0, 2.0, "of matmuls, casts included")
+    launch_s: float = _constant(0.0004918, 3e-5, 3e-3, "host time to issue a block's forward")
+    fp8_speedup: float = _constant(1.817, 1.0, 2.0, "of matmuls, casts included")
     logits_held: float = _constant(
         13.37, 10.0, 20.0, "bytes a logit: in 16 bits, float32, log-probability, both gradients"
     )
@@ -87,9 +88,9 @@ class Familiarity(StrEnum):
 # Half widths of 80 % intervals, of logarithms: quantiles of the errors on groups left out.
 SPREAD = {
     "speed": {
-        Familiarity.USUAL: 0.112,
-        Familiarity.UNUSUAL: 0.321,
-        Familiarity.ASSUMED: 0.422,
+        Familiarity.USUAL: 0.109,
+        Familiarity.UNUSUAL: 0.302,
+        Familiarity.ASSUMED: 0.403,
     },
     "memory": {
         Familiarity.USUAL: 0.090,

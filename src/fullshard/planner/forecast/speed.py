@@ -131,6 +131,8 @@ def _forward(run: Workload, k: Constants) -> _Work:
     layers = model.layers / mesh.pipeline
     rate = _rate(run, k)
     fast = k.fp8_speedup if run.precision.math is Math.FLOAT8 else 1.0
+    if model.is_sparse:
+        fast *= k.expert_share
     matmul = 2 * model.block_params * tokens / mesh.tensor / (rate * fast)
     share = k.attention_share
     if device.is_hopper:
