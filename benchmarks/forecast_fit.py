@@ -41,10 +41,8 @@ DATA = HERE / "data" / "planner_public.csv"
 LEFT_OUT = HERE / "results" / "planner_left_out.csv"
 FOLDS = 10
 MEMORY = (
-    "activation_scale",
-    "compiled_kept",
-    "selective_kept",
     "logits_held",
+    "fused_logits",
     "gathered_blocks",
     "cached_share",
     "base_gib",
@@ -159,14 +157,20 @@ def fit(
     return constants_at(done.x)
 
 
-def left_out(what: str, found: Sequence[Sample], start: Constants) -> np.ndarray:
-    """The errors of rows under constants that were fitted without their groups."""
+def folds(found: Sequence[Sample]) -> np.ndarray:
+    """The part that each row is in: all of a group in one."""
     groups = sorted({one.group for one in found})
     fold_of = {group: place * 7919 % len(groups) % FOLDS for place, group in enumerate(groups)}
+    return np.array([fold_of[one.group] for one in found])
+
+
+def left_out(what: str, found: Sequence[Sample], start: Constants) -> np.ndarray:
+    """The errors of rows under constants that were fitted without their groups."""
     out = np.zeros(len(found))
+    fold_of = folds(found)
     for fold in range(FOLDS):
-        kept = [one for one in found if fold_of[one.group] != fold]
-        away = [place for place, one in enumerate(found) if fold_of[one.group] == fold]
+        kept = [one for one, place in zip(found, fold_of, strict=True) if place != fold]
+        away = np.flatnonzero(fold_of == fold)
         k = fit(what, kept, start)
         out[away] = errors(what, [found[place] for place in away], k)
         print(f"{what}: fold {fold + 1} of {FOLDS}", file=sys.stderr)
@@ -189,7 +193,7 @@ def write_constants(k: Constants) -> None:
     for name in Constants.bounds():
         value = f"{getattr(k, name):.4g}"
         value = value if "." in value or "e" in value else f"{value}.0"
-        text = re.sub(rf"( {name}: float = _constant\()[^,]+,", rf"\g<1>{value},", text)
+        text = re.sub(rf"( {name}: float = _constant\(\s*)[^,\s]+,", rf"\g<1>{value},", text)
     path.write_text(text, encoding="utf-8")
 
 

@@ -17,14 +17,16 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import exp, log
 from pathlib import Path
 
 import numpy as np
+from forecast_baselines import RULES, boosted_trees, has_trees
 from forecast_fit import (
     LEFT_OUT,
+    MEASURED,
     MEMORY,
     SPEED,
     Sample,
@@ -36,8 +38,8 @@ from forecast_fit import (
 
 from fullshard.bench.times import summary
 from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
-from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.table import familiarity, predict, spread
+from fullshard.planner.forecast.workload import Compiler, Mesh, Metric, Tuning, Workload
 
 TIMES = Path(__file__).parent / "results" / "time.json"
 TIMES_COMMAND = (
@@ -46,12 +48,21 @@ TIMES_COMMAND = (
 )
 DRAWS = 2000  # of the bootstrap over groups
 APART = 1.1  # times faster: a decision that matters
+TREES = (
+    "Boosted trees see the numbers of a row as logarithms, and its kinds; of speed they learn the "
+    "share of the device's peak. Their groups are left out ten parts at a time, as ours are."
+)
+NO_TREES = (
+    "Boosted trees are not among them, because scikit-learn is not installed: "
+    "`pip install --constraint constraints.txt --editable '.[bench]'`."
+)
 # What a constant is when its term is not there.
 NEUTRAL = {
     "matmul_share": 1.0,
     "hopper_matmul": 1.0,
     "tpu_matmul_share": 1.0,
     "narrow_width": 0.0,
+    "expert_share": 1.0,
     "elementwise_passes": 0.3,
     "compiled_passes": 1.0,
     "xla_passes": 1.0,
@@ -62,16 +73,25 @@ NEUTRAL = {
     "link_share": 1.0,
     "fabric_share": 1.0,
     "overlap": 8.0,
-    "hop_s": 3e-7,
+    "wait_s": 1e-6,
     "launch_s": 3e-5,
     "fp8_speedup": 1.0,
-    "activation_scale": 1.0,
-    "compiled_kept": 1.0,
-    "selective_kept": 0.5,
-    "logits_held": 4.0,
+    "logits_held": 2.0,
+    "fused_logits": 12.0,
     "gathered_blocks": 1.0,
     "cached_share": 0.0,
     "base_gib": 0.0,
+}
+# What a run is when it is seen without something that has no constant.
+UNSEEN: dict[str, Callable[[Workload], Workload]] = {
+    "recompute": lambda run: replace(run, kernels=replace(run.kernels, recompute=0.0, kept=1.0)),
+    "recompute by operation": lambda run: replace(
+        run, kernels=replace(run.kernels, by_operation=False)
+    ),
+    "a compiler": lambda run: replace(run, kernels=replace(run.kernels, compiler=Compiler.NONE)),
+    "adapters": lambda run: replace(run, tuning=Tuning.FULL),
+    "tensor, context and pipeline ranks": lambda run: replace(run, mesh=Mesh(run.mesh.world_size)),
+    "saving": lambda run: replace(run, saves_whole=False),
 }
 
 
@@ -123,63 +143,6 @@ def committed(what: str) -> Scored:
     return Scored(found, np.array(missed))
 
 
-# ---- baselines -----------------------------------------------------------------------------------
-
-
-def operations(one: Sample) -> float:
-    """Of a token, recompute included: 6 N + 12 L d s, and a third more."""
-    model, run = one.run.model, one.run
-    plain = 6 * model.active_params + 12 * model.layers * model.width * run.batch.seq_len
-    return plain * (1 + run.kernels.recompute / 3)
-
-
-def constant_utilisation(found: Sequence[Sample]) -> np.ndarray:
-    """One share of the peak for each device, the median of the other groups."""
-    shares = [one.measured * operations(one) / one.run.device.peak for one in found]
-    out = []
-    for place, one in enumerate(found):
-        others = [
-            share
-            for other, share in zip(found, shares, strict=True)
-            if other.group != one.group and other.run.device.name == one.run.device.name
-        ] or [share for other, share in zip(found, shares, strict=True) if other.group != one.group]
-        out.append(log(float(np.median(others)) / shares[place]))
-    return np.array(out)
-
-
-def nearest(found: Sequence[Sample], scale: Callable[[Sample], float]) -> np.ndarray:
-    """What the most similar row of another group measured, scaled."""
-
-    def place_of(one: Sample) -> np.ndarray:
-        run = one.run
-        numbers = (
-            run.model.num_params,
-            run.batch.seq_len,
-            run.tokens_per_micro_batch,
-            run.mesh.world_size,
-        )
-        flags = (run.kernels.recompute, run.sharding.value, run.device.peak / 1e14)
-        return np.array([*map(log, numbers), *flags])
-
-    places = np.array([place_of(one) for one in found])
-    out = []
-    for one, place in zip(found, places, strict=True):
-        away = [i for i, other in enumerate(found) if other.group != one.group]
-        best = found[min(away, key=lambda i: float(np.abs(places[i] - place).sum()))]
-        out.append(log(best.measured * scale(one) / scale(best) / one.measured))
-    return np.array(out)
-
-
-def states_alone(found: Sequence[Sample]) -> np.ndarray:
-    """16 bytes a parameter, over the ranks: what common estimators count."""
-    return np.array(
-        [
-            log(16 * one.run.model.num_params / one.run.mesh.shard / GIB / one.measured)
-            for one in found
-        ]
-    )
-
-
 # ---- decisions -----------------------------------------------------------------------------------
 
 
@@ -217,6 +180,10 @@ def score_lines() -> list[str]:
         scored = committed(what)
         reliable = scored.where(lambda one: one.row["reliability"] != "C")
         parts = {"all": scored, "reliable (A, B)": reliable}
+        for metric in Metric if what == "memory" else ():
+            parts[f"reliable, {metric}"] = reliable.where(
+                lambda one, metric=metric: one.run.metric is metric
+            )
         for kind in Familiarity:
             alike = [familiarity(one.run, what) is kind for one in scored.found]
             found = [one for one, keep in zip(scored.found, alike, strict=True) if keep]
@@ -233,19 +200,18 @@ def score_lines() -> list[str]:
 
 def baseline_lines() -> list[str]:
     """Simple rules on the same rows, with the same groups left out."""
-    speed, memory = committed("speed").found, committed("memory").found
-    rules = {
-        "speed, one utilisation a device": constant_utilisation(speed),
-        "speed, nearest row scaled by operations": nearest(
-            speed, lambda one: one.run.device.peak / operations(one)
-        ),
-        "memory, 16 bytes a parameter": states_alone(memory),
-        "memory, nearest row": nearest(memory, lambda _: 1.0),
-    }
     lines = ["| rule | median error | mean |", "|---|---|---|"]
-    for name, missed in rules.items():
-        relative = np.abs(np.exp(missed) - 1)
-        lines.append(f"| {name} | {np.median(relative):.1%} | {np.mean(relative):.1%} |")
+    for what in ("speed", "memory"):
+        found = committed(what).found
+        rules = {name: rule(found) for name, rule in RULES[what].items()}
+        trees = boosted_trees(what, found)
+        if trees is not None:
+            rules["boosted trees"] = trees
+        for name, missed in rules.items():
+            relative = np.abs(np.exp(missed) - 1)
+            lines.append(
+                f"| {what}, {name} | {np.median(relative):.1%} | {np.mean(relative):.1%} |"
+            )
     return lines
 
 
@@ -289,6 +255,22 @@ def ablation_lines() -> list[str]:
     return lines
 
 
+def unseen_lines() -> list[str]:
+    """In-sample error of the rows that have something, where the forecast does not see it."""
+    lines = ["| what | not seen | rows | median error | unseen |", "|---|---|---|---|---|"]
+    for what in MEASURED:
+        found = samples(what, read_rows())
+        whole = errors(what, found, FITTED)
+        for name, change in UNSEEN.items():
+            blind = [Sample(one.row, change(one.run), one.measured) for one in found]
+            missed = errors(what, blind, FITTED)
+            has = np.abs(missed - whole) > 0.02
+            if has.any():
+                before, after = (np.median(np.abs(np.exp(e[has]) - 1)) for e in (whole, missed))
+                lines.append(f"| {what} | {name} | {has.sum()} | {before:.1%} | {after:.1%} |")
+    return lines
+
+
 def own_lines() -> list[str]:
     """Runs on the machine that was calibrated, as `fullshard bench time` found them."""
     if not TIMES.is_file():
@@ -328,12 +310,15 @@ def page(*, ablation: bool) -> str:
         f"Of {of_ran} runs that ran, {ran} are said to fit; of {of_failed} that failed (out of "
         f"memory, or for a reason that is not published), {failed} are said not to.",
         "## Simple rules on the same rows\n\n" + "\n".join(baseline_lines()),
-        "Boosted trees are not among them: scikit-learn is no dependency of this repository.",
+        TREES if has_trees() else NO_TREES,
         "## Where it fails\n\n" + "\n".join(worst_lines()),
         "## Steps on a calibrated machine\n\n" + "\n".join(own_lines()),
     ]
     if ablation:
         parts.append("## Without a term (all rows, in sample)\n\n" + "\n".join(ablation_lines()))
+        parts.append(
+            "## Without seeing something that has no constant\n\n" + "\n".join(unseen_lines())
+        )
     return "\n\n".join(parts) + "\n"
 
 

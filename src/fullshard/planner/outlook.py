@@ -45,7 +45,8 @@ from fullshard.planner.timeline import Bar
 _KERNELS = {
     RecomputeKind.NONE: Kernels(),
     RecomputeKind.BLOCK: Kernels(recompute=1.0, kept=0.0),
-    RecomputeKind.SELECTIVE: Kernels(recompute=0.3, kept=0.4, by_operation=True),
+    # What all matmuls and attention return is about 12 of the 26 widths that a block keeps.
+    RecomputeKind.SELECTIVE: Kernels(recompute=0.3, kept=0.45),
     RecomputeKind.OFFLOAD: Kernels(offloads_activations=True),
 }
 
@@ -152,7 +153,7 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     )
     outlook = Outlook(config, job, plan, rows, traced is not None, 0, None, None)
     peak = outlook.peak_bytes[Place.DEVICE]
-    reserved = peak + round(held.reserved - held.active)
+    reserved = peak + round(max(0.0, held.reserved - held.active - held.base))
     fit = None
     if machine.memory_bytes is not None:
         reserved = max(peak, min(reserved, machine.memory_bytes))

@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from fullshard.planner.forecast.constants import FITTED, Constants
 from fullshard.planner.forecast.devices import DEVICES
 from fullshard.planner.forecast.memory import GIB, peak_memory
 from fullshard.planner.forecast.rows import ANSWERS, DROPPED, read_workload
-from fullshard.planner.forecast.speed import step_times, tokens_per_s
+from fullshard.planner.forecast.speed import step_times, tokens_per_s, traffic
 from fullshard.planner.forecast.table import COLUMNS, predict
 from fullshard.planner.forecast.workload import Sharding
 
@@ -139,6 +140,20 @@ def test_prose_of_a_strategy_becomes_a_mesh_of_all_ranks(strategy, gpus, mesh):
 
 
 @pytest.mark.parametrize(
+    ("device", "strategy", "gpus", "chips"),
+    [
+        ("TPU v5p", "FSDP=64 x TP=8", 512, 8960),
+        ("TPU v5e", "FSDP=256", 256, 256),
+        ("TPU v5p", "FSDP=64 x TP=8 x DCN-DP=2", 1024, 512),
+        ("H100-SXM5-80GB", "HSDP: ici FSDP=8 x DCN-DP=4", 32, 8),
+    ],
+)
+def test_fast_links_join_a_slice_of_tpus_or_a_host(device, strategy, gpus, chips):
+    changes = {"gpu_model": device, "strategy": strategy, "gpus": str(gpus), "nodes": ""}
+    assert read_workload({**LLAMA_8B, **changes}).domain == chips
+
+
+@pytest.mark.parametrize(
     ("text", "gigabytes"),
     [
         ("NVLink intra; 1600 Gbps/node RoCE", 25),
@@ -160,6 +175,50 @@ def test_more_of_what_costs_time_never_makes_a_step_faster():
     assert speed(interconnect="400 Gbps per node") < speed()
     assert speed(gpu_model="A100-SXM4-80GB") < speed() < speed(gpu_model="B200")
     assert speed(precision="bf16/fp32/fp8") > speed()
+
+
+def test_a_table_of_positions_makes_no_heads_wider():
+    """MPT-125m has 12 heads of 64 at any length: its parameters grow with the table alone."""
+    mpt = {"n_layers": "12", "d_model": "768", "n_heads": "12", "n_kv_heads": "12", "d_ff": "3072"}
+    for length in (2048, 65536):
+        size = str((12 * 12 * 768**2 + (50368 + length) * 768) / 1e9)
+        row = {**LLAMA_8B, **mpt, "vocab": "50368", "seq_len": str(length), "params_b": size}
+        assert read_workload(row).model.query_width == 768
+
+
+def test_a_block_with_experts_runs_slower_than_a_dense_one_of_the_same_work():
+    row = {**LLAMA_8B, "params_b": "46.7", "n_kv_heads": "8", "vocab": "32000"}
+    sparse = read_workload({**row, "model_name": "Mixtral-8x7B"})
+    dense = replace(sparse, model=replace(sparse.model, is_sparse=False))
+    assert step_times(sparse).matmul > step_times(dense).matmul
+    assert step_times(sparse).attention == step_times(dense).attention
+
+
+def test_waiting_for_the_slowest_rank_grows_slower_than_their_number():
+    def waits(gpus: int) -> float:
+        row = {**LLAMA_8B, "gpus": str(gpus), "nodes": str(gpus // 8)}
+        return traffic(read_workload(row), replace(FITTED, link_share=1e9, fabric_share=1e9))[0]
+
+    assert waits(512) == pytest.approx(waits(8) * 3)
+
+
+def test_matmuls_that_are_cut_hide_half_of_their_traffic():
+    alone = {**LLAMA_8B, "gpus": "8", "nodes": "1"}
+    plain, cut = (
+        step_times(read_workload({**alone, "strategy": f"FSDP2=1 x TP=8{more}"}))
+        for more in ("", " +AsyncTP")
+    )
+    assert plain.step - cut.step == pytest.approx(plain.exposed / 2)
+
+
+def test_a_pipelines_bubble_shrinks_with_the_micro_batches_of_a_step():
+    def share(accumulation: int) -> float:
+        row = {**LLAMA_8B, "strategy": "FSDP2=8 x PP=8", "grad_accum": str(accumulation)}
+        times = step_times(read_workload({**row, "micro_batch_per_gpu": "8"}))
+        return times.bubble / (times.step - times.bubble - times.update)
+
+    assert share(1) == pytest.approx(7 / 8)  # cut into as many as there are stages
+    assert share(32) == pytest.approx(7 / 32)
 
 
 def test_more_of_what_takes_memory_never_takes_less():

@@ -1,10 +1,11 @@
 """A decoder from the few numbers that a table has of it, and what those leave open.
 
     block   attention  d x (q + 2 kv) + q x d      mlp  2 or 3 matrices of d x ff
-    ends    an embedding of vocab x d, and a head of its own unless it is tied
+    ends    an embedding of vocab x d, and a head of its own unless it is tied; without a gate there
+            may be a table of positions, seq_len x d
 
-Whether the mlp is gated, the head tied and heads wider than d / heads is what no table says: the
-choice that comes nearest to the stated number of parameters is taken.
+Whether the mlp is gated, the head tied, heads wider than d / heads and positions learned is what no
+table says: the choice that comes nearest to the stated number of parameters is taken.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Shapes:
     kv_heads: int | None
     mlp_width: int | None
     vocab: int | None
+    seq_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Architecture:
         gated: Its first half has two matrices.
         block_params: Of one block, as far as a token uses them.
         head_params: Multiplied with by the head.
+        is_tied: The head is the embedding.
         is_sparse: A token uses few of the parameters (experts).
         is_guessed: Shapes were made up from the number of parameters.
     """
@@ -55,6 +58,7 @@ class Architecture:
     gated: bool
     block_params: float
     head_params: float
+    is_tied: bool = False
     is_sparse: bool = False
     is_guessed: bool = False
 
@@ -77,10 +81,14 @@ class Architecture:
         return (4 + 2 * trained) * self.active_params + attention
 
     @property
+    def end_params(self) -> float:
+        """Of the embedding and the head, whichever there are."""
+        return min((2 - self.is_tied) * self.head_params, 0.5 * self.num_params)
+
+    @property
     def held_block_params(self) -> float:
         """Parameters of one block as it is held, with all experts."""
-        ends = min(2 * self.head_params, 0.5 * self.num_params)
-        return max(self.block_params, (self.num_params - ends) / self.layers)
+        return max(self.block_params, (self.num_params - self.end_params) / self.layers)
 
 
 def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
@@ -106,15 +114,19 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
     query_widths = {float(width), float(heads * HEAD_DIM)}
 
     best: tuple[float, float, float, int, bool, bool] | None = None
-    for query, gated, tied in product(sorted(query_widths), (True, False), (True, False)):
+    tables = (0, shapes.seq_len or 0)
+    choices = product(sorted(query_widths), (True, False), (True, False), tables)
+    for query, gated, tied, positions in choices:
+        if gated and positions:
+            continue
         block = 2 * width * query * (1 + kv_share) + (2 + gated) * width * mlp
-        total = layers * block + (2 - tied) * vocab * width
+        total = layers * block + ((2 - tied) * vocab + positions) * width
         target = shapes.num_params or total
         miss = abs(total / target - 1) + 0.02 * (query != width)
         if best is None or miss < best[0]:
             best = (miss, block, total, int(query), gated, tied)
     assert best is not None, "there is always a choice"
-    _, block, total, query_width, gated, _ = best
+    _, block, total, query_width, gated, tied = best
     num_params = shapes.num_params or total
     sparse = num_params > SPARSE * total and not guessed
     if active_params is not None and active_params < num_params:
@@ -134,6 +146,7 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
         gated=gated,
         block_params=block,
         head_params=float(vocab * width),
+        is_tied=tied,
         is_sparse=sparse,
         is_guessed=guessed,
     )

@@ -28,36 +28,45 @@ def _constant(value: float, low: float, high: float, source: str) -> Any:
 class Constants:
     """Constants of speed, then of memory."""
 
-    matmul_share: float = _constant(0.8893, 0.6, 1.0, "of the measured best matmul, in a model")
-    hopper_matmul: float = _constant(0.8229, 0.6, 1.0, "of that on H100, whose clock power limits")
-    tpu_matmul_share: float = _constant(0.9235, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
-    narrow_width: float = _constant(270.6, 0.0, 1000.0, "width at which matmuls reach half")
-    elementwise_passes: float = _constant(2.044, 0.3, 5.0, "reads and writes of activations")
-    compiled_passes: float = _constant(0.352, 0.1, 1.0, "share of them left after fusion")
+    matmul_share: float = _constant(0.8902, 0.6, 1.0, "of the measured best matmul, in a model")
+    hopper_matmul: float = _constant(0.8064, 0.6, 1.0, "of that on H100, whose clock power limits")
+    tpu_matmul_share: float = _constant(0.8595, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
+    narrow_width: float = _constant(251.6, 0.0, 1000.0, "width at which matmuls reach half")
+    expert_share: float = _constant(
+        0.5904, 0.2, 1.0, "the same of a block with experts, whose tokens are sorted and sent"
+    )
+    elementwise_passes: float = _constant(1.86, 0.3, 5.0, "reads and writes of activations")
+    compiled_passes: float = _constant(0.273, 0.1, 1.0, "share of them left after fusion")
     xla_passes: float = _constant(
-        0.7334, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
+        0.5517, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
     )
-    logits_bytes: float = _constant(34.86, 6.0, 60.0, "traffic a logit, loss and gradient")
-    attention_share: float = _constant(
-        0.4083, 0.2, 1.0, "flash attention's share of a matmul's rate"
-    )
-    hopper_attention: float = _constant(0.6089, 0.3, 1.2, "of that on H100, kernels of version 2")
-    tuned_attention: float = _constant(2.113, 1.0, 2.5, "of that with cuDNN or Transformer Engine")
+    logits_bytes: float = _constant(36.06, 6.0, 60.0, "traffic a logit, loss and gradient")
+    attention_share: float = _constant(0.39, 0.2, 1.0, "flash attention's share of a matmul's rate")
+    hopper_attention: float = _constant(0.6104, 0.3, 1.2, "of that on H100, kernels of version 2")
+    tuned_attention: float = _constant(2.5, 1.0, 2.5, "of that with cuDNN or Transformer Engine")
     link_share: float = _constant(
-        0.4696, 0.2, 1.0, "of the links in a host, as collectives reach it"
+        0.5487, 0.2, 1.0, "of the links in a host, as collectives reach it"
     )
-    fabric_share: float = _constant(1.0, 0.1, 1.0, "of the fabric, as collectives reach it")
-    overlap: float = _constant(2.61, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
-    hop_s: float = _constant(3e-05, 3e-7, 3e-5, "latency of a ring's hop")
-    launch_s: float = _constant(0.0004921, 3e-5, 3e-3, "host time to issue a block's forward")
-    fp8_speedup: float = _constant(1.92, 1.0, 2.0, "of matmuls, casts included")
-    activation_scale: float = _constant(1.015, 0.5, 2.0, "of what a block keeps, tensor by tensor")
-    compiled_kept: float = _constant(0.7688, 0.4, 1.0, "share of it that a compiler keeps")
-    selective_kept: float = _constant(0.3908, 0.2, 0.8, "share that is kept by operation")
-    logits_held: float = _constant(8.77, 4.0, 20.0, "bytes a logit: itself, in float32, gradient")
-    gathered_blocks: float = _constant(1.395, 1.0, 3.0, "that are whole at once")
-    cached_share: float = _constant(0.9661, 0.0, 2.0, "of what comes and goes, cached beside it")
-    base_gib: float = _constant(1.46, 0.0, 2.0, "of libraries' workspaces")
+    fabric_share: float = _constant(0.9609, 0.1, 1.0, "of the fabric, as collectives reach it")
+    overlap: float = _constant(2.672, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
+    wait_s: float = _constant(
+        0.0005956, 1e-6, 1e-3, "of a collective for its slowest rank, each time that ranks double"
+    )
+    launch_s: float = _constant(0.0004918, 3e-5, 3e-3, "host time to issue a block's forward")
+    fp8_speedup: float = _constant(1.817, 1.0, 2.0, "of matmuls, casts included")
+    logits_held: float = _constant(
+        13.37, 10.0, 20.0, "bytes a logit: in 16 bits, float32, log-probability, both gradients"
+    )
+    fused_logits: float = _constant(
+        2.338, 2.0, 12.0, "the same of a compiled loss: in 16 bits, and of a chunk or all the rest"
+    )
+    gathered_blocks: float = _constant(
+        3.0, 1.0, 3.0, "that are whole: this one, the next, the buffer it comes in"
+    )
+    cached_share: float = _constant(
+        0.8308, 0.0, 1.5, "of the smaller moment's memory, beside the larger one's"
+    )
+    base_gib: float = _constant(1.491, 0.0, 2.0, "of libraries' workspaces and small pieces")
 
     @classmethod
     def bounds(cls) -> dict[str, Bound]:
@@ -79,13 +88,13 @@ class Familiarity(StrEnum):
 # Half widths of 80 % intervals, of logarithms: quantiles of the errors on groups left out.
 SPREAD = {
     "speed": {
-        Familiarity.USUAL: 0.142,
+        Familiarity.USUAL: 0.109,
         Familiarity.UNUSUAL: 0.302,
-        Familiarity.ASSUMED: 0.460,
+        Familiarity.ASSUMED: 0.403,
     },
     "memory": {
-        Familiarity.USUAL: 0.254,
-        Familiarity.UNUSUAL: 0.363,
-        Familiarity.ASSUMED: 0.608,
+        Familiarity.USUAL: 0.090,
+        Familiarity.UNUSUAL: 0.092,
+        Familiarity.ASSUMED: 0.526,
     },
 }

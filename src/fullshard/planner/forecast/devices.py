@@ -60,7 +60,9 @@ def _gpu(
     )
 
 
-def _tpu(name: str, tflops: float, memory: tuple[float, float], link: float) -> Device:
+def _tpu(
+    name: str, tflops: float, memory: tuple[float, float], link: float, pod: int = 256
+) -> Device:
     bandwidth, gib = memory
     return Device(
         name,
@@ -70,7 +72,7 @@ def _tpu(name: str, tflops: float, memory: tuple[float, float], link: float) -> 
         gib,
         link * GIGA,
         3 * GIGA,
-        256,
+        pod,
         is_tpu=True,
     )
 
@@ -110,13 +112,13 @@ DEVICES = {
     "MI355X": _gpu("MI355X", (2500, 1565), (8.0, 287.5), (400, 50)),
     "GAUDI2": _gpu("GAUDI2", (432, 400), (2.46, 94.6), (150, 37.5)),
     "GAUDI3": _gpu("GAUDI3", (1835, 1400), (3.7, 126), (300, 75)),
-    "TPU v2": _tpu("TPU v2", 46, (0.70, 15.5), 120),
-    "TPU v3": _tpu("TPU v3", 123, (0.90, 31), 160),
-    "TPU v4": _tpu("TPU v4", 275, (1.20, 31), 270),
+    "TPU v2": _tpu("TPU v2", 46, (0.70, 15.5), 120, 512),
+    "TPU v3": _tpu("TPU v3", 123, (0.90, 31), 160, 1024),
+    "TPU v4": _tpu("TPU v4", 275, (1.20, 31), 270, 4096),
     "TPU v5e": _tpu("TPU v5e", 197, (0.82, 15.5), 200),
-    "TPU v5p": _tpu("TPU v5p", 459, (2.765, 94), 600),
+    "TPU v5p": _tpu("TPU v5p", 459, (2.765, 94), 600, 8960),
     "TPU v6e": _tpu("TPU v6e", 918, (1.638, 31), 400),
-    "TPU7x": _tpu("TPU7x", 2307, (7.4, 188), 600),  # a chip, of two devices
+    "TPU7x": _tpu("TPU7x", 2307, (7.4, 188), 600, 9216),  # a chip, of two devices
 }  # fmt: skip
 
 

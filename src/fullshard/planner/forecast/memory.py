@@ -1,11 +1,11 @@
-"""The most memory that one device holds in a step.
+"""The most memory that one device holds in a step, and what its allocator holds for that.
 
-    at loading          the whole model and a part of it, where it is cut on the device
-    at the loss         weights + optimizer (+ gradients that accumulate) + activations + logits
-    late in backward    weights + optimizer + gradients + a block's activations
+    backward begins     weights + optimizer                + activations + logits, or a block
+    backward ends       weights + optimizer + gradients    + a block
+    saving              weights + optimizer + the whole model, where a checkpoint is one file
 
-Whichever is more. The allocator reserves more than that: what comes and goes (a block's
-activations, logits, gathered weights) leaves holes of sizes that nothing else wants.
+Whichever is most is what tensors take. The allocator holds more: the two moments of backward want
+pieces of different sizes, so that most of what the smaller one takes lies beside the larger one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from fullshard.planner.forecast.workload import (
 GIB = 1 << 30
 LORA_SHARE = 0.002  # of the parameters that adapters add, at the usual ranks
 NF4_BYTES = 0.56  # 4 bits, and a scale for every 64
-FUSED_LOGITS = 4  # bytes of a logit and its gradient, in 16 bits each
 FULL = 0.97  # of a device: the allocator gives back what it caches before it fails
 
 
@@ -39,7 +38,7 @@ class Held:
         kept: Activations that wait for backward.
         block: Those of one block while it is computed.
         logits: With the loss, and their gradient.
-        base: Libraries' workspaces.
+        base: Of the allocator: libraries' workspaces, pieces that are too small for all else.
         active: The most at once.
         reserved: What the allocator holds for that.
     """
@@ -70,18 +69,20 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> Held:
     """What the device that holds most holds at its peak."""
     weights, optimizer, gradients = _states(run)
     gathered, unreduced = _gathered(run, k)
-    kept, block = _activations(run, k)
+    kept, block = _activations(run)
     logits = _logits(run, k)
-    waiting = gradients if run.batch.accumulation > 1 else 0.0
-    late = gradients + unreduced + min(kept, block) + block
-    at_loss = waiting + kept + max(logits, block)
-    base = k.base_gib * GIB
-    active = weights + optimizer + gathered + max(at_loss, late)
-    if run.loads_whole:
+    # Buckets of gradients that are whole are kept from step to step; slices are made anew.
+    is_bucketed = run.sharding is not Sharding.PARAMETERS and run.mesh.data_ranks > 1
+    waiting = gradients if run.batch.accumulation > 1 or is_bucketed else 0.0
+    begins = waiting + kept + max(logits, block + unreduced)
+    ends = gradients + min(kept, block) + block + unreduced
+    rest = weights + optimizer + gathered
+    active = rest + max(begins, ends)
+    if run.saves_whole:
         held = run.model.num_params / (run.mesh.tensor * run.mesh.pipeline)
-        active = max(active, run.precision.master * held * (1 + 1 / run.mesh.shard))
-    active += base
-    transient = block + logits + gathered + unreduced
+        active = max(active, rest + run.precision.master * held)
+    base = k.base_gib * GIB
+    cached = k.cached_share * (min(begins, ends) - waiting)
     limit = FULL * run.device.memory_gib * GIB
     return Held(
         weights=weights,
@@ -93,19 +94,19 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> Held:
         logits=logits,
         base=base,
         active=active,
-        reserved=max(active, min(active + k.cached_share * transient, limit)),
+        reserved=max(active, min(active + base + cached, limit)),
     )
 
 
 def _states(run: Workload) -> tuple[float, float, float]:
     """Weights, optimizer state and gradients at rest."""
     held = run.model.num_params / (run.mesh.tensor * run.mesh.pipeline)
-    shard, precision = run.mesh.shard, run.precision
+    shard, precision = run.mesh.state_ranks, run.precision
     master, gather = precision.master, precision.gather
     cut = [shard if run.sharding.value >= stage.value else 1 for stage in Sharding]
     state = run.optimizer.state_bytes * (master / 4 if run.optimizer.state_bytes == 8 else 1)
     if run.tuning is not Tuning.FULL:
-        ends = 2 * run.model.head_params / run.model.num_params
+        ends = run.model.end_params / run.model.num_params
         stored = master
         if run.tuning is Tuning.QLORA:
             stored = NF4_BYTES * (1 - ends) + 2 * ends
@@ -113,58 +114,102 @@ def _states(run: Workload) -> tuple[float, float, float]:
         base = 0.0 if run.offloads else stored * held / cut[3]
         return base + 4 * trained, 8 * trained, 4 * trained
     copies = gather * held if master > gather and run.sharding is not Sharding.PARAMETERS else 0.0
+    weights = copies + master * held / cut[1 if copies else 3]
     gradient = master if run.sharding is Sharding.PARAMETERS else precision.reduce
     gradients = 0.0 if run.optimizer.in_backward else gradient * held / cut[2]
+    if run.mesh.pipeline > 1 and cut[3] > 1:  # gathered and reduced once for all micro-batches
+        copies = gather * held
+        weights += copies
+        gradients += precision.reduce * held
     if run.offloads:
         return copies, 0.0, gradients / 4
-    weights = master * held / (cut[3] if not copies else cut[1])
-    return weights + copies, state * held / cut[1], gradients
+    return weights, state * held / cut[1], gradients
 
 
 def _gathered(run: Workload, k: Constants) -> tuple[float, float]:
     """Weights that are gathered for computing, and gradients that wait for their reduction."""
     mesh, model = run.mesh, run.model
     block = model.held_block_params / mesh.tensor
-    if run.sharding is not Sharding.PARAMETERS or (mesh.shard == 1 and not run.offloads):
+    if run.sharding is not Sharding.PARAMETERS or (mesh.state_ranks == 1 and not run.offloads):
         return 0.0, 0.0
     size = NF4_BYTES if run.tuning is Tuning.QLORA else run.precision.gather
+    ends = run.precision.gather
     if run.precision.casts_late:
-        size = run.precision.master
-    ends = 2 * run.precision.gather * model.head_params / mesh.tensor
-    blocks = k.gathered_blocks if run.reshards else model.layers / mesh.pipeline
+        size = ends = run.precision.master
+    blocks = k.gathered_blocks if run.reshards else model.layers
+    if mesh.pipeline > 1:  # all of a stage: part of its state
+        blocks = 0
+    sums = 2.0  # of gradients: as they come, and as they travel
+    if run.kernels.compiler is Compiler.XLA:  # frees what no operation asks for again
+        blocks, sums = min(2.0, blocks), 1.0
     trained = 1.0 if run.tuning is Tuning.FULL else 0.0
-    return blocks * size * block + ends, trained * 2 * run.precision.reduce * block
+    gathered = blocks * size * block + ends * model.end_params / mesh.tensor
+    return gathered, trained * sums * run.precision.reduce * block
 
 
-def _activations(run: Workload, k: Constants) -> tuple[float, float]:
-    """Bytes that all blocks keep for backward, and those of one block while it is computed."""
+def _activations(run: Workload) -> tuple[float, float]:
+    """Bytes that all blocks keep for backward, and those of one block while it is computed.
+
+    The first stage of a pipeline keeps what as many micro-batches as there are stages need.
+    """
     model, mesh, kernels = run.model, run.mesh, run.kernels
     tokens = run.tokens_per_micro_batch / (mesh.context * mesh.tensor)
     element = 4.0 if run.precision.math is Math.FLOAT32 else 2.0
     stream = 4.0 if run.precision.casts_late else element
-    attention = 2 * (model.query_width + model.kv_width)
-    elements = (8 if model.gated else 4) * model.width + attention
-    frozen = (
-        run.tuning is not Tuning.FULL
-    )  # frozen weights need no gradient, so no inputs of theirs
-    elements += ((4 if model.gated else 2) - frozen) * model.mlp_width
-    compiled = k.compiled_kept if kernels.compiler is not Compiler.NONE else 1.0
-    block = k.activation_scale * compiled * elements * element * tokens
+    block = element * _block_elements(run) * tokens
+    kept = kernels.kept * block
+    inputs = (1 - kernels.kept) * stream * model.width * tokens
+    if kernels.by_operation and 0 < kernels.kept < 1:
+        kept, inputs = element * _chosen_elements(run) * tokens, stream * model.width * tokens
     layers = model.layers / mesh.pipeline
-    share = kernels.kept
-    if 0 < share < 1 and kernels.by_operation:
-        share = k.selective_kept
-    inputs = (1 - share) * model.width * stream * tokens
     if kernels.offloads_activations:
         inputs /= layers
-    return layers * (share * block + inputs), block
+    return layers * (kept + inputs), block / mesh.pipeline
+
+
+def _block_elements(run: Workload) -> float:
+    """Of a block without recompute, a token: what its operations keep for their backward.
+
+        norms        each its input and output; a gated block's RMSNorm by several kernels also
+                     the input in float32, which is two, and the normed one in place of the input
+        attention    queries, keys, values, its output; without a compiler, keys and values are
+                     made as wide as queries
+        mlp          both halves of a gate, the activation, the product; or before and after it
+
+    A compiler keeps fewer of what lies between matmuls. Tensor parallelism cuts all of this but the
+    norms' outputs, which are gathered.
+    """
+    model = run.model
+    whole = 2 * (run.mesh.tensor - 1) * model.width
+    frozen = run.tuning is Tuning.LORA  # needs no gradient, so its input is not kept
+    if run.kernels.compiler is not Compiler.NONE:
+        attention = 2 * (model.query_width + model.kv_width)
+        norms, mlp = 4, 3 if model.gated else 2
+    else:
+        attention = 4 * model.query_width
+        norms, mlp = (8, 4) if model.gated else (4, 2)
+    return norms * model.width + whole + attention + (mlp - frozen) * model.mlp_width
+
+
+def _chosen_elements(run: Workload) -> float:
+    """Of a block that recomputes by operation, a token: attention's output, every other matmul's.
+
+    References:
+        The habit of torchtitan, whose matmuls are in this order: q, v, gate, down.
+    """
+    model = run.model
+    return 2 * model.query_width + model.kv_width + model.mlp_width + model.width
 
 
 def _logits(run: Workload, k: Constants) -> float:
-    """Logits, their copy for the loss and the gradient."""
-    mesh = run.mesh
-    tokens = run.tokens_per_micro_batch / (mesh.context * mesh.tensor * mesh.pipeline)
-    held = k.logits_held
-    if run.kernels.compiler is not Compiler.NONE:
-        held = FUSED_LOGITS  # loss and gradient are computed where the logits lie
-    return held * run.model.vocab * tokens
+    """Logits, what the loss makes of them, their gradient; compiled, the head's gradient too.
+
+    Without a compiler the most is while the loss is differentiated, before there is a gradient of
+    the head; a loss over logits that are cut by vocabulary is not compiled.
+    """
+    mesh, model = run.mesh, run.model
+    size = model.vocab * run.tokens_per_micro_batch / (mesh.context * mesh.tensor * mesh.pipeline)
+    if run.kernels.compiler is Compiler.NONE or mesh.tensor > 1:
+        return k.logits_held * size
+    trained = 1.0 if run.tuning is Tuning.FULL else 0.0
+    return k.fused_logits * size + trained * run.precision.gather * model.head_params

@@ -87,8 +87,7 @@ def read_workload(row: Row) -> Workload:
         doubt.append("experts")
     strategy = row.get("strategy", "").lower()
     world = _count(row, "gpus") or _assume(doubt, "gpus", 8)
-    nodes = _count(row, "nodes")
-    domain = _domain(row, device, world, nodes)
+    domain = _domain(row, strategy, device, world)
     mesh, sharding = _mesh(strategy, world, domain)
     kernels = _kernels(row, device, doubt)
     tuning = _tuning(strategy)
@@ -108,7 +107,8 @@ def read_workload(row: Row) -> Workload:
         domain=domain,
         offloads="offload" in strategy or "(cpu)" in row.get("optimizer", "").lower(),
         reshards="shard_grad_op" not in strategy and "zero-2" not in strategy,
-        loads_whole=strategy.startswith("fsdp1") and metric is Metric.ALLOCATED and mesh.shard > 1,
+        saves_whole=strategy.startswith("fsdp1") and metric is Metric.ALLOCATED and mesh.shard > 1,
+        cuts_matmuls="asynctp" in strategy,
         doubt=tuple(doubt),
     )
     return run if "activation_checkpointing" not in doubt else _fitting(run)
@@ -173,11 +173,15 @@ def _device(row: Row, doubt: list[str]) -> Device:
         )
 
 
-def _domain(row: Row, device: Device, world: int, nodes: int | None) -> int:
+def _domain(row: Row, strategy: str, device: Device, world: int) -> int:
     text = row.get("interconnect", "").lower()
     found = re.search(r"nvl(\d+)", text)
     if found:
         return int(found[1])
+    nodes = _count(row, "nodes")
+    slices = _axis(strategy, "dcn-dp")
+    if slices > 1 and device.is_tpu:
+        return max(1, world // slices)
     if nodes is not None and nodes <= world:
         return max(1, world // nodes) if nodes > 1 else max(world, device.domain)
     return device.domain
@@ -224,6 +228,7 @@ def _shapes(row: Row) -> tuple[Shapes, float | None]:
         kv_heads=_count(row, "n_kv_heads"),
         mlp_width=_count(row, "d_ff"),
         vocab=_count(row, "vocab"),
+        seq_len=_count(row, "seq_len"),
     )
     return shapes, 1e9 * active if active else None
 

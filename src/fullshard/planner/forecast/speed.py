@@ -12,6 +12,7 @@ since collectives take memory bandwidth and processors from the work that hides 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from fullshard.planner.forecast.constants import FITTED, Constants
 from fullshard.planner.forecast.workload import Compiler, Math, Sharding, Tuning, Workload
@@ -20,6 +21,9 @@ HOST_BANDWIDTH = 20e9  # of a device's link to the host, bytes a second, as copi
 CPU_UPDATE = 3e9  # bytes a second and rank that an update on the host goes through
 UPDATE_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three
 FP32_SLOWDOWN = 0.45  # TF32 runs at half of bf16's rate; plain fp32 is slower still
+ALONE = 0.78  # of the links, of large collectives beside which nothing runs: nccl-tests
+HIDDEN = 0.5  # of it, where matmuls are cut so that it runs beside their parts: they get slower
+TORUS_HOP = 1e-6  # seconds between neighbours of a TPU, that no library adds to
 BACKWARD = 2.0  # of the forward's: with respect to inputs, and to weights
 ATTENTION_BACKWARD = 2.5  # its kernels compute the scores again
 
@@ -69,13 +73,14 @@ def step_times(run: Workload, k: Constants = FITTED) -> Times:
     gather, regather, reduce, once = traffic(run, k)
     forward = _beside(fwd_s, gather, k.overlap)
     backward = _beside(bwd_s, regather + reduce, k.overlap)
-    shared = _tensor_traffic(run, k)
+    shared = _tensor_traffic(run, k) * (HIDDEN if run.cuts_matmuls else 1)
     micro = forward + backward + shared
     if run.device.is_tpu:  # XLA cuts matmuls so that their own traffic runs beside them
         micro = _beside(forward + backward, shared, k.overlap)
     pipeline = mesh.pipeline
     count = run.batch.accumulation
-    bubble = micro * count * (pipeline - 1) / max(pipeline, run.batch.micro_batch * count)
+    # A micro-batch that is all of a step is cut into as many as there are stages.
+    bubble = micro * count * (pipeline - 1) / max(pipeline, count)
     last = _beside(bwd_s, once, k.overlap) - bwd_s if once else 0.0
     update = _update(run)
     busy = count * micro + last + bubble + update
@@ -126,6 +131,8 @@ def _forward(run: Workload, k: Constants) -> _Work:
     layers = model.layers / mesh.pipeline
     rate = _rate(run, k)
     fast = k.fp8_speedup if run.precision.math is Math.FLOAT8 else 1.0
+    if model.is_sparse:
+        fast *= k.expert_share
     matmul = 2 * model.block_params * tokens / mesh.tensor / (rate * fast)
     share = k.attention_share
     if device.is_hopper:
@@ -194,17 +201,24 @@ def _update(run: Workload) -> float:
 # ---- traffic -------------------------------------------------------------------------------------
 
 
-def _collective(run: Workload, num_bytes: float, ranks: int, stride: int, k: Constants) -> float:
+def _collective(
+    run: Workload, num_bytes: float, ranks: int, stride: int, k: Constants, reach: float = 0.0
+) -> float:
     """Seconds of an all-gather or a reduce-scatter of so many bytes over ranks `stride` apart."""
     if ranks <= 1:
         return 0.0
     share = (ranks - 1) / ranks
     inside = max(1, min(ranks, run.domain // stride))
-    link = run.device.link * k.link_share
+    link = run.device.link * (reach or k.link_share)
     if inside >= ranks:
         return share * num_bytes / link
     fabric = run.fabric * k.fabric_share * inside
     return share * num_bytes / min(link, fabric)
+
+
+def _wait(run: Workload, ranks: int, k: Constants) -> float:
+    """Seconds until a collective's slowest rank is there: of so many delays, the longest."""
+    return TORUS_HOP * ranks if run.device.is_tpu else k.wait_s * log2(ranks)
 
 
 def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, float]:
@@ -213,16 +227,17 @@ def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, 
     held = model.num_params / (mesh.tensor * mesh.pipeline)
     stride = mesh.tensor
     trained = held if run.tuning is Tuning.FULL else 0.01 * held
-    hops = k.hop_s * mesh.shard * model.layers / mesh.pipeline * (mesh.shard > 1)
+    shard = mesh.state_ranks
+    waits = _wait(run, shard, k) * model.layers / mesh.pipeline
     gather_bytes = 0.6 if run.tuning is Tuning.QLORA else precision.gather
-    gather = _collective(run, held * gather_bytes, mesh.shard, stride, k) + hops
-    reduce = _collective(run, trained * precision.reduce, mesh.shard, stride, k) + hops
+    gather = _collective(run, held * gather_bytes, shard, stride, k) + waits
+    reduce = _collective(run, trained * precision.reduce, shard, stride, k) + waits
     across = 0.0
     if mesh.replicate > 1:
         part = trained / (mesh.shard if run.sharding.value >= Sharding.OPTIMIZER.value else 1)
         bytes_ = part * precision.reduce
         across = 2 * _collective(run, bytes_, mesh.replicate, stride * mesh.shard, k)
-        across += 2 * k.hop_s * mesh.replicate * model.layers
+        across += 2 * _wait(run, mesh.replicate, k) * model.layers
     match run.sharding:
         case Sharding.NOTHING:
             return 0.0, 0.0, 0.0, across
@@ -240,7 +255,7 @@ def _tensor_traffic(run: Workload, k: Constants) -> float:
     layers = model.layers / mesh.pipeline
     rounds = 4 + 2 * run.kernels.recompute
     size = tokens * model.width * 2
-    tensor = layers * rounds * 2 * _collective(run, size, mesh.tensor, 1, k)
+    tensor = layers * rounds * 2 * _collective(run, size, mesh.tensor, 1, k, ALONE)
     keys = tokens * model.kv_width * 2 * 2 * mesh.context
     context = layers * rounds / 2 * _collective(run, keys, mesh.context, mesh.tensor, k)
     return tensor + context / 2

@@ -74,12 +74,10 @@ def spread(run: Workload, what: str) -> float:
 def familiarity(run: Workload, what: str) -> Familiarity:
     """How much like the runs that are known best."""
     doubts = set(run.doubt) - ({"activation_checkpointing"} if what == "speed" else set[str]())
-    if doubts:
+    if doubts or (what == "memory" and run.metric is Metric.UNKNOWN):
         return Familiarity.ASSUMED
-    usual = run.tuning is Tuning.FULL and run.precision.math is Math.HALF
-    usual = usual and run.mesh.model_ranks == 1 and not run.offloads
+    usual = run.precision.math is Math.HALF and run.mesh.model_ranks == 1 and not run.offloads
     if what == "speed":
-        usual = usual and run.device.name in ("A100", "A100-40", "H100")
-    else:
-        usual = usual and run.metric is not Metric.UNKNOWN
+        known = run.device.name in ("A100", "A100-40", "H100")
+        usual = usual and known and run.tuning is Tuning.FULL
     return Familiarity.USUAL if usual else Familiarity.UNUSUAL

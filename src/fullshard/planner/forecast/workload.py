@@ -73,6 +73,11 @@ class Mesh:
         return self.shard * self.replicate
 
     @property
+    def state_ranks(self) -> int:
+        """Ranks that state is cut over: parts of one sample are computed with the same weights."""
+        return self.shard * self.context
+
+    @property
     def world_size(self) -> int:
         return self.data_ranks * self.model_ranks
 
@@ -131,7 +136,7 @@ class Kernels:
         kept: Share of its activations that is kept.
         is_tuned: Attention and norms by kernels of the device's maker (cuDNN, Transformer Engine).
         offloads_activations: To the host.
-        by_operation: Which activations are kept is decided by operation, not by block.
+        by_operation: Attention and every other matmul are kept of all blocks, as torchtitan does.
     """
 
     recompute: float = 0.0
@@ -150,8 +155,9 @@ class Workload:
         fabric: Bytes a second and device between hosts.
         offloads: State lives on the host.
         reshards: Gathered blocks are freed after forward.
-        loads_whole: The model is whole on the device before it is cut, and the peak counts that:
-            FSDP1's habit, where the counter is not reset before the first step.
+        saves_whole: The model is gathered on the device to be saved, and the peak counts that:
+            FSDP1's habit, where the counter is read after the run.
+        cuts_matmuls: Their traffic between tensor-parallel ranks runs beside their parts.
         doubt: What had to be assumed, in words; each widens the interval.
     """
 
@@ -169,7 +175,8 @@ class Workload:
     domain: int
     offloads: bool = False
     reshards: bool = True
-    loads_whole: bool = False
+    saves_whole: bool = False
+    cuts_matmuls: bool = False
     doubt: tuple[str, ...] = ()
 
     @property
