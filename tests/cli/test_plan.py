@@ -63,7 +63,7 @@ def test_the_405b_shape_is_planned_for_1024_gpus(fullshard):
     assert len(found["plan"]["units"]) == 127
     exact = 4 * 405_853_388_800 / 1024
     assert exact <= rows(found)["parameter shards"] <= 1.001 * exact
-    assert rows(found)["optimizer (AdamW)"] == 2 * rows(found)["parameter shards"]
+    assert 2 * exact <= rows(found)["optimizer (AdamW)"] <= 2 * rows(found)["parameter shards"]
 
 
 def test_the_json_object_has_the_keys_of_the_contract(plan, config):
@@ -76,6 +76,9 @@ def test_the_json_object_has_the_keys_of_the_contract(plan, config):
         "step_time_s",
         "rows",
         "advice",
+        "reserve",
+        "phases",
+        "checkpoint_bytes",
         "scaling",
         "memory_bytes",
         "plan",
@@ -85,6 +88,11 @@ def test_the_json_object_has_the_keys_of_the_contract(plan, config):
     assert (found["fits"], found["step_time_s"], found["advice"]) == (None, None, [])
     assert {"activations", "logits and loss"} <= set(rows(found))
     assert found["scaling"] == []
+    phases = {phase["name"]: phase for phase in found["phases"]}
+    assert list(phases) == ["load", "shard", "forward", "backward", "optimizer", "save", "resume"]
+    most = max(phase["device"] for phase in found["phases"])
+    assert most == phases["backward"]["device"] == found["peak_bytes"]["device"]
+    assert found["checkpoint_bytes"] == 3 * 4 * NUMEL
     assert set(found["plan"]["units"][0]) == {
         "name",
         "kind",
