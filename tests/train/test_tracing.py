@@ -66,9 +66,9 @@ def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch):
 def test_every_strategy_asks_for_one_trace(monkeypatch):
     model, calls = model_of("llama", 2), []
 
-    def counted(*args):
+    def counted(*args, **kwargs):
         calls.append(args)
-        return trace_step(*args)
+        return trace_step(*args, **kwargs)
 
     monkeypatch.setattr(tracing, "trace_step", counted)
     tracer = Tracer(model, 32)

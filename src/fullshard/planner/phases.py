@@ -11,7 +11,7 @@ written from with the first save. Only what a micro-batch makes comes and goes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -111,8 +111,11 @@ def _reading(plan: Plan, source: Source) -> tuple[int, int]:
             parts = sum(layout.part_numel * itemsize for layout, itemsize in sizes)
             tensors = [p.numel * itemsize for layout, itemsize in sizes for p in layout.placements]
             return 0, parts + max(tensors, default=0)
-        case Source.FOLDER:  # rows of a tensor, and this rank's part of them
-            return 0, 2 * _largest_part(plan)
+        case Source.FOLDER:  # this rank's part of a tensor as it is stored, and as a master
+            return 0, max(
+                (n * (itemsize + (2 if itemsize == 4 else 4)) for n, itemsize in _parts(plan)),
+                default=0,
+            )
         case Source.WHOLE:
             whole = sum(layout.numel * itemsize for layout, itemsize in sizes)
             return whole, whole
@@ -120,12 +123,12 @@ def _reading(plan: Plan, source: Source) -> tuple[int, int]:
 
 def _largest_part(plan: Plan) -> int:
     """Bytes of the most that a rank has of one tensor."""
-    return max(
-        (
-            min(p.numel, group.layout.part_numel) * ITEMSIZE[group.dtypes.master]
-            for unit in plan.units
-            for group in unit.groups
-            for p in group.layout.placements
-        ),
-        default=0,
-    )
+    return max((numel * itemsize for numel, itemsize in _parts(plan)), default=0)
+
+
+def _parts(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Elements that a rank has of each tensor at most, and bytes of one."""
+    for group in (group for unit in plan.units for group in unit.groups):
+        for placement in group.layout.placements:
+            numel = min(placement.numel, group.layout.part_numel)
+            yield numel, ITEMSIZE[group.dtypes.master]
