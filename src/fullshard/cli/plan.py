@@ -37,6 +37,11 @@ FLAGS = (
     *("--calibration", "--exact", "--topology", "--optimizer-bytes", "--json", "--help"),
 )
 
+OptimizerBytes = Annotated[
+    float | None,
+    typer.Option(min=0, help="Of an optimizer of your own: its states, a trained element."),
+]
+
 
 @app.command(context_settings=OPEN_WORDS)
 def plan(  # noqa: PLR0913  (one parameter an option)
@@ -72,10 +77,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         str | None,
         typer.Option(help="With --exact: for these TPUs, by libtpu's names (v5p:2x2x2)."),
     ] = None,
-    optimizer_bytes: Annotated[
-        float | None,
-        typer.Option(min=0, help="Of an optimizer of your own: its states, a trained element."),
-    ] = None,
+    optimizer_bytes: OptimizerBytes = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Say what every rank will hold, how long a step takes, and what to change.
@@ -102,9 +104,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         from fullshard.train.outlook import machine_of
 
         machine = _calibrated(machine_of(hardware, own), hardware, world, calibration)
-        study, strategies = _study(
-            resolved.config, world, machine, optimizer_bytes, compares=out is not None
-        )
+        study, strategies = _study(resolved.config, world, machine, (optimizer_bytes, bool(out)))
     except ConfigError as error:
         raise placed(resolved, error) from error
     return _told(resolved.config, study, strategies, hardware, out)
@@ -231,11 +231,16 @@ def _study(
     config: RunConfig,
     topology: Topology,
     machine: Machine,
-    optimizer_bytes: float | None,
-    *,
-    compares: bool,
+    wanted: tuple[float | None, bool],
 ) -> tuple[Study, list[Outlook]]:
-    """The plan, what it takes, what else one could do; other strategies for a page."""
+    """The plan, what it takes, what else one could do; other strategies for a page.
+
+    Args:
+        config: Of the run.
+        topology: Its ranks.
+        machine: What one runs on.
+        wanted: An own optimizer's bytes an element; whether strategies are compared.
+    """
     import torch
 
     import fullshard as fs
@@ -259,6 +264,7 @@ def _study(
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu)
     job = job_of(model, training, topology.world_size, taught)
+    optimizer_bytes, compares = wanted
     if optimizer_bytes is not None:
         job = replace(job, optimizer=of_bytes(optimizer_bytes))
     found = study(config.sharding, plan_of, job, machine, topology, leaves_micro_batch=leaves)
