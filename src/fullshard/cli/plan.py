@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +45,20 @@ OptimizerBytes = Annotated[
 ]
 
 
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Nobody looks for garbage meanwhile: imports and traces make much else, and look often."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @app.command(context_settings=OPEN_WORDS)
+@_uncollected()
 def plan(  # noqa: PLR0913  (one parameter an option)
     words: Words = None,
     config: ConfigFlag = None,

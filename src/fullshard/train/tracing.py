@@ -181,11 +181,13 @@ def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
 
 
 def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:
-    """A model and its plan without the last blocks of its only list."""
-    model = copy.deepcopy(model)
-    path = parent_name(dropped[0])
-    blocks = model.get_submodule(path)
-    del blocks[len(blocks) - len(dropped) :]
+    """A model and its plan without the last blocks of its only list, of which no copy is made."""
+    blocks = model.get_submodule(parent_name(dropped[0]))
+    short, memo = copy.copy(blocks), {}
+    kept = list(blocks._modules.items())[: len(blocks) - len(dropped)]
+    vars(short)["_modules"] = dict(kept)
+    memo[id(blocks)] = blocks = copy.deepcopy(short, memo)
+    model = copy.deepcopy(model, memo)
     model.config.get_text_config().num_hidden_layers = len(blocks)
     units = tuple(u for u in plan.units if not any(is_inside(u.name, d) for d in dropped))
     recompute = tuple(name for name in plan.recompute if name not in dropped)
