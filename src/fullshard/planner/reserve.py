@@ -62,8 +62,8 @@ def reserve_of(outlook: Outlook, machine: Machine) -> tuple[Reserved, ...]:
     holes = outlook.reserved_bytes - outlook.peak_bytes[Place.DEVICE]
     mesh = plan.mesh  # gathers and reductions go apart, and numbers that all ranks share
     num_groups = 2 * (mesh.shard > 1) + (mesh.replicate > 1) + (mesh.world_size > 1)
-    blocks = "blocks of 512 B, segments of 2 and 20 MiB"
-    share = "a share of what comes and goes, as in public runs"
+    blocks = "blocks of 512 B in segments"
+    share = "at most: a share of what comes and goes"
     return (
         Reserved("allocator: rounding", rounding, blocks, is_cached=True),
         Reserved("allocator: holes", holes, share, is_cached=True),
