@@ -24,6 +24,8 @@ from fullshard.train.outlook import look_at, storage_of
 from fullshard.train.prepare import given_model_config
 
 TOLERANCE = 0.03
+
+pytestmark = pytest.mark.timeout(300)
 CPU = torch.device("cpu")
 
 
@@ -100,7 +102,7 @@ def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source)
         folder = str(tmp_path / "model")
         whole = AutoModelForCausalLM.from_config(given_model_config(config_of("none", None)))
         whole.save_pretrained(folder, max_shard_size="1MB")  # torch counts mapped files too
-    found = ranks(2)(measured, recompute, folder, tmp_path / "checkpoint")
+    found = ranks(2)(measured, recompute, folder, tmp_path / "checkpoint", timeout=240)
     assert found[0]["source"] is source
     for phase, planned in found[0]["planned"].items():
         most = max(one[phase] for one in found)
@@ -110,7 +112,7 @@ def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source)
 
 def test_a_checkpoint_takes_the_disk_that_the_plan_says(ranks, tmp_path):
     checkpoint = tmp_path / "checkpoint"
-    planned = ranks(2)(measured, "none", None, checkpoint)[0]["checkpoint"]
+    planned = ranks(2)(measured, "none", None, checkpoint, timeout=240)[0]["checkpoint"]
     assert stored_bytes(checkpoint) == planned
     on_disk = sum(file.stat().st_size for file in checkpoint.iterdir())
     print(f"tensors {planned:,}, on disk {on_disk:,}, {on_disk / planned - 1:+.2%}")

@@ -31,6 +31,8 @@ from fullshard.train.teaching import Teaching, build_teacher
 
 TOLERANCE = 0.03
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -93,7 +95,7 @@ def planned_and_measured(folder: Path, strategy: str, words: list[str]) -> tuple
     ids=["as the student", "small chunks, copied", "hidden states, on the host"],
 )
 def test_a_teachers_memory_is_in_the_plan(ranks, folder, strategy, words):
-    found = ranks(2)(planned_and_measured, folder, strategy, words)
+    found = ranks(2)(planned_and_measured, folder, strategy, words, timeout=240)
     planned, measured = found[0][1], max(one[2] for one in found)
     print(f"{words}: planned {planned:,}, measured {measured:,}, {planned / measured - 1:+.2%}")
     assert planned == pytest.approx(measured, rel=TOLERANCE)
