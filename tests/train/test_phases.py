@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 
 def config_of(recompute: str, folder: str | None):
-    words = MemoryCase("llama", "full_shard", recompute).words()
+    # In 16 bits the most of forward is less than the most of backward.
+    compute = "bfloat16" if recompute == "block" else "float32"
+    words = MemoryCase("llama", "full_shard", recompute, compute).words()
     if folder is not None:
         words = [*(w for w in words if not w.startswith("model.")), f"model={folder}"]
     return load_config(None, words).config
