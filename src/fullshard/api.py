@@ -24,6 +24,7 @@ from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Topology
+from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
 
 MESH_AXES = ("replicate", "shard")
@@ -96,6 +97,7 @@ def plan(
     *,
     world_size: int,
     local_world_size: int | None = None,
+    optimizer_bytes: float | None = None,
     **overrides: Any,
 ) -> Plan:
     """Say what `shard` would do on `world_size` ranks, without ranks, weights or a GPU.
@@ -106,13 +108,15 @@ def plan(
         config: As for `shard`.
         world_size: Ranks in all.
         local_world_size: Ranks on one host; None: all.
+        optimizer_bytes: Of the optimizer's states, a trained element; None: those of AdamW.
         **overrides: Fields of ShardConfig.
     """
     settings = ShardConfig.of(config, **overrides)
     model = model_or_config
     if not isinstance(model, nn.Module):
         model = meta_model(model)
-    return engine_shard.plan_model(model, settings, Topology(world_size, local_world_size))
+    found = engine_shard.plan_model(model, settings, Topology(world_size, local_world_size))
+    return found if optimizer_bytes is None else found.trained_by(of_bytes(optimizer_bytes))
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

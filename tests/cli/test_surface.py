@@ -51,6 +51,7 @@ SURFACE = {
         "--help",
         "--json",
         "--nodes",
+        "--optimizer-bytes",
         "--out",
         "--table",
         "--topology",

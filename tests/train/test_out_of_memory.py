@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
 from fullshard.config.schema import RunConfig
+from fullshard.config.values import Command
 from fullshard.errors import OutOfMemoryError
+from fullshard.train import job
 from fullshard.train.model import build_on_meta
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import view_of
+from fullshard.train.seat import Seat
 
 SHAPE = LlamaConfig(
     vocab_size=512,
@@ -36,6 +41,26 @@ def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilt
     assert "optimizer (AdamW)" in said
     assert said.count("<- the largest") == 1
     assert "what would help:" in said
+
+
+def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):
+    run = SimpleNamespace(
+        view=view(),
+        config=None,
+        model_config=None,
+        folder=None,
+        seat=Seat(0, 1, torch.device("cpu")),
+        command=Command.TRAIN,
+        recipe=lambda: None,
+    )
+
+    def build(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(job._Run, "read", lambda *_: run)
+    monkeypatch.setattr(job, "build_sharded", build)
+    with pytest.raises(OutOfMemoryError, match="what would help:"):
+        job._train(run.config, run.folder, run.seat)
 
 
 def test_other_errors_pass_as_they_are_and_the_plan_is_not_asked():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import gc
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,8 +24,6 @@ from fullshard.cli.words import (
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fullshard.config.schema import RunConfig, ShardConfig
     from fullshard.planner.forecast.devices import Device
     from fullshard.planner.hardware import Gpus
@@ -36,11 +36,29 @@ app = typer.Typer()
 
 FLAGS = (
     *("--config", "--config_file", "--gpus", "--nodes", "--devices", "--table", "--out"),
-    *("--calibration", "--exact", "--topology", "--json", "--help"),
+    *("--calibration", "--exact", "--topology", "--optimizer-bytes", "--json", "--help"),
 )
+
+OptimizerBytes = Annotated[
+    float | None,
+    typer.Option(min=0, help="Of an optimizer of your own: its states, a trained element."),
+]
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Nobody looks for garbage meanwhile: imports and traces make much else, and look often."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @app.command(context_settings=OPEN_WORDS)
+@_uncollected()
 def plan(  # noqa: PLR0913  (one parameter an option)
     words: Words = None,
     config: ConfigFlag = None,
@@ -74,6 +92,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         str | None,
         typer.Option(help="With --exact: for these TPUs, by libtpu's names (v5p:2x2x2)."),
     ] = None,
+    optimizer_bytes: OptimizerBytes = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Say what every rank will hold, how long a step takes, and what to change.
@@ -87,7 +106,8 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     hardware, own = _hardware(gpus, devices)
     resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
-    for_xla = _is_for_xla(resolved.config, exact=exact, topology=topology, out=out)
+    for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes}
+    for_xla = _is_for_xla(resolved.config, for_torch, exact=exact, topology=topology)
     try:
         world = _topology(resolved.config, hardware, nodes)
         if for_xla:
@@ -99,7 +119,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         from fullshard.train.outlook import machine_of
 
         machine = _calibrated(machine_of(hardware, own), hardware, world, calibration)
-        study, strategies = _study(resolved.config, world, machine, compares=out is not None)
+        study, strategies = _study(resolved.config, world, machine, (optimizer_bytes, bool(out)))
     except ConfigError as error:
         raise placed(resolved, error) from error
     return _told(resolved.config, study, strategies, hardware, out)
@@ -125,23 +145,26 @@ def _told(
     out: Path | None,
 ) -> Outcome:
     """Show it, and write a page where that is asked for."""
+    from fullshard.cli.plan_told import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.planner.hardware import Fit
     from fullshard.train.outlook import leaves_something
 
-    _print_plan(study, hardware)
+    print_plan(study, hardware)
     if leaves_something(config):
-        _print_choice(study.outlook)
+        print_choice(study.outlook)
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
         print(f"Figures: {write_plan_page(study, strategies, out)}")
     code = ExitCode.WILL_NOT_FIT if study.outlook.fit is Fit.NO else ExitCode.OK
-    return Outcome(_to_dict(study), code)
+    return Outcome(to_dict(study), code)
 
 
-def _is_for_xla(config: RunConfig, *, exact: bool, topology: str | None, out: Path | None) -> bool:
-    """Whether the backend is jax, to which alone two of the options belong, and one does not."""
+def _is_for_xla(
+    config: RunConfig, for_torch: Mapping[str, object], *, exact: bool, topology: str | None
+) -> bool:
+    """Whether the backend is jax, to which alone two of the options belong, and others do not."""
     from fullshard.config.values import Backend
 
     if topology is not None and not exact:
@@ -153,18 +176,10 @@ def _is_for_xla(config: RunConfig, *, exact: bool, topology: str | None, out: Pa
             "--exact: expected backend: jax, whose compiler is asked; got torch, whose plan is "
             "exact but for activations. Leave --exact out, or say backend=jax."
         )
-    if out is not None and config.backend is Backend.JAX:
-        raise ConfigError("--out: expected backend: torch, whose plan has a page; got jax.")
+    for option, given in for_torch.items():
+        if given is not None and config.backend is Backend.JAX:
+            raise ConfigError(f"{option}: expected backend: torch, whose plan knows it; got jax.")
     return config.backend is Backend.JAX
-
-
-def _print_choice(outlook: Outlook) -> None:
-    batch = outlook.job.batch
-    print(
-        f"auto is strategy={outlook.config.strategy} "
-        f"per_device_train_batch_size={batch.micro_batch:g} "
-        f"gradient_accumulation_steps={batch.accumulation:g} here."
-    )
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
@@ -228,15 +243,29 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
 
 
 def _study(
-    config: RunConfig, topology: Topology, machine: Machine, *, compares: bool
+    config: RunConfig,
+    topology: Topology,
+    machine: Machine,
+    wanted: tuple[float | None, bool],
 ) -> tuple[Study, list[Outlook]]:
-    """The plan, what it takes, what else one could do; other strategies for a page."""
+    """The plan, what it takes, what else one could do; other strategies for a page.
+
+    Args:
+        config: Of the run.
+        topology: Its ranks.
+        machine: What one runs on.
+        wanted: An own optimizer's bytes an element; whether strategies are compared.
+    """
+    import torch
+
     import fullshard as fs
+    from fullshard.planner.optimizers import of_bytes
     from fullshard.planner.search import compare
     from fullshard.planner.study import study
-    from fullshard.train.outlook import job_of, on_one_host
+    from fullshard.train.outlook import job_of, model_of, on_one_host, storage_of
+    from fullshard.train.taught import Taught
 
-    model = _model(config)
+    model = model_of(config)
 
     def plan_of(sharding: ShardConfig) -> Plan:
         world, local = topology.world_size, topology.local_world_size
@@ -247,118 +276,14 @@ def _study(
     training, leaves = config.training, config.training.leaves_micro_batch
     if leaves:
         training = training.undivided(topology.world_size)
-    job = job_of(model, training, topology.world_size)
+    on_gpu = machine.device is not None or torch.cuda.is_available()
+    taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu)
+    job = job_of(model, training, topology.world_size, taught)
+    optimizer_bytes, compares = wanted
+    if optimizer_bytes is not None:
+        job = replace(job, optimizer=of_bytes(optimizer_bytes))
     found = study(config.sharding, plan_of, job, machine, topology, leaves_micro_batch=leaves)
+    found = replace(found, storage=storage_of(config))
     if not compares:
         return found, []
     return found, compare(found.outlook, plan_of, machine, hosts=found.hosts)
-
-
-def _model(config: RunConfig) -> nn.Module:
-    """The run's model on meta, with what it freezes."""
-    from fullshard.engine.model_spec import meta_model
-    from fullshard.train.model import (
-        config_from_folder,
-        config_from_settings,
-        freeze,
-        require_transformers,
-    )
-    from fullshard.train.prepare import quiet_libraries
-
-    require_transformers()
-    quiet_libraries()
-    if config.model.name_or_path is not None:
-        model_config = config_from_folder(Path(config.model.name_or_path))
-    else:
-        model_config = config_from_settings(config.model.config or {})
-    model = meta_model(model_config)
-    freeze(model, config.freeze)
-    return model
-
-
-def _to_dict(study: Study) -> dict[str, Any]:
-    """What --json prints."""
-    outlook, made = study.outlook, study.outlook.plan
-    return {
-        "fits": outlook.fit,
-        "peak_bytes": dict(outlook.peak_bytes),
-        "reserved_bytes": outlook.reserved_bytes,
-        "step_time_s": outlook.step_time_s,
-        "rows": [{"name": row.name, "bytes": row.num_bytes} for row in outlook.rows],
-        "advice": [
-            {
-                "changes": one.changes,
-                "text": one.sentence(outlook),
-                "fits": one.outlook.fit,
-                "peak_bytes": one.outlook.peak_bytes["device"],
-                "step_time_s": one.outlook.step_time_s,
-            }
-            for one in study.advice
-        ],
-        "scaling": [dataclasses.asdict(point) for point in study.scaling],
-        "memory_bytes": study.machine.memory_bytes,
-        "plan": {
-            "model": made.model_kind,
-            "num_parameters": made.num_parameters,
-            "strategy": made.strategy,
-            "per_device_train_batch_size": round(outlook.job.batch.micro_batch),
-            "gradient_accumulation_steps": round(outlook.job.batch.accumulation),
-            "mesh": {"replicate": made.mesh.replicate, "shard": made.mesh.shard},
-            "digest": made.digest(),
-            "units": [
-                {
-                    "name": unit.name,
-                    "kind": unit.kind,
-                    "role": unit.role,
-                    "numel": unit.numel,
-                    "padding": unit.padding,
-                    "trainable": unit.trainable,
-                }
-                for unit in made.units
-            ],
-        },
-    }
-
-
-def _print_plan(study: Study, hardware: Gpus | None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from fullshard.planner.render import human_bytes
-
-    outlook = study.outlook
-    print(outlook.plan.tree().partition("\nmemory of a rank")[0])
-    console = Console(soft_wrap=True)
-    lines = box.HEAVY_HEAD if console.is_terminal else None
-    table = Table(title="memory of the largest rank", title_justify="left", box=lines)
-    table.add_column("name")
-    table.add_column("bytes", justify="right")
-    table.add_column("", justify="right")
-    totals = {place: size for place, size in outlook.peak_bytes.items() if size}
-    is_split = len(totals) > 1  # offloaded
-    if is_split:
-        table.add_column("where")
-    for row in outlook.rows:
-        where = [row.place] if is_split else []
-        table.add_row(row.name, f"{row.num_bytes:,}", human_bytes(row.num_bytes), *where)
-    table.add_section()
-    for place, size in totals.items():
-        table.add_row("together", f"{size:,}", human_bytes(size), *([place] if is_split else []))
-    console.print(table)
-    how = "traced on the model" if outlook.is_traced else "counted from shapes"
-    print(
-        f"Activations, logits and gradients on their way are {how}, libraries' workspaces are "
-        "estimated; everything else is exact."
-    )
-    if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
-        how = ", as this machine was calibrated" if outlook.is_calibrated else ""
-        speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
-        print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
-    if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:
-        name = f"{hardware.name} " if hardware.name else "GPU "
-        held = human_bytes(hardware.memory_bytes)
-        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], hardware.memory_bytes)
-        print(f"{name}({held}): {sentence}")
-    for one in study.advice:
-        print(f"  {one.sentence(outlook)}")

@@ -202,6 +202,17 @@ LATER_SCHEDULES = frozenset(
         "greedy",
     }
 )
+# What optimizers ask of a rank that it does not have, by a part of their names.
+_WHOLE = "it needs whole matrices, and a rank has a range of their elements"
+_BLOCKS = "it scales blocks of a tensor together, and a rank's range begins and ends anywhere"
+OPTIMIZERS_ASK: Mapping[str, str] = {
+    "8bit": _BLOCKS,
+    "4bit": _BLOCKS,
+    "adafactor": _WHOLE,
+    "galore": _WHOLE,
+    "apollo": _WHOLE,
+    "muon": _WHOLE,
+}
 LATER_OPTIMIZERS = frozenset(
     {
         "adamw_torch_xla",
@@ -234,6 +245,7 @@ LATER_OPTIMIZERS = frozenset(
         "galore_adamw_layerwise",
         "galore_adamw_8bit_layerwise",
         "galore_adafactor_layerwise",
+        "muon",
         "lomo",
         "adalomo",
         "grokadamw",

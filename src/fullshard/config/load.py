@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fullshard.config.dialects.rules import Note, Status
+from fullshard.config.dialects.rules import Note, Status, is_auto
 from fullshard.config.dialects.trainer import TRAINING
 from fullshard.config.dialects.translate import (
     Translation,
@@ -241,7 +241,7 @@ def _merge(layers: Sequence[Translation]) -> tuple[list[Entry], dict[str, Any]]:
             rival
             for name in updates
             for rival in rivals_of(name)
-            if rival not in updates and "auto" in (said[name], _raw(config, rival))
+            if rival not in updates and (is_auto(said[name]) or is_auto(_raw(config, rival)))
         }
         gone = [entry for entry in entries if is_below(_full_key(entry.key, config), replaced)]
         entries = [entry for entry in entries if entry not in gone]

@@ -218,9 +218,6 @@ def _of_distillation(config: RunConfig, command: Command) -> Iterator[Problem]:
     if cuts and (config.model != config.teacher or cached):
         expected, advice = "a teacher, and no student: it is cut out of it", "Leave model out"
         yield Problem("distill.experts", expected, "another model or a cache", advice)
-    if config.training.leaves_micro_batch and not cached:
-        advice = "Write a number: what the teacher takes is not in the plan yet"
-        yield Problem("training.per_device_train_batch_size", "a number here", "auto", advice)
     if cached and settings.teacher_offload is not None:
         says, advice = show(settings.teacher_offload), "Leave it out: no teacher runs"
         yield Problem("distill.teacher_offload", "no distill.cache beside it", says, advice)

@@ -149,7 +149,7 @@ class TrainingConfig(Section):
     ema_decay: Share | None = None
     """Keep a sharded average of the weights: after every update ema_decay times what it was, and
     1 - ema_decay times the weights. Evaluated at the end and written to model_ema/. It takes as
-    much as the parameter shards again, which the plan does not count. None: there is none."""
+    much as the parameter shards again. None: there is none."""
 
     max_grad_norm: Annotated[float, Number(at_least=0)] = 1.0
     """Global gradient norm above which gradients are scaled down. 0: never."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from fullshard.config.hf_names import LATER_OPTIMIZERS, LATER_SCHEDULES
+from fullshard.config.hf_names import LATER_OPTIMIZERS, LATER_SCHEDULES, OPTIMIZERS_ASK
 from fullshard.config.problems import ConfigProblems, Problem, show
 
 
@@ -365,6 +365,9 @@ def unknown_word(enum_cls: type[StrEnum], value: object, key: str) -> Problem:
     own = _values(enum_cls)
     if not LATER.get(enum_cls, frozenset()).isdisjoint(words_of(value)):
         advice = "This word of Hugging Face's is not yet supported"
+        asks = [why for part, why in OPTIMIZERS_ASK.items() if part in str(value).lower()]
+        if enum_cls is Optimizer and asks:
+            advice += f": {asks[0]}"
         return Problem(key, "one of " + ", ".join(own), show(value), advice)
     near_own = isinstance(value, str) and nearest(value, own)
     return _unlisted(

@@ -139,6 +139,12 @@ def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
     return cycles / (start.elapsed_time(end) / 1e3)
 
 
+def saved_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """A module's own buffers that a state dict has. Asking a state dict would call users' hooks."""
+    left_out = module._non_persistent_buffers_set
+    return [b for name, b in module._buffers.items() if b is not None and name not in left_out]
+
+
 # Nested lists, mappings and model outputs (public only as torch.utils._pytree).
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 tree_map_only: Callable[..., Any] = _pytree.tree_map_only

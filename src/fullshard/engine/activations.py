@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,12 @@ from fullshard.planner.units import UnitPlan
 MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes
 COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very long sequences
 
-# Forward and loss of a micro-batch: calls the model that it is given, returns what backward starts
-# from.
-Work = Callable[[nn.Module], torch.Tensor]
+# What these make depends on numbers, not on shapes alone.
+_OF_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+# Forward and loss of a micro-batch: calls the model that it is given (and others that run inside of
+# its step), returns what backward starts from.
+Work = Callable[..., torch.Tensor]
 
 
 def trace_step(
@@ -56,6 +59,7 @@ def trace_step(
     config: ShardConfig,
     work: Work,
     ledger: Ledger | None = None,
+    beside: Sequence[nn.Module] = (),
 ) -> list[Moment]:
     """Bytes alive after each operation of a micro-batch that made some, computed on the CPU.
 
@@ -65,11 +69,12 @@ def trace_step(
         config: That it was planned with, and the recompute.
         work: Makes its inputs and computes the loss.
         ledger: Sees every operation. None: one that counts bytes alone.
+        beside: Other models on meta, in their own dtypes, that the work is given copies of.
 
     Raises:
         Exception: What the model raises where it wants to look at numbers that nobody has.
     """
-    model = copy.deepcopy(model)
+    model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
     groups = {
         name: group for u in plan.units for group in u.groups for n in group.names for name in n
     }
@@ -82,17 +87,17 @@ def trace_step(
     rng = torch.get_rng_state()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _give_storage(
-                model, {name: torch_dtype(g.dtypes.compute) for name, g in groups.items()}
-            )
-            for tensor in (*model.parameters(), *model.buffers()):
-                ledger.leave_out(tensor)
+            compute = {name: torch_dtype(g.dtypes.compute) for name, g in groups.items()}
+            for one in (model, *others):
+                _give_storage(one, compute if one is model else {})
+                for tensor in (*one.parameters(), *one.buffers()):
+                    ledger.leave_out(tensor)
             for unit in plan.units:
                 _collect_gradients(model, unit, ledger)
             ledger.watch(model, plan)
             _watch_edges(model, config, ledger)
             with ledger:
-                loss = work(model)
+                loss = work(model, *others)
                 ledger.kind = Kind.GRADIENTS
                 loss.backward()
     finally:
@@ -228,7 +233,7 @@ class Ledger(TorchDispatchMode):
             return _grouped_product(args, kwargs)
         if any(isinstance(tensor, FakeTensor) for tensor in given):
             return func(*args, **kwargs)
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        if func not in _OF_NUMBERS:
             shapes = func(*args, **kwargs)
             fakes = [leaf for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)]
             if any(fake.is_floating_point() or fake.nbytes > COMPUTED_BYTES for fake in fakes):

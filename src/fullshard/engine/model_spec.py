@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.config.values import DType
+from fullshard.engine._torch_compat import saved_buffers
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, check_globs, matches
@@ -53,7 +54,8 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
     specs = tuple(param_spec(tuple(names[key]), params[key]) for key in names)
     _refuse_shared_storage(params.values(), names)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    return ModelSpec(type(model).__name__, modules, specs, buffer_bytes)
+    saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
+    return ModelSpec(type(model).__name__, modules, specs, buffer_bytes, sum(saved.values()))
 
 
 def places_of(model: nn.Module) -> dict[str, nn.Parameter]:

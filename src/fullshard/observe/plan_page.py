@@ -14,7 +14,9 @@ from fullshard.planner.activations import Kind
 from fullshard.planner.hardware import Fit
 from fullshard.planner.lanes import held_over_time, lay_out
 from fullshard.planner.outlook import Outlook
+from fullshard.planner.phases import checkpoint_bytes, phases_of
 from fullshard.planner.render import human_bytes
+from fullshard.planner.reserve import reserve_of
 from fullshard.planner.study import Study
 from fullshard.planner.timeline import Bar, Lane
 
@@ -51,6 +53,15 @@ def gather(study: Study, strategies: Sequence[Outlook]) -> dict[str, Any]:
         "tiles": _tiles(study),
         "charts": _charts(study),
         "rows": [{"name": r.name, "size": human_bytes(r.num_bytes)} for r in outlook.rows],
+        "reserve": [
+            {"name": r.name, "size": human_bytes(r.num_bytes), "why": r.why}
+            for r in reserve_of(outlook, study.machine)
+        ],
+        "phases": [
+            {"name": p.name, "sizes": [human_bytes(n) for n in (p.device, p.host, p.disk)]}
+            for p in phases_of(outlook, study.storage)
+        ],
+        "checkpoint": human_bytes(checkpoint_bytes(plan)),
         "strategies": [_strategy(one) for one in strategies],
         "scaling": [
             {

@@ -7,9 +7,10 @@ all lines is the peak, which may be at another moment than either trace's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.planner.plan import Plan
@@ -46,14 +47,40 @@ class Moment:
         return dict(zip(Kind, (self.activations, self.logits, self.gradients), strict=True))
 
 
-# Traces a micro-batch of so many samples: the moment at which most is alive, of a step of this plan
-# and configuration (whose recompute counts); None where that cannot be traced.
-TraceOf = Callable[[Plan, ShardConfig, float], Moment | None]
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The moments at which most is alive.
+
+    Attributes:
+        forward: Until backward begins: of forward and the loss.
+        whole: Of the micro-batch.
+    """
+
+    forward: Moment
+    whole: Moment
 
 
-def peak(moments: Sequence[Moment]) -> Moment:
+# Traces a micro-batch of so many samples, of a step of this plan and configuration (whose recompute
+# counts); None where that cannot be traced.
+TraceOf = Callable[[Plan, ShardConfig, float], Peaks | None]
+
+
+def peak(moments: Iterable[Moment]) -> Moment:
     """The moment at which most is alive."""
     return max(moments, key=lambda moment: moment.total, default=Moment(0, 0, 0))
+
+
+def peaks(moments: Sequence[Moment]) -> Peaks:
+    """Of all moments in their order."""
+    return Peaks(peak(takewhile(lambda moment: not moment.gradients, moments)), peak(moments))
+
+
+def between(first: Peaks, second: Peaks, at: tuple[float, float], wanted: float) -> Peaks:
+    """As `along`, of both moments."""
+    return Peaks(
+        along(first.forward, second.forward, at, wanted),
+        along(first.whole, second.whole, at, wanted),
+    )
 
 
 def along(first: Moment, second: Moment, at: tuple[float, float], wanted: float) -> Moment:
@@ -77,10 +104,10 @@ def along(first: Moment, second: Moment, at: tuple[float, float], wanted: float)
     )
 
 
-def peak_between(
+def peaks_between(
     first: Sequence[Moment], second: Sequence[Moment], at: tuple[float, float], wanted: float
-) -> Moment | None:
-    """The peak of another number of samples; None where the two traces do not run alike.
+) -> Peaks | None:
+    """The peaks of another number of samples; None where the two traces do not run alike.
 
     Args:
         first: All moments of `at[0]` samples.
@@ -90,4 +117,4 @@ def peak_between(
     """
     if len(first) != len(second):
         return None
-    return peak([along(a, b, at, wanted) for a, b in zip(first, second, strict=True)])
+    return peaks([along(a, b, at, wanted) for a, b in zip(first, second, strict=True)])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fullshard.config.values import Recompute, RecomputeKind, Strategy
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.homes import Place
-from fullshard.planner.memory import MemoryRow
+from fullshard.planner.memory import AVERAGE, MemoryRow
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.render import human_bytes
@@ -233,11 +233,11 @@ class ArraysPlan:
             return sum(a.part_numel(shard) * ITEMSIZE[getattr(a.dtypes, kind)] for a in arrays)
 
         kept, state = self.optimizer, total(trained, "master")
-        averages = MemoryRow("average of the weights", kept.num_averages * state)
+        averages = MemoryRow(AVERAGE, kept.num_averages * state)
         return (
             MemoryRow("parameter shards", total(self.arrays, "master")),
             MemoryRow("gradient shards", total(trained, "accumulate")),
-            MemoryRow(f"optimizer ({kept.name})", kept.num_states * state),
+            MemoryRow(kept.row, kept.num_states * state),
             *([averages] if kept.num_averages else []),
             MemoryRow("gathered arrays", self._gathered_bytes()),
         )

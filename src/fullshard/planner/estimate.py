@@ -12,23 +12,25 @@ GB = 1e9  # the habit of the documents that call this; elsewhere we say bytes
 SLOTS = 2  # units that are gathered at once, with a prefetch depth of one
 
 
-def estimate_fsdp_memory(
+def estimate_fsdp_memory(  # noqa: PLR0913  (the documents' signature, and what they leave out)
     model_params_billions: float,
     world_size: int = 8,
     mixed_precision: bool = True,  # noqa: FBT001, FBT002  the documents' signature
     sharding_strategy: object = "FULL_SHARD",
     *,
+    optimizer_bytes: float = 8.0,
     num_units: int = 32,
     ranks_per_host: int = 8,
 ) -> dict[str, float]:
-    """Memory of one rank with Adam, activations aside, in GB of 1e9 bytes.
+    """Memory of one rank, activations aside, in GB of 1e9 bytes.
 
     With P parameters, S ranks that share one copy (all; those of a host for hybrid strategies; one
-    under NO_SHARD), U units, and c bytes a parameter in compute (2 in mixed precision, else 4):
+    under NO_SHARD), U units, c bytes a parameter in compute (2 in mixed precision, else 4), and o
+    bytes a parameter of the optimizer's states (8: Adam's two moments in float32):
 
         params      4 P / S              the float32 master, which mixed precision keeps
         gradients   4 P / S              float32 sums
-        optimizer   8 P / S              Adam's two moments in float32
+        optimizer   o P / S
         temporary   gathered weights + unreduced gradients
                     full_shard           c 2P/U + 4 2P/U     two units at once, not the model
                     shard_grad_op        c P    + 4 2P/U     the model stays gathered
@@ -39,6 +41,7 @@ def estimate_fsdp_memory(
         world_size: Ranks.
         mixed_precision: Whether weights are computed with in 16 bits.
         sharding_strategy: In any spelling, or torch's ShardingStrategy.
+        optimizer_bytes: o.
         num_units: U.
         ranks_per_host: Ranks that hybrid strategies shard over.
 
@@ -61,7 +64,7 @@ def estimate_fsdp_memory(
     found = {
         "params_gb": 4 * params / shard / GB,
         "gradients_gb": 4 * params / shard / GB,
-        "optimizer_gb": 8 * params / shard / GB,
+        "optimizer_gb": optimizer_bytes * params / shard / GB,
         "temporary_gb": (gathered + 4 * window) / GB,
     }
     return {**found, "total_gb": sum(found.values())}

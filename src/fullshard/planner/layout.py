@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from fullshard.planner.slices import Slice
+
+Bounds = tuple[tuple[int, int], ...]  # [offset, stop) of each parameter in a flat buffer
 
 ALIGNMENT = 64  # elements: a cache line of AVX-512, and above NCCL's 16 bytes for every dtype
 
@@ -81,6 +84,11 @@ class FlatLayout:
         """Elements that belong to no parameter."""
         return self.numel - sum(placement.numel for placement in self.placements)
 
+    @property
+    def bounds(self) -> Bounds:
+        """Where each parameter lies."""
+        return tuple((p.offset, p.stop) for p in self.placements)
+
     def slices(self, part: int) -> tuple[Slice, ...]:
         """One slice a parameter, in order, also where the part holds none of it."""
         low = part * self.part_numel
@@ -95,3 +103,14 @@ class FlatLayout:
                     Slice(p.name, p.shape, start - p.offset, stop - p.offset, start - low, p.atom)
                 )
         return tuple(found)
+
+
+@cache
+def owned_numels(bounds: Bounds, num_parts: int, part_numel: int) -> tuple[int, ...]:
+    """Elements of parameters in each part of a flat buffer, padding left out."""
+    found = [0] * num_parts
+    for start, stop in ((start, stop) for start, stop in bounds if start < stop):
+        for part in range(start // part_numel, -(-stop // part_numel)):
+            low = part * part_numel
+            found[part] += min(stop, low + part_numel) - max(start, low)
+    return tuple(found)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fullshard.config.values import DType, GradSync, Transport
 from fullshard.planner.events import Event, EventKind
 from fullshard.planner.homes import Homes, Place
-from fullshard.planner.layout import ALIGNMENT
+from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates
 from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.units import GroupPlan, UnitPlan
+
+AVERAGE = "average of the weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,17 @@ class MemoryRow:
     name: str
     num_bytes: int
     place: Place = Place.DEVICE
+
+
+def sum_by_place(rows: Iterable[MemoryRow]) -> dict[str, int]:
+    """Bytes on the device, the host and the disk.
+
+    What the ranks of a host share is on the device: they compute on the CPU.
+    """
+    found: dict[str, int] = dict.fromkeys((Place.DEVICE, Place.HOST, Place.DISK), 0)
+    for row in rows:
+        found[Place.DEVICE if row.place is Place.SHARED else row.place] += row.num_bytes
+    return found
 
 
 def state_rows(
@@ -38,6 +52,7 @@ def state_rows(
     units and rings is given: `beside`, by the name of its row.
     """
     groups = [group for unit in units for group in unit.groups]
+    averages = OptimizerStates("", optimizer.num_averages)
     trained = [group for group in groups if group.trainable]
     compute = sum(
         g.layout.part_numel * ITEMSIZE[g.dtypes.compute]
@@ -46,20 +61,38 @@ def state_rows(
     )
     master = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in groups)
     grads = sum(g.layout.part_numel * gradient_bytes(g) for g in trained)
-    state = sum(g.layout.part_numel * ITEMSIZE[g.dtypes.master] for g in trained)
     rows = (
         MemoryRow("parameter shards", master, homes.parameters),
         MemoryRow("gradient shards", grads, homes.gradients),
-        MemoryRow(f"optimizer ({optimizer.name})", optimizer.num_states * state, homes.optimizer),
-        MemoryRow("average of the weights", optimizer.num_averages * state, homes.optimizer),
+        MemoryRow(
+            f"optimizer ({optimizer.name})", optimizer_bytes(trained, optimizer), homes.optimizer
+        ),
+        MemoryRow(AVERAGE, optimizer_bytes(trained, averages), homes.optimizer),
         MemoryRow("shared weights to compute with", compute, homes.parameters),
         MemoryRow("slots", sum(r.num_bytes for r in rings if not r.name.endswith(".grad"))),
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
         *(MemoryRow(name, num_bytes) for name, num_bytes in beside.items()),
         MemoryRow("deferred gradients", deferred_bytes(units, grad_sync)),
     )
-    rare = ("average of the weights", "shared weights to compute with", "deferred gradients")
+    rare = (AVERAGE, "shared weights to compute with", "deferred gradients")
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
+
+
+def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
+    """Bytes of states on the rank with most of them; states have no padding."""
+    sizes: dict[tuple[Bounds, int, int], float] = {}
+    for group in trained:
+        layout = group.layout
+        key = (layout.bounds, layout.num_parts, layout.part_numel)
+        element = optimizer.element_bytes(ITEMSIZE[group.dtypes.master])
+        sizes[key] = sizes.get(key, 0.0) + element
+    parts: dict[int, list[float]] = {}  # by how many there are: a rank's number is the same in all
+    for (bounds, num_parts, part_numel), element in sizes.items():
+        sums = parts.setdefault(num_parts, [0.0] * num_parts)
+        for part, numel in enumerate(owned_numels(bounds, num_parts, part_numel)):
+            sums[part] += element * numel
+    counts = optimizer.count_bytes * sum(len(group.layout.placements) for group in trained)
+    return counts + math.ceil(sum(max(sums) for sums in parts.values()))
 
 
 def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
@@ -70,9 +103,10 @@ def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
     by_turn: dict[int, int] = {}
     for unit in units:
         for group in unit.groups:
-            states = 1 + optimizer.num_kept * group.trainable
+            itemsize = ITEMSIZE[group.dtypes.master]
+            element = itemsize + optimizer.kept_bytes(itemsize) * group.trainable
             turn = unit.index % unit.mesh.replicate
-            size = states * group.layout.part_numel * ITEMSIZE[group.dtypes.master]
+            size = math.ceil(element * group.layout.part_numel)
             by_turn[turn] = by_turn.get(turn, 0) + size
     return max(by_turn.values(), default=0)
 

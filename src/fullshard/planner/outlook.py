@@ -7,7 +7,7 @@ forecast's (`planner/forecast`), of the plan's mesh and strategy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
@@ -32,7 +32,7 @@ from fullshard.planner.forecast.workload import (
 )
 from fullshard.planner.hardware import Fit, judge_fit
 from fullshard.planner.homes import Place
-from fullshard.planner.memory import MemoryRow, communication_bytes
+from fullshard.planner.memory import MemoryRow, communication_bytes, sum_by_place
 from fullshard.planner.operations import WorkOf
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
@@ -40,6 +40,8 @@ from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.step_time import StepTime, step_time
 from fullshard.planner.strategy import row_of
 from fullshard.planner.timeline import Bar
+
+WORKSPACES = "libraries' workspaces"
 
 # Share of a block's forward that runs again, share of its activations that is kept.
 _KERNELS = {
@@ -66,6 +68,9 @@ class Machine:
     calibration: Calibration | None = None
 
 
+RowsOf = Callable[[Plan, ShardConfig], tuple[MemoryRow, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a step is.
@@ -76,6 +81,8 @@ class Job:
         trace: Traces what a micro-batch holds; None: counted from shapes.
         work: Traces what it computes.
         optimizer: What it keeps.
+        beside: What other models keep beside the trained one, under a configuration.
+        is_timed: Whether the forecast knows all that a step computes.
     """
 
     model: Architecture
@@ -83,6 +90,8 @@ class Job:
     trace: TraceOf | None = None
     work: WorkOf | None = None
     optimizer: OptimizerStates = ADAMW
+    beside: RowsOf | None = None
+    is_timed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,7 @@ class Outlook:
         times: Seconds of a step by what they are spent on; None without a known device.
         fit: Whether it fits; None where the memory is not known.
         bars: The schedule of a micro-batch, where `times` are of a calibration.
+        forward_bytes: Of the micro-batch at most before its backward begins.
     """
 
     config: ShardConfig
@@ -110,6 +120,7 @@ class Outlook:
     times: Times | None
     fit: Fit | None
     bars: tuple[Bar, ...] = ()
+    forward_bytes: int = 0
 
     @property
     def is_calibrated(self) -> bool:
@@ -119,9 +130,7 @@ class Outlook:
     @property
     def peak_bytes(self) -> Mapping[str, int]:
         """Bytes by place."""
-        found = dict(self.plan.peak_bytes)
-        found[Place.DEVICE] += sum(row.num_bytes for row in self.rows[len(self.plan.memory) :])
-        return found
+        return sum_by_place(self.rows)
 
     @property
     def step_time_s(self) -> float | None:
@@ -143,15 +152,18 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     run = workload(plan, config, job, machine)
     held = peak_memory(run)
     traced = job.trace(plan, config, job.batch.micro_batch) if job.trace is not None else None
-    counted = _counted(run, held) if traced is None else traced.rows()
+    counted = _counted(run, held) if traced is None else traced.whole.rows()
+    forward = sum(counted.values()) if traced is None else traced.forward.total
     counted["accumulation buffers"] = _accumulation_bytes(plan, job.batch)
     if machine.device is not None:
-        counted["libraries' workspaces"] = held.base
+        counted[WORKSPACES] = held.base
     rows = (
         *plan.memory,
+        *(job.beside(plan, config) if job.beside is not None else ()),
         *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
     )
     outlook = Outlook(config, job, plan, rows, traced is not None, 0, None, None)
+    outlook = replace(outlook, forward_bytes=round(forward))
     peak = outlook.peak_bytes[Place.DEVICE]
     reserved = peak + round(max(0.0, held.reserved - held.active - held.base))
     fit = None
@@ -162,7 +174,7 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     measured = _measured(outlook, machine)
     if measured is not None:
         return replace(outlook, times=measured.times, bars=measured.bars)
-    times = step_times(run) if machine.device is not None else None
+    times = step_times(run) if machine.device is not None and job.is_timed else None
     return replace(outlook, times=times)
 
 
@@ -203,7 +215,7 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
         sharding=Sharding.PARAMETERS if row.shard_params else Sharding.NOTHING,
         batch=job.batch,
         precision=sizes,
-        optimizer=Optimizer(state_bytes=4 * plan.optimizer.num_kept),
+        optimizer=Optimizer(state_bytes=plan.optimizer.kept_bytes(4)),
         kernels=kernels,
         tuning=Tuning.FULL,
         metric=Metric.RESERVED,

@@ -24,6 +24,7 @@ from fullshard.planner.memory import (
     communication_bytes,
     staging_bytes,
     state_rows,
+    sum_by_place,
 )
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
@@ -67,6 +68,7 @@ class Plan:
         memory: Bytes per rank by kind.
         transport: Who moves the bytes; `auto` where the plan was made without a device.
         buffer_bytes: Of the model's buffers.
+        saved_buffer_bytes: Of those among them that a checkpoint has.
         grad_sync: Which micro-batches of an accumulated step reduce.
         recompute: Modules whose forward runs again in backward.
         homes: Where state lives.
@@ -88,6 +90,7 @@ class Plan:
     recompute: tuple[str, ...] = ()
     homes: Homes = DEFAULT_HOMES
     optimizer: OptimizerStates = ADAMW
+    saved_buffer_bytes: int = 0
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
         """The same with another optimizer's memory."""
@@ -120,14 +123,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """State bytes of the largest rank by place (activations are not in here yet).
-
-        What the ranks of a host share is on the device: they compute on the CPU.
-        """
-        found: dict[str, int] = dict.fromkeys((Place.DEVICE, Place.HOST, Place.DISK), 0)
-        for row in self.memory:
-            found[Place.DEVICE if row.place is Place.SHARED else row.place] += row.num_bytes
-        return found
+        """State bytes of the largest rank by place (activations are not in here yet)."""
+        return sum_by_place(self.memory)
 
     def rows(self) -> list[dict[str, str | int]]:
         """The memory table: [{"name", "bytes"}]."""
@@ -246,6 +243,7 @@ def make_plan(
         grad_sync=config.grad_sync,
         recompute=recomputed_modules(spec, config.activation_checkpointing),
         homes=homes,
+        saved_buffer_bytes=spec.saved_buffer_bytes,
     )
     return _finish(unfinished)
 

@@ -211,9 +211,11 @@ def _reliefs(config: ShardConfig) -> list[dict[str, Any]]:
 
 
 def _is_hopeless(strategy: Strategy, job: Job, machine: Machine) -> bool:
-    """Whether what a strategy keeps whole on every rank is more than a device has."""
-    row = row_of(strategy)
-    kept = 0 if row.reshard_after_forward else 2 if row.shard_params else 12
+    """Whether the weights that a strategy keeps whole on every rank are more than a device has.
+
+    In 16 bits: whatever else is kept depends on what is trained, by what, and where it lives.
+    """
+    kept = 0 if row_of(strategy).reshard_after_forward else 2
     return kept * job.model.num_params > (machine.memory_bytes or 0)
 
 

@@ -76,12 +76,17 @@ class ModuleSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the planner sees it."""
+    """A model as the planner sees it.
+
+    Attributes:
+        saved_buffer_bytes: Of buffers that a state dict has.
+    """
 
     kind: str
     modules: tuple[ModuleSpec, ...]
     params: tuple[ParamSpec, ...]
     buffer_bytes: int = 0
+    saved_buffer_bytes: int = 0
 
     @property
     def numel(self) -> int:

@@ -225,7 +225,7 @@ class _Costs:
             for g in groups
         )
         found = clip + kept.num_averages * sums_s
-        if not kept.num_states:
+        if not kept.element_bytes(1):
             return found + sums_s
         return found + self._ceilings.seconds(Operation("update", "float32", (max(1, numel),)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import Strategy
@@ -12,6 +12,7 @@ from fullshard.planner.forecast.workload import Mesh
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, Outlook, look, workload
+from fullshard.planner.phases import Storage
 from fullshard.planner.search import MICRO_BATCH, Advice, PlanOf, advise, choose
 
 MAX_SCALE = 1024
@@ -47,6 +48,7 @@ class Study:
     scaling: list[ScalePoint]
     machine: Machine
     hosts: int
+    storage: Storage = field(default_factory=Storage)
 
 
 def study(
@@ -86,7 +88,7 @@ def study(
 
 def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[ScalePoint]:
     """Efficiency over the number of ranks, 1 to 1,024, with the work of a rank kept."""
-    if machine.device is None:
+    if machine.device is None or not outlook.job.is_timed:
         return []
     peak = outlook.peak_bytes[Place.DEVICE]
     base = workload(outlook.plan, outlook.config, outlook.job, machine)

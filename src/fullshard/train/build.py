@@ -15,6 +15,7 @@ from fullshard.config.values import Backend, DistillLoss, DType
 from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import states_of
+from fullshard.planner.phases import Source
 from fullshard.train.head import PROJECTION
 from fullshard.train.lora import AdaptedWeights, add_adapters
 from fullshard.train.model import build_model, build_on_meta, config_from_folder, freeze
@@ -78,15 +79,33 @@ def build_sharded(
     folder, seed = weights_folder(config), config.training.seed
     weights: object = folder
     model = build_on_meta(model_config, dtype)
-    adds = config.lora is not None or _projects(config)
-    if (adds and folder is None) or (folder and not has_weights_of(model, folder)):
+    source = weights_source(config, lambda: model)
+    if source is Source.WHOLE:
         model = build_model(model_config, folder, dtype, seed).to(device)
         weights = None
-    elif folder is not None and adds:
+    elif folder is not None and _adds(config):
         weights = AdaptedWeights(folder, getattr(model, "base_model_prefix", ""), seed)
     torch.manual_seed(seed)
     before(trainable(model, config))
     return fs.shard(model, config.sharding, weights=weights)
+
+
+def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> Source:
+    """Where the first weights come from.
+
+    Args:
+        config: Of the run.
+        bare: Gives the model without what the run adds to it, where there is a folder.
+    """
+    folder = weights_folder(config)
+    if folder is None:
+        return Source.WHOLE if _adds(config) else Source.INITIAL
+    return Source.FOLDER if has_weights_of(bare(), folder) else Source.WHOLE
+
+
+def _adds(config: RunConfig) -> bool:
+    """Whether the model has parameters that no folder has."""
+    return config.lora is not None or _projects(config)
 
 
 def trainable(model: nn.Module, config: RunConfig) -> nn.Module:

@@ -78,7 +78,7 @@ class Distillation:
         labels = batch["labels"][:, 1:]
         step = _Step(
             {name: batch[name] for name in ("input_ids", "position_ids") if name in batch},
-            predicted := labels != IGNORED,
+            predicted := (labels != IGNORED).nonzero(as_tuple=True),
             labels[predicted],
         )
         if not model.training:
@@ -181,10 +181,10 @@ class _Step:
 
     Attributes:
         inputs: Of both models.
-        predicted: (batch, length - 1) whether a position predicts a token that counts.
+        predicted: Rows and columns of (batch, length - 1) that predict a token that counts.
         targets: (num_predicted,) these tokens.
     """
 
     inputs: Batch
-    predicted: torch.Tensor
+    predicted: tuple[torch.Tensor, ...]
     targets: torch.Tensor

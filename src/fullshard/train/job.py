@@ -159,7 +159,13 @@ def _train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
     began = time.perf_counter()
     quiet_libraries()
     run = _Run.read(config, folder, seat)
-    recipe = run.recipe()
+    with answered(lambda: run.view):
+        _carry_out(run, began)
+
+
+def _carry_out(run: _Run, began: float) -> None:
+    """Build, learn and export, or write a teacher's logits."""
+    folder, seat, recipe = run.folder, run.seat, run.recipe()
     if run.command is Command.CACHE:
         _cache(run.config, run.dataset, recipe, folder, seat)
         return
@@ -211,8 +217,7 @@ def _learn(
         utilization = run.view.utilization() if console else None
         with RunWatcher(console, folder, done, config, utilization) as watcher:
             loop = Loop(trainee, recipe, settings, team, watcher)
-            with answered(lambda: run.view):
-                loop.run(done)
+            loop.run(done)
     return loop, watcher
 
 

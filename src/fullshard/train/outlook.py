@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -14,7 +14,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
-from fullshard.config.values import Backend, Strategy, Transport
+from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
 from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.launch.topology import configured_topology
 from fullshard.planner.forecast.architecture import Shapes, decoder
@@ -24,23 +24,29 @@ from fullshard.planner.forecast.workload import Batch
 from fullshard.planner.hardware import Gpus
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Job, Machine, Outlook, look
+from fullshard.planner.phases import Storage
 from fullshard.planner.plan import Plan
 from fullshard.planner.search import MICRO_BATCH, PlanOf, advise, choose
 from fullshard.planner.strategy import row_of
-from fullshard.train.build import model_on_meta
+from fullshard.train.build import model_on_meta, weights_source
+from fullshard.train.model import build_on_meta, quiet_libraries, require_transformers
 from fullshard.train.prepare import Prepared, given_model_config
+from fullshard.train.taught import Taught
 from fullshard.train.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
 
-def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
+def job_of(
+    model: nn.Module, training: TrainingConfig, world_size: int, taught: Taught | None = None
+) -> Job:
     """A step's work on one rank.
 
     Args:
         model: A Hugging Face model; steps of one on meta are traced.
         training: Its batch.
         world_size: Ranks that share train_batch_size.
+        taught: What it learns from, where that is a teacher.
     """
     training = training.divided(world_size)
     batch = Batch(
@@ -62,10 +68,12 @@ def job_of(model: nn.Module, training: TrainingConfig, world_size: int) -> Job:
         vocab=_number(config, "vocab_size"),
     )
     on_meta = all(param.is_meta for param in model.parameters())
-    trace = Tracer(model, training.max_seq_length) if on_meta else None
-    work = trace.work if trace else None
+    trace = Tracer(model, training.max_seq_length, taught) if on_meta else None
     model_shapes = decoder(shapes, _active_params(model, config, numel))
-    return Job(model_shapes, batch, trace, work, states_of(training))
+    job = Job(model_shapes, batch, trace, optimizer=states_of(training))
+    if taught is not None:  # what a teacher computes is in no forecast
+        return replace(job, beside=taught.rows, is_timed=False)
+    return replace(job, work=trace.work if trace else None)
 
 
 def _number(config: Any, *names: str) -> int | None:
@@ -178,16 +186,34 @@ def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
     if sharding.strategy is Strategy.AUTO:
         sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
     machine = this_machine(local)
-    job = job_of(model, config.training, world_size)
+    taught = Taught.of(config, local, on_gpu=torch.cuda.is_available())
+    job = job_of(model, config.training, world_size, taught)
     outlook = look(plan_of(sharding), sharding, job, machine)
     return View(outlook, plan_of, machine, -(-world_size // local))
 
 
+def model_of(config: RunConfig) -> nn.Module:
+    """The model as it will be trained, of a configuration alone: without storage or data."""
+    require_transformers()
+    quiet_libraries()
+    return model_on_meta(config, given_model_config(config))
+
+
+def storage_of(config: RunConfig) -> Storage:
+    """What a run reads and writes."""
+    training = config.training
+    source = weights_source(config, lambda: build_on_meta(given_model_config(config)))
+    saves = training.saves is not IntervalStrategy.NO
+    return Storage(source, saves, training.save_total_limit)
+
+
 def look_at(config: RunConfig, world_size: int, machine: Machine) -> Outlook:
     """What `fullshard plan` says of a configuration on ranks of one host."""
-    model = model_on_meta(config, given_model_config(config))
+    model = model_of(config)
     plan = fs.plan(model, config.sharding, world_size=world_size)
-    return look(plan, config.sharding, job_of(model, config.training, world_size), machine)
+    taught = Taught.of(config, world_size, on_gpu=machine.device is not None)
+    job = job_of(model, config.training, world_size, taught)
+    return look(plan, config.sharding, job, machine)
 
 
 def outlook_of(prepared: Prepared, world_size: int) -> Outlook | None:

@@ -108,8 +108,7 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
     settings = settings_of(config)
     assert config.teacher is not None, "checked before"
     folder = Path(config.teacher.name_or_path or "")
-    default = DType.BFLOAT16 if seat.device.type == "cuda" else DType.FLOAT32
-    dtype = getattr(torch, settings.teacher_dtype or default)
+    dtype = teacher_dtype(settings, on_gpu=seat.device.type == "cuda")
     model_config = config_from_folder(folder)
     model: Any = build_on_meta(model_config, dtype)
     weights: Path | None = folder
@@ -117,11 +116,17 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
         model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
     model.requires_grad_(requires_grad=False)
     head = Head(model)
-    fs.shard(model.eval(), _sharding(config, settings, dtype, run), weights=weights)
+    fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
     return Teacher(model, head)
 
 
-def _sharding(
+def teacher_dtype(settings: DistillConfig, *, on_gpu: bool) -> torch.dtype:
+    """Of its weights."""
+    default = DType.BFLOAT16 if on_gpu else DType.FLOAT32
+    return getattr(torch, settings.teacher_dtype or default)
+
+
+def teacher_sharding(
     config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
 ) -> ShardConfig:
     """The student's, but for what concerns training, and where state lives."""

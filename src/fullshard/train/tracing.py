@@ -24,13 +24,15 @@ from fullshard.config.values import RecomputeKind
 from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import spec_of
 from fullshard.engine.operations import trace_work
-from fullshard.planner.activations import Moment, along, peak, peak_between
+from fullshard.planner.activations import Moment, Peaks, between, peaks, peaks_between
 from fullshard.planner.operations import Work
 from fullshard.planner.plan import Plan
 from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.wrap import repeated_blocks
+from fullshard.train.head import Head
 from fullshard.train.loss import causal_lm_loss
+from fullshard.train.taught import Taught
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +46,23 @@ class Tracer:
     Args:
         model: On meta.
         length: Tokens of a sample.
+        taught: What it learns from, where that is a teacher.
     """
 
-    def __init__(self, model: nn.Module, length: int) -> None:
+    def __init__(self, model: nn.Module, length: int, taught: Taught | None = None) -> None:
         self._spec = spec_of(model)
         self._length = length
+        self._taught = taught
         self._model = model
+        if taught is not None:
+            self._model = copy.deepcopy(model)
+            Head(self._model)
         self._traces: dict[Any, list[Moment]] = {}
-        self._found: dict[Any, Moment | None] = {}
+        self._found: dict[Any, Peaks | None] = {}
         self._works: dict[Any, Work | None] = {}
 
-    def __call__(self, plan: Plan, config: ShardConfig, samples: float) -> Moment | None:
-        """The moment at which most is alive; None where the model cannot be traced.
+    def __call__(self, plan: Plan, config: ShardConfig, samples: float) -> Peaks | None:
+        """The moments at which most is alive; None where the model cannot be traced.
 
         Args:
             plan: Of the model.
@@ -110,17 +117,17 @@ class Tracer:
             found |= {blocks[at] + name[len(like) :]: found[name] for name in alike}
         return found
 
-    def _find(self, plan: Plan, config: ShardConfig, key: Any, samples: float) -> Moment | None:
+    def _find(self, plan: Plan, config: ShardConfig, key: Any, samples: float) -> Peaks | None:
         if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
             return None
         blocks = repeated_blocks(self._spec)
         step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
         rest = len(blocks) % step
         if len(blocks) <= max(MOST_BLOCKS, 2 * step + rest):
-            return self._peak(plan, config, (key, None), int(samples))
+            return self._peaks(plan, config, (key, None), int(samples))
         depths = (step + rest, 2 * step + rest)
-        ends = [self._peak(plan, config, (key, depth), int(samples)) for depth in depths]
-        return along(ends[0], ends[1], depths, len(blocks))
+        ends = [self._peaks(plan, config, (key, depth), int(samples)) for depth in depths]
+        return between(ends[0], ends[1], depths, len(blocks))
 
     def _pattern(self, blocks: Sequence[str]) -> int:
         """After how many blocks they repeat; their number where they lie in several lists."""
@@ -135,14 +142,14 @@ class Tracer:
         fitting = (p for p in range(1, len(signs)) if signs[p:] == signs[:-p])
         return next(fitting, len(blocks))
 
-    def _peak(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Moment:
+    def _peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks:
         """Of a model with all blocks, or some."""
         if samples <= MOST_SAMPLES:
-            return peak(self._trace(plan, config, key, samples))
+            return peaks(self._trace(plan, config, key, samples))
         at = (MOST_SAMPLES - 1, MOST_SAMPLES)
         ends = [self._trace(plan, config, key, size) for size in at]
-        found = peak_between(ends[0], ends[1], at, samples)
-        return found or peak(self._trace(plan, config, key, samples))
+        found = peaks_between(ends[0], ends[1], at, samples)
+        return found or peaks(self._trace(plan, config, key, samples))
 
     def _trace(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> list[Moment]:
         known = (key, samples)
@@ -150,11 +157,15 @@ class Tracer:
             model, depth = self._model, key[1]
             if depth is not None:
                 model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
-            self._traces[known] = trace_step(model, plan, config, self._work(samples))
+            beside = self._taught.beside if self._taught else ()
+            work = self._work(samples)
+            self._traces[known] = trace_step(model, plan, config, work, beside=beside)
         return self._traces[known]
 
     def _work(self, samples: int) -> Any:
-        """The recipe's forward and loss, as `PackedText` has them."""
+        """The recipe's forward and loss, as `PackedText` or a teacher has them."""
+        if self._taught is not None:
+            return self._taught.work(samples, self._length)
         shape = (samples, self._length)
 
         def work(model: nn.Module) -> torch.Tensor:
@@ -170,11 +181,13 @@ def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
 
 
 def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:
-    """A model and its plan without the last blocks of its only list."""
-    model = copy.deepcopy(model)
-    path = parent_name(dropped[0])
-    blocks = model.get_submodule(path)
-    del blocks[len(blocks) - len(dropped) :]
+    """A model and its plan without the last blocks of its only list, of which no copy is made."""
+    blocks = model.get_submodule(parent_name(dropped[0]))
+    short, memo = copy.copy(blocks), {}
+    kept = list(blocks._modules.items())[: len(blocks) - len(dropped)]
+    vars(short)["_modules"] = dict(kept)
+    memo[id(blocks)] = blocks = copy.deepcopy(short, memo)
+    model = copy.deepcopy(model, memo)
     model.config.get_text_config().num_hidden_layers = len(blocks)
     units = tuple(u for u in plan.units if not any(is_inside(u.name, d) for d in dropped))
     recompute = tuple(name for name in plan.recompute if name not in dropped)

@@ -6,6 +6,7 @@ import pytest
 
 from fullshard.config.load import load_config
 from fullshard.config.training import TrainingConfig
+from fullshard.config.values import Strategy
 from fullshard.errors import ConfigError
 
 AUTO = "per_device_train_batch_size=auto"
@@ -20,9 +21,10 @@ def test_the_word_is_kept_as_it_is_written(tmp_path):
     assert load_config(file).config == resolved.config
 
 
+@pytest.mark.parametrize("word", ["auto", "AUTO"])
 @pytest.mark.parametrize("typed", ["per_device_train_batch_size", "train_batch_size"])
-def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(tmp_path, typed):
-    sizes = {"per_device_train_batch_size": "auto", "train_batch_size": "64"}
+def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(tmp_path, typed, word):
+    sizes = {"per_device_train_batch_size": word, "train_batch_size": "64"}
     file = tmp_path / "a.yaml"
     in_file = {key: value for key, value in sizes.items() if key != typed}
     file.write_text("training:\n" + "".join(f"  {k}: {v}\n" for k, v in in_file.items()))
@@ -30,6 +32,17 @@ def test_the_word_beside_the_size_of_an_update_takes_nothing_from_it(tmp_path, t
     assert training.leaves_micro_batch
     assert training.train_batch_size == 64
     assert training.undivided(2).per_device_train_batch_size == 32
+
+
+@pytest.mark.parametrize("word", ["auto", "AUTO"])
+def test_the_word_takes_nothing_from_the_size_of_an_update_of_a_rival_dialect(tmp_path, word):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 64, "zero_optimization": {"stage": 3}}')
+    words = [f"per_device_train_batch_size={word}", f"strategy={word}"]
+    config = load_config(file, words, needs_model=False).config
+    assert config.training.leaves_micro_batch
+    assert config.training.train_batch_size == 64
+    assert config.sharding.strategy is Strategy.AUTO
 
 
 @pytest.mark.parametrize(

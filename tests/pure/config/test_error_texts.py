@@ -86,7 +86,8 @@ FILES = {
     ),
     "model: x\ntraining:\n  optim: adafactor\n": (
         "train.yaml:3: training.optim: expected one of adamw_torch, adamw_torch_fused, sgd; "
-        "got 'adafactor'. This word of Hugging Face's is not yet supported"
+        "got 'adafactor'. This word of Hugging Face's is not yet supported: it needs whole "
+        "matrices, and a rank has a range of their elements"
     ),
     "model: x\ntraining:\n  lr_scheduler_type: polynomial\n": (
         "train.yaml:3: training.lr_scheduler_type: expected one of linear, cosine, constant, "

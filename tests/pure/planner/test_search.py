@@ -16,9 +16,10 @@ from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.workload import Batch
 from fullshard.planner.hardware import Fit
 from fullshard.planner.mesh import Topology
+from fullshard.planner.optimizers import SGD
 from fullshard.planner.outlook import Job, Machine, look
 from fullshard.planner.plan import make_plan
-from fullshard.planner.search import MICRO_BATCH, advise, choose
+from fullshard.planner.search import MICRO_BATCH, advise, choose, compare
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
 from fullshard.planner.study import study
 
@@ -108,6 +109,16 @@ def test_advice_says_the_words_to_add():
     assert first.sentence(current(64)).startswith(first.words)
 
 
+@pytest.mark.parametrize(("bytes_a_parameter", "is_tried"), [(11, True), (1, False)])
+def test_copies_are_left_out_only_where_not_even_weights_fit(bytes_a_parameter, is_tried):
+    machine = Machine(None, bytes_a_parameter * SPEC.numel)
+    config = ShardConfig(strategy="full_shard", param_dtype="bf16")
+    before = look(plan_of(config), config, replace(job(1, 128), optimizer=SGD), machine)
+    found = {one.config.strategy: one for one in compare(before, plan_of, machine)}
+    assert (Strategy.NO_SHARD in found) is is_tried
+    assert not is_tried or found[Strategy.NO_SHARD].plan.optimizer is SGD
+
+
 def test_offload_is_advised_only_where_nothing_else_fits():
     roomy = advise(current(64), plan_of, H100)
     assert not any("sharding.offload" in one.changes for one in roomy)
@@ -164,6 +175,15 @@ def test_rows_of_memory_add_up_and_keep_the_plans_own():
     assert sum(row.num_bytes for row in outlook.rows) == outlook.peak_bytes["device"]
     assert outlook.rows[: len(outlook.plan.memory)] == outlook.plan.memory
     assert outlook.reserved_bytes >= outlook.peak_bytes["device"]
+
+
+def test_no_time_is_said_of_a_step_that_the_forecast_does_not_know():
+    config = ShardConfig(param_dtype="bf16")
+    known, unknown = job(1, 512), replace(job(1, 512), is_timed=False)
+    assert look(plan_of(config), config, known, H100).step_time_s is not None
+    found = study(config, plan_of, unknown, H100, TOPOLOGY)
+    assert found.outlook.step_time_s is None
+    assert found.scaling == []
 
 
 def test_a_study_of_auto_is_one_of_the_strategy_that_it_chose():

@@ -1,0 +1,70 @@
+"""What optimizers keep is in the plan to the byte, for each that a run may name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.config.load import load_config
+from fullshard.config.values import Optimizer
+from fullshard.planner.outlook import Machine
+from fullshard.train.build import build_sharded
+from fullshard.train.ema import Average
+from fullshard.train.loss import causal_lm_loss
+from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.train.outlook import look_at
+from fullshard.train.prepare import given_model_config
+
+ODD = {
+    "model_type": "llama",
+    "vocab_size": 101,
+    "hidden_size": 36,
+    "intermediate_size": 55,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+
+
+def kept(words: list[str]) -> tuple[int, int]:
+    """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest."""
+    config = load_config(None, [f"model.config={json.dumps(ODD)}", *words]).config
+    model = build_sharded(config, given_model_config(config), torch.device("cpu"))
+    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    ids = torch.randint(100, (2, 16))
+    causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
+    optimizer.step()
+    if config.training.ema_decay is not None:
+        Average(optimizer, config.training.ema_decay).update()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
+    memory = look_at(config, dist.get_world_size(), Machine(None, None)).plan.memory
+    planned = [r.num_bytes for r in memory if r.name.startswith(("optimizer", "average"))]
+    return held, sum(planned)
+
+
+@pytest.mark.parametrize("optim", [str(optim) for optim in Optimizer])
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (2, ["strategy=full_shard"]),
+        (3, ["strategy=full_shard", "sharding.master_dtype=bf16", "freeze=[model.layers.0.*]"]),
+        (2, ["strategy=no_shard", "training.ema_decay=0.9"]),
+        (4, ["strategy=hybrid_shard", "sharding.replicate=2"]),
+    ],
+    ids=["full_shard", "bf16 masters, a frozen block", "no_shard, an average", "hybrid_shard"],
+)
+def test_states_are_planned_to_the_byte(ranks, optim, world_size, words):
+    found = ranks(world_size)(kept, [*words, f"optim={optim}"])
+    assert max(held for held, _ in found) == found[0][1], found
+
+
+def test_an_optimizer_of_ones_own_is_planned_by_bytes_an_element():
+    plan = fs.plan(ODD, world_size=3, optimizer_bytes=2.5)
+    largest = max(sum(s.numel for s in plan.view(rank).all_slices()) for rank in range(3))
+    assert plan.memory[2].name == "optimizer (2.5 bytes)"
+    assert plan.memory[2].num_bytes == pytest.approx(2.5 * largest, abs=1)

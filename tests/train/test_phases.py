@@ -1,0 +1,121 @@
+"""What the plan says of each phase of a run, beside what a run takes: live bytes, files on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.bench.peaks import MemoryCase
+from fullshard.bench.peaks_rank import live_peak_bytes, train
+from fullshard.checkpoint.format import Kind
+from fullshard.config.load import load_config
+from fullshard.planner.outlook import Machine
+from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
+from fullshard.train.build import build_sharded
+from fullshard.train.loss import causal_lm_loss
+from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.train.outlook import look_at, storage_of
+from fullshard.train.prepare import given_model_config
+
+TOLERANCE = 0.03
+
+pytestmark = pytest.mark.timeout(300)
+CPU = torch.device("cpu")
+
+
+def config_of(recompute: str, folder: str | None):
+    # In 16 bits the most of forward is less than the most of backward.
+    compute = "bfloat16" if recompute == "block" else "float32"
+    words = MemoryCase("llama", "full_shard", recompute, compute).words()
+    if folder is not None:
+        words = [*(w for w in words if not w.startswith("model.")), f"model={folder}"]
+    return load_config(None, words).config
+
+
+def build(config) -> Any:
+    return build_sharded(config, given_model_config(config), CPU)
+
+
+def forward(config) -> Any:
+    """A model that has computed a loss, and no gradient."""
+    model, training = build(config), config.training
+    ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
+    loss = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids.clone())
+    return model, loss
+
+
+def resume(config, checkpoint: Path) -> Any:
+    model = build(config)
+    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    fs.load(checkpoint, model, optimizer)
+    return model, optimizer
+
+
+def measured(recompute: str, folder: str | None, checkpoint: Path) -> dict[str, Any]:
+    """Live bytes on this rank by phase, and the plan's."""
+    config = config_of(recompute, folder)
+    outlook, storage = (
+        look_at(config, dist.get_world_size(), Machine(None, None)),
+        storage_of(config),
+    )
+    planned = {one.name: one for one in phases_of(outlook, storage)}
+    fs.save(checkpoint, *train(config))
+    shard = planned["shard"].device
+    return {
+        "source": storage.source,
+        "checkpoint": checkpoint_bytes(outlook.plan),
+        "built": live_peak_bytes(lambda: build(config)),
+        "forward": live_peak_bytes(lambda: forward(config)),
+        "resumed": live_peak_bytes(lambda: resume(config, checkpoint)),
+        "planned": {
+            "built": max(shard, planned["load"].device + planned["load"].host),
+            "forward": shard + outlook.forward_bytes,
+            "resumed": planned["resume"].device,
+        },
+    }
+
+
+def stored_bytes(checkpoint: Path) -> int:
+    """Of all tensors of the model and the optimizer, as the headers of their files say."""
+    total = 0
+    for kind in (Kind.MODEL, Kind.OPTIMIZER):
+        for path in checkpoint.glob(f"{kind}-*.safetensors"):
+            with path.open("rb") as file:
+                table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            table.pop("__metadata__")
+            total += sum(end - begin for begin, end in (e["data_offsets"] for e in table.values()))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("recompute", "source"), [("none", Source.INITIAL), ("block", Source.FOLDER)]
+)
+def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source):
+    folder = None
+    if source is Source.FOLDER:
+        from transformers import AutoModelForCausalLM
+
+        folder = str(tmp_path / "model")
+        whole = AutoModelForCausalLM.from_config(given_model_config(config_of("none", None)))
+        whole.save_pretrained(folder, max_shard_size="1MB")  # torch counts mapped files too
+    found = ranks(2)(measured, recompute, folder, tmp_path / "checkpoint", timeout=240)
+    assert found[0]["source"] is source
+    for phase, planned in found[0]["planned"].items():
+        most = max(one[phase] for one in found)
+        print(f"{phase}: planned {planned:,}, measured {most:,}, {planned / most - 1:+.2%}")
+        assert planned == pytest.approx(most, rel=TOLERANCE), phase
+
+
+def test_a_checkpoint_takes_the_disk_that_the_plan_says(ranks, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    planned = ranks(2)(measured, "none", None, checkpoint, timeout=240)[0]["checkpoint"]
+    assert stored_bytes(checkpoint) == planned
+    on_disk = sum(file.stat().st_size for file in checkpoint.iterdir())
+    print(f"tensors {planned:,}, on disk {on_disk:,}, {on_disk / planned - 1:+.2%}")
+    assert planned <= on_disk <= 1.02 * planned

@@ -1,0 +1,129 @@
+"""A teacher is in the plan: what it keeps, what its forward makes, and the loss in chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import fullshard as fs
+from fullshard.bench.peaks import MemoryCase
+from fullshard.bench.peaks_rank import NUM_STEPS, live_peak_bytes
+from fullshard.config.load import load_config
+from fullshard.config.supported import check_command
+from fullshard.config.values import Command
+from fullshard.planner.hardware import HEADROOM, Fit
+from fullshard.planner.homes import Place
+from fullshard.planner.outlook import Machine
+from fullshard.planner.phases import TEACHER
+from fullshard.train import outlook as train_outlook
+from fullshard.train.build import model_on_meta
+from fullshard.train.loop import Recipe
+from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.train.outlook import look_at, with_choices
+from fullshard.train.prepare import given_model_config
+from fullshard.train.seat import Seat
+from fullshard.train.teaching import Teaching, build_teacher
+
+TOLERANCE = 0.03
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A teacher that is wider and deeper than its student."""
+    found = tmp_path_factory.mktemp("teacher")
+    config = LlamaConfig(
+        vocab_size=2000,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(found)
+    return found
+
+
+def config_of(folder: Path, strategy: str, words: list[str]) -> Any:
+    given = [*MemoryCase("llama", strategy, "none").words(), f"teacher={folder}", *words]
+    return load_config(None, given).config
+
+
+def learn(config: Any) -> Any:
+    """A few steps as the loop of `fullshard distill` takes them."""
+    training, seat = (
+        config.training,
+        Seat(dist.get_rank(), dist.get_world_size(), torch.device("cpu")),
+    )
+    data: Recipe = None  # type: ignore[assignment]
+    teaching = Teaching(config, data, build_teacher(config, seat, Path()))
+    model = teaching.student(given_model_config(config), seat)
+    recipe = teaching.recipe()
+    optimizer = build_optimizer(model, OptimizerSettings.of(training))
+    for _ in range(NUM_STEPS):
+        ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
+        loss, num_tokens = recipe.loss(model, {"input_ids": ids, "labels": ids.clone()})
+        (loss * (1 / num_tokens)).backward()
+        del loss
+        fs.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return teaching, model, optimizer
+
+
+def planned_and_measured(folder: Path, strategy: str, words: list[str]) -> tuple[Any, int, int]:
+    config = config_of(folder, strategy, words)
+    outlook = look_at(config, dist.get_world_size(), Machine(None, None))
+    assert outlook.is_traced
+    measured = live_peak_bytes(lambda: learn(config))
+    return dict(outlook.peak_bytes), sum(outlook.peak_bytes.values()), measured
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("full_shard", []),
+        ("full_shard", ["distill.chunk_size=100", "distill.teacher_strategy=no_shard"]),
+        ("no_shard", ["distill.loss=hidden", "distill.teacher_offload=cpu"]),
+    ],
+    ids=["as the student", "small chunks, copied", "hidden states, on the host"],
+)
+def test_a_teachers_memory_is_in_the_plan(ranks, folder, strategy, words):
+    found = ranks(2)(planned_and_measured, folder, strategy, words, timeout=240)
+    planned, measured = found[0][1], max(one[2] for one in found)
+    print(f"{words}: planned {planned:,}, measured {measured:,}, {planned / measured - 1:+.2%}")
+    assert planned == pytest.approx(measured, rel=TOLERANCE)
+    assert bool(found[0][0][Place.HOST]) == ("distill.teacher_offload=cpu" in words)
+
+
+def test_the_plan_says_what_is_the_teachers(folder):
+    outlook = look_at(config_of(folder, "full_shard", []), 4, Machine(None, None))
+    rows = {row.name: row.num_bytes for row in outlook.rows}
+    theirs = sum(
+        param.numel() for param in AutoModelForCausalLM.from_pretrained(folder).parameters()
+    )
+    assert rows[f"{TEACHER}parameter shards"] == pytest.approx(4 * theirs / 4, rel=0.01)
+    assert not any("gradient" in name for name in rows if name.startswith(TEACHER))
+
+
+def test_what_is_left_to_the_planner_leaves_room_for_the_teacher(folder, monkeypatch):
+    words = ["train_batch_size=16", "distill.chunk_size=100"]
+    whole = [*words, "per_device_train_batch_size=8"]
+    most = look_at(config_of(folder, "full_shard", whole), 2, Machine(None, None))
+    theirs = sum(row.num_bytes for row in most.rows if row.name.startswith(TEACHER))
+    # With the headroom, all samples at once would fit beside half of the teacher.
+    limit = round((most.peak_bytes[Place.DEVICE] - theirs / 2) / (1 - HEADROOM))
+    monkeypatch.setattr(train_outlook, "this_machine", lambda _: Machine(None, limit))
+    asked = config_of(folder, "auto", [*words, "per_device_train_batch_size=auto"])
+    check_command(asked, Command.DISTILL)
+    chosen = with_choices(asked, model_on_meta(asked, given_model_config(asked)), 2)
+    assert chosen.training.per_device_train_batch_size == 4
+    assert chosen.training.gradient_accumulation_steps == 2
+    taken = look_at(chosen, 2, Machine(None, limit))
+    assert taken.fit is Fit.FITS
