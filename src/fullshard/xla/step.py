@@ -82,13 +82,17 @@ def init(
         tx: The optimizer.
         key: A jax.random.key; None: of seed 0.
     """
+    key = jax.random.key(0) if key is None else key
+    return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx)
+
+
+def born_sharded(plan: XlaPlan, init_fn: Callable[[Any], Tree]) -> Any:
+    """The compiled function of `init`: key -> sharded parameters."""
 
     def build(key: Any) -> Tree:
         return plan.with_arrays(_stored, init_fn(key))
 
-    key = jax.random.key(0) if key is None else key
-    params = jax.jit(build, out_shardings=plan.shardings)(key)
-    return with_optimizer(plan, params, tx)
+    return jax.jit(build, out_shardings=plan.shardings)
 
 
 def with_optimizer(
