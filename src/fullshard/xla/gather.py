@@ -24,6 +24,7 @@ from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import Mesh
+from fullshard.xla import wire
 from fullshard.xla.mesh import REPLICATE, SHARD
 from fullshard.xla.plan import Tree, XlaPlan, unpad
 
@@ -33,6 +34,9 @@ _MOVES = (
     *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
     *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type"),
 )
+
+
+_GATHERS = ("all_gather", "all_to_all")  # see [Note: messages over gloo]
 
 
 def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
@@ -78,7 +82,7 @@ def _collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
     shard = shard.astype(array.dtypes.compute)
     if array.cut.dim is None:
         return shard
-    return lax.all_gather(shard, SHARD, axis=array.cut.dim, tiled=True)
+    return wire.gather(shard, SHARD, array.cut.dim)
 
 
 def _reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
@@ -90,10 +94,10 @@ def _reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
     grad = grad.astype(dtypes.reduce)
     axes = ((SHARD, mesh.shard), (REPLICATE, mesh.replicate))
     if dim is not None:
-        grad = lax.psum_scatter(grad, SHARD, scatter_dimension=dim, tiled=True)
+        grad = wire.scatter(grad, SHARD, dim)
         grad, axes = grad.astype(dtypes.accumulate), axes[1:]
-    live = tuple(axis for axis, size in axes if size > 1)
-    return (lax.psum(grad, live) if live else grad).astype(dtypes.accumulate)
+    live = [axis for axis, size in axes if size > 1]
+    return wire.total(grad, live).astype(dtypes.accumulate)
 
 
 def scan_blocks(
@@ -196,12 +200,12 @@ def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
 
 def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether it is a gather, or the function with a gradient of its own around it."""
-    if primitive.name == "all_gather":
+    if primitive.name in _GATHERS:
         return True
     if not primitive.name.startswith("custom_vjp"):
         return False
     inner = params.get("call_jaxpr")
-    return any(step.primitive.name == "all_gather" for step in getattr(inner, "eqns", ()))
+    return any(step.primitive.name in _GATHERS for step in getattr(inner, "eqns", ()))
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError, DataError
+from fullshard.xla import wire
 from fullshard.xla.gather import collect, reduce
 from fullshard.xla.mesh import SHARD, live_axes
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec, pad, unpad
@@ -351,13 +352,12 @@ def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
         else:
             parted = parted + square
     if plan.table.mesh.shard > 1:
-        parted = lax.psum(parted, SHARD)
+        parted = wire.total(parted, (SHARD,))
     return jnp.sqrt(parted + whole)
 
 
 def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
-    axes = live_axes(plan.mesh)
-    return lax.psum(value, axes) if axes else value
+    return wire.total(value, live_axes(plan.mesh))
 
 
 def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
