@@ -61,6 +61,15 @@ def test_twenty_steps_have_the_losses_of_torch(runs):
     assert losses(runs / "jax") == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_replicas_on_two_processes_have_the_losses_of_shards(runs, config, fullshard):
+    folder = runs / "copies"
+    words = (f"training.output_dir={folder}", "sharding.strategy=no_shard")
+    done = fullshard("train", str(config), "backend=jax", *words)
+    assert done.exit_code == 0, done.err
+    assert losses(folder) == pytest.approx(losses(runs / "jax"), rel=1e-5)
+
+
 def test_torch_goes_on_from_a_checkpoint_of_jax(runs):
     wanted, found = losses(runs / "torch"), losses(runs / "joined")
     assert found == pytest.approx(wanted[11:], rel=1e-5)

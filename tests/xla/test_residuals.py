@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
+
 SAMPLES, LENGTH = 3, 10
 
 
 def kept():
-    """Of each policy, activations and shards; a block's input and a layer's part, in bytes."""
+    """What each policy keeps; bytes of the blocks' inputs and of their products' weights."""
     import jax
     import jax.numpy as jnp
 
@@ -18,21 +22,29 @@ def kept():
     decoder = DecoderConfig.of(decoders.config_of("llama"))
     mesh = fj.make_mesh(1, 2, devices=jax.devices()[:2])
     found = {}
-    for recompute in ("none", "selective", "block", "offload"):
-        sharding = {"activation_checkpointing": recompute}
+    policies = ("none", "selective", "block", "offload")
+    for case in itertools.product(("full_shard", "shard_grad_op"), policies):
+        sharding = dict(zip(("strategy", "activation_checkpointing"), case, strict=True))
         table = fj.plan(decoder.shapes(), sharding, mesh, blocks=BLOCKS).table
         plan = without_devices(table, jax.tree.structure(decoder.shapes()))
         ids = jax.ShapeDtypeStruct((2 * SAMPLES, LENGTH), jnp.int32)
         batch = {"input_ids": ids, "labels": ids}
         one = kept_for_backward(plan, loss_fn(decoder, plan), batch)
-        found[recompute] = one.activations, one.shards
-    parts = sum(array.part_numel(2) * 4 for array in table.arrays if array.block)
-    return found, decoder.num_hidden_layers * SAMPLES * LENGTH * decoder.hidden_size * 4, parts
+        found[case] = one.activations, one.gathered
+    blocks = [array for array in table.arrays if array.block]
+    inputs = decoder.num_hidden_layers * SAMPLES * LENGTH * decoder.hidden_size
+    read = sum(array.numel for array in blocks if len(array.shape) == 2)
+    return found, 4 * inputs, 4 * read
 
 
 def test_a_policy_keeps_what_it_says(devices):
-    found, inputs, parts = devices(kept)
-    assert found["block"][0] == inputs
-    assert found["offload"][0] == 0  # it waits on the host
-    assert found["none"][0] > found["selective"][0] > found["block"][0]
-    assert all(0 < shards <= parts for _, shards in found.values())
+    found, inputs, read = devices(kept)
+    activations = {case: kept for case, (kept, _) in found.items()}
+    for strategy in ("full_shard", "shard_grad_op"):
+        assert activations[strategy, "block"] == inputs
+        assert activations[strategy, "offload"] == 0  # it waits on the host
+        assert activations[strategy, "none"] > activations[strategy, "selective"] > inputs
+    for (strategy, recompute), (_, gathered) in found.items():
+        wanted = activations["full_shard", recompute]
+        assert activations[strategy, recompute] == pytest.approx(wanted, rel=0.01)
+        assert (gathered >= read) == (strategy == "shard_grad_op")

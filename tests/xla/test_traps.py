@@ -4,37 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-WIDTH, LAYERS = 64, 6
-
-
-def compiled(config, shard=2, num_layers=LAYERS):
-    """A compiled step of tanh layers, its plan, and a way to run it."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    import fullshard.jax as fj
-
-    shapes = {"layers": {"w": jax.ShapeDtypeStruct((num_layers, WIDTH, WIDTH), jnp.float32)}}
-    mesh = fj.make_mesh(1, shard, devices=jax.devices()[:shard])
-    plan = fj.plan(shapes, config, mesh, blocks=["layers"])
-
-    def loss(params, batch):
-        def block(layer, x):
-            return jnp.tanh(x @ layer["w"])
-
-        x = fj.scan_blocks(
-            block, batch["x"].astype(plan.table.arrays[0].dtypes.compute), params["layers"], plan
-        )
-        return x.astype(jnp.float32).sum(), jnp.asarray(len(x))
-
-    tx = optax.with_extra_args_support(optax.inject_hyperparams(optax.sgd)(1e-3))
-    step = fj.train_step(plan, loss, tx)
-    ones = np.ones((num_layers, WIDTH, WIDTH), np.float32) / WIDTH
-    state = fj.init(plan, lambda _: {"layers": {"w": jnp.asarray(ones)}}, tx)
-    batch = {"x": np.ones((shard * 2, WIDTH), np.float32)}
-    return step, state, batch, plan
+from support.tanh_layers import LAYERS, WIDTH, compiled
 
 
 def many_steps():
@@ -147,6 +117,57 @@ def initial_bits():
 
 def test_a_model_is_born_with_the_same_bits_on_any_number_of_devices(devices):
     assert devices(initial_bits) == [True] * 3
+
+
+def born():
+    """Bytes of a device while a model is drawn, and of the whole model."""
+    import jax
+    import jax.numpy as jnp
+
+    import fullshard.jax as fj
+    from fullshard.xla.step import born_sharded
+
+    shapes = {"w": jax.ShapeDtypeStruct((1024, 512), jnp.float32)}
+    plan = fj.plan(shapes, None, fj.make_mesh(1, 8))
+    build = born_sharded(plan, lambda key: {"w": jax.random.normal(key, (1024, 512))})
+    found = build.lower(jax.random.key(0)).compile().memory_analysis()
+    return found.temp_size_in_bytes + found.output_size_in_bytes, plan.table.num_parameters * 4
+
+
+def test_no_device_draws_the_whole_model(devices):
+    held, whole = devices(born)
+    assert held < 5 * whole // 8  # its eighth, and as much thrice on the way
+
+
+def partitioned():
+    """Where the partitioner leaves a weight's gradient: gathered by us, and as jax derives it."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    import fullshard.jax as fj
+    from fullshard.bench.xla_auto import whole
+
+    shapes = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+    plan = fj.plan(shapes, None, fj.make_mesh(1, 8))
+    (array,) = plan.table.arrays
+
+    def lies(gathered):
+        def loss(w, x):
+            return jnp.tanh(x @ gathered(w)).sum()
+
+        weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=plan.shardings["w"])
+        rows = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=plan.batch_sharding())
+        return jax.jit(jax.grad(loss)).lower(weight, rows).compile().output_shardings.spec
+
+    ours = lies(lambda w: whole(plan, array, w))
+    return tuple(ours), tuple(lies(lambda w: lax.with_sharding_constraint(w, plan.replicated)))
+
+
+def test_a_gathered_weights_gradient_is_cut_again(devices):
+    ours, derived = devices(partitioned)
+    assert ours == ("shard", None)
+    assert not any(derived)  # the constraint's transpose is the same constraint
 
 
 RECORDED = """\

@@ -41,15 +41,15 @@ def auto_step(
 
         def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
             leaves = zip(arrays, jax.tree.leaves(layer), strict=True)
-            whole = [_whole(placed, array, leaf) for array, leaf in leaves]
-            return pin(block(jax.tree.unflatten(structure, whole), x)), None
+            met = [whole(placed, array, leaf) for array, leaf in leaves]
+            return pin(block(jax.tree.unflatten(structure, met), x)), None
 
         turn = jax.checkpoint(body, policy=_all_but_gathered) if placed.table.reshards else body
         return lax.scan(turn, pin(x), stacked)[0]
 
     def loss(params: Tree, batch: Any) -> jax.Array:
         met = placed.with_arrays(
-            lambda a, leaf: leaf if a.block else _whole(placed, a, leaf), params
+            lambda a, leaf: leaf if a.block else whole(placed, a, leaf), params
         )
         logits = pin(decode(decoder, met, batch, scan))[:, :-1]
         total, count = token_loss(logits, batch["labels"][:, 1:])
@@ -76,7 +76,7 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     )
 
 
-def _whole(placed: XlaPlan, array: ArrayPlan, leaf: jax.Array) -> jax.Array:
+def whole(placed: XlaPlan, array: ArrayPlan, leaf: jax.Array) -> jax.Array:
     """Gathered; the gradient goes back to where the array lies, which is not what jax derives."""
     axes = tuple(spec_of(array))[1:] if array.block else tuple(spec_of(array))
     cut = NamedSharding(placed.mesh, PartitionSpec(*axes))

@@ -10,7 +10,6 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -40,7 +39,10 @@ def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) 
     mesh = _ambient(mesh)
 
     def place(leaf: Any) -> Any:
-        return jax.device_put(leaf, NamedSharding(mesh, spec_for(leaf.shape, threshold, mesh)))
+        spec = spec_for(leaf.shape, threshold, mesh)
+        if not any(spec):  # what is placed may be the array itself, and a step uses it up
+            leaf = jnp.array(leaf, copy=True)
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
 
     placed = jax.tree.map(place, params)
     whole = [name for name, x in _named(placed) if x.size >= threshold and not _is_cut(x)]
@@ -112,65 +114,6 @@ def fsdp_with_checkpointing(model_fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(model_fn)
 
 
-def create_fsdp_train_step(
-    mesh: Mesh, loss_fn: Callable[[Any, Any], Any] | None = None
-) -> Callable[[Any, Any], tuple[Any, Any, dict[str, Any]]]:
-    """(state, batch) -> (state, loss, metrics), compiled; parameters and Adam's states stay cut.
-
-    Args:
-        mesh: With the axis `fsdp`, over which samples are parted too.
-        loss_fn: (model, batch) -> loss, or (loss, metrics). None: cross-entropy of
-            `model(batch["input_ids"])` and integer or one-hot `batch["label"]` or `["labels"]`,
-            with the accuracy.
-
-    Returns:
-        A step. Its state is what `nnx.Optimizer(model, tx)` was: an nnx.ModelAndOptimizer, which
-        is changed in place and returned too.
-    """
-    from flax import nnx
-
-    compute = loss_fn or _classify
-    rows = NamedSharding(mesh, PartitionSpec(AXIS))
-
-    def compute_with_metrics(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        found = compute(model, batch)
-        return found if isinstance(found, tuple) else (found, {})
-
-    def pin(tree: Any, shardings: Any) -> Any:
-        """Left to itself, the partitioner gives updated arrays other places."""
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
-
-    @partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
-    def run(graph: Any, arrays: Any, batch: Any, shardings: Any) -> tuple[Any, Any, Any]:
-        state = nnx.merge(graph, arrays)
-        model = state.model
-        (loss, metrics), grads = nnx.value_and_grad(compute_with_metrics, has_aux=True)(
-            model, batch
-        )
-        state.update(grads)
-        leaves, structure = jax.tree.flatten(nnx.state(state))
-        return jax.tree.unflatten(structure, pin(leaves, list(shardings))), loss, metrics
-
-    def train_step(state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-        if not hasattr(state, "model"):
-            raise ConfigError(
-                "create_fsdp_train_step: expected a state that holds its model; got "
-                f"{type(state).__name__}. Write nnx.ModelAndOptimizer(model, tx): since flax 0.11 "
-                "nnx.Optimizer holds the optimizer alone."
-            )
-        graph, arrays = nnx.split(state)
-        arrays = jax.tree.map(partial(_on_mesh, mesh), arrays)
-        shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(arrays))
-        batch = jax.tree.map(lambda leaf: jax.device_put(leaf, rows), batch)
-        arrays, loss, metrics = run(graph, arrays, batch, shardings)
-        if jax.default_backend() == "cpu":
-            jax.block_until_ready(arrays)  # as in xla/step.py
-        nnx.update(state, arrays)
-        return state, loss, metrics
-
-    return train_step
-
-
 def spec_for(shape: tuple[int, ...], threshold: int, mesh: Mesh) -> PartitionSpec:
     """The dimensions that `fsdp` and, where there is such an axis, `tensor` cut."""
     axes: list[str | None] = [None] * len(shape)
@@ -184,22 +127,6 @@ def spec_for(shape: tuple[int, ...], threshold: int, mesh: Mesh) -> PartitionSpe
     while axes and axes[-1] is None:  # as jax writes it when it comes back from a step
         axes.pop()
     return PartitionSpec(*axes)
-
-
-def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    logits = model(batch["input_ids"])
-    labels = batch["labels"] if "labels" in batch else batch["label"]
-    if labels.ndim == logits.ndim:  # one-hot
-        labels = jnp.argmax(labels, axis=-1)
-    likely = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
-    accuracy = jnp.mean(jnp.argmax(logits, axis=-1) == labels)
-    return -jnp.mean(likely), {"accuracy": accuracy}
-
-
-def _on_mesh(mesh: Mesh, leaf: Any) -> Any:
-    """Counters and the like are born on one device: copied over all."""
-    on_mesh = isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
 def _ambient(mesh: Mesh | None) -> Mesh:

@@ -3,14 +3,15 @@
     the head       what forward kept, the gathered head, logits, the gradient of its weight
     the last block what forward kept, gradient shards, that gradient, one block with its gradients
 
-The two are not held together: gradient shards of blocks come into being when logits are gone. What
-forward kept is read off the traced program (xla/residuals.py); a cotangent takes the place of the
-activation that made it. `fullshard plan --exact` asks XLA, and compares.
+What forward kept is read off the traced program (xla/residuals.py); a cotangent takes the place of
+the activation that made it. `fullshard plan --exact` asks XLA, and compares.
 
-Compilers differ, in what was seen in their buffers: those of accelerators fuse the exponentials of
-the loss and drop the gathered embedding when it was read. CPU's keeps two more arrays of the size
-of the logits (exponentials; the label's gradient), the embedding, and the shards that a loop hands
-to backward.
+Compilers differ, in what was seen in their buffers. Those of accelerators fuse the exponentials of
+the loss and make gradient shards of blocks when logits are gone. CPU's keeps two more arrays of the
+size of the logits (exponentials; the label's gradient), of which one is gone when the gradient of
+the head's weight is made. The zeros that gradients are written into (of the blocks' loop, and the
+whole of the embedding's, unless it is added to that of a tied head) it makes before anything else,
+and each gradient it cuts at once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class StepShape:
 
     Attributes:
         num_logits: Tokens times vocabulary.
-        kept_bytes: That forward keeps for backward.
-        shard_bytes: Of parameters, handed to backward beside these.
+        kept_bytes: Of activations that forward keeps for backward.
+        gathered_bytes: Of the blocks' parameters that it keeps whole.
         block_bytes: That one block keeps where nothing is computed anew.
         accumulates: Whether there are several micro-batches: their sum is there all the time.
         on_cpu: Whose compiler it is.
@@ -41,7 +42,7 @@ class StepShape:
 
     num_logits: int
     kept_bytes: int
-    shard_bytes: int
+    gathered_bytes: int
     block_bytes: int
     accumulates: bool
     on_cpu: bool
@@ -49,51 +50,76 @@ class StepShape:
 
 def at_peak(table: ArraysPlan, shape: StepShape) -> tuple[MemoryRow, ...]:
     """Rows of a device, which add up to its peak."""
-    rows = {row.name: row for row in table.memory}
-    state = [rows["parameter shards"], rows["optimizer (AdamW)"]]
-    kept = shape.kept_bytes + shape.shard_bytes * shape.on_cpu
-    always = [*state, MemoryRow("activations", kept)]
-    gradients = rows["gradient shards"]
+    whole = {"gradient shards", "gathered arrays"}
+    always = [row for row in table.memory if row.name not in whole]
+    always.append(MemoryRow("activations", shape.kept_bytes))
     if shape.accumulates:
-        always.append(gradients)
-    head = _at_the_head(table, shape)
-    block = _at_a_block(table, shape)
-    if not shape.accumulates:
-        block.insert(0, gradients)
-    return (*always, *max(head, block, key=lambda rows: sum(row.num_bytes for row in rows)))
+        always.append(_gradient_shards(table.arrays, table, "sum of gradients"))
+    moments = (_at_the_head(table, shape), _at_a_block(table, shape))
+    return (*always, *max(moments, key=lambda rows: sum(row.num_bytes for row in rows)))
 
 
 def _at_the_head(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
-    outside = [array for array in table.arrays if not array.block]
-    large = [_whole_bytes(array, "compute") for array in outside if array.cut.dim is not None]
-    held = sum(large) if shape.on_cpu else max(large, default=0)
+    outside, blocks = _large(table, inside=False), _large(table, inside=True)
+    gathered = max((_whole_bytes(a, "compute") for a in _parted(outside)), default=0)
+    gradient = _largest_gradient(outside)
     compute = max(ITEMSIZE[array.dtypes.compute] for array in table.arrays)
     wide = max(compute, WIDE)
-    each = 3 * wide if shape.on_cpu else wide + compute
-    return [
-        MemoryRow("gathered arrays", held),
-        MemoryRow("logits", each * shape.num_logits),
-        MemoryRow("gradient of the head", _head_gradient(outside)),
-    ]
+    one = wide * shape.num_logits
+    rows = [MemoryRow("gathered arrays", gathered + shape.gathered_bytes)]
+    if shape.on_cpu:
+        return [
+            *rows,
+            _gradient_shards(blocks, table),
+            MemoryRow("gradient of the embedding", gradient * (len(outside) > 1)),
+            MemoryRow("logits", 2 * one),
+            MemoryRow("gradient of the head", max(one, gradient)),
+        ]
+    logits = (wide + compute) * shape.num_logits
+    return [*rows, MemoryRow("logits", logits), MemoryRow("gradient of the head", gradient)]
 
 
 def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
-    inside = [a for a in table.arrays if a.block and a.cut.dim is not None]
-    held = table.num_units - 1 if not table.reshards else 1
-    trained = [array for array in inside if array.trainable]
-    outside = [array for array in table.arrays if not array.block]
+    outside, blocks = _large(table, inside=False), _large(table, inside=True)
+    parted = _parted(blocks)
+    one = sum(_whole_bytes(a, "compute") for a in parted)
+    gradients = _gradient_shards(table.arrays, table)
+    sizes = [_whole_bytes(a, "reduce") for a in parted if a.trainable]
     return [
-        MemoryRow("gathered arrays", held * sum(_whole_bytes(a, "compute") for a in inside)),
+        *([] if shape.accumulates and not shape.on_cpu else [gradients]),
+        MemoryRow("gathered arrays", one if table.reshards else shape.gathered_bytes),
         MemoryRow("one block", shape.block_bytes),
-        MemoryRow("its gradients", sum(_whole_bytes(a, "reduce") for a in trained)),
-        MemoryRow("gradient of the head", _head_gradient(outside)),
+        MemoryRow("its gradients", max(sizes, default=0) if shape.on_cpu else sum(sizes)),
+        MemoryRow(
+            "gradient of the embedding" if shape.on_cpu else "gradient of the head",
+            _largest_gradient(_parted(outside)),
+        ),
     ]
 
 
-def _head_gradient(outside: Sequence[ArrayPlan]) -> int:
-    """Whole, until backward is done."""
-    found = [_whole_bytes(a, "reduce") for a in outside if a.trainable and a.cut.dim is not None]
-    return max(found, default=0)
+def _large(table: ArraysPlan, *, inside: bool) -> list[ArrayPlan]:
+    """The arrays of several dimensions in blocks, or outside of them."""
+    return [a for a in table.arrays if bool(a.block) == inside and len(a.shape) > 1]
+
+
+def _parted(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
+    """Those that are gathered and scattered; of the others a device has its own whole."""
+    return [array for array in arrays if array.cut.dim is not None]
+
+
+def _largest_gradient(arrays: Sequence[ArrayPlan]) -> int:
+    return max((_whole_bytes(a, "reduce") for a in arrays if a.trainable), default=0)
+
+
+def _gradient_shards(
+    arrays: Sequence[ArrayPlan], table: ArraysPlan, name: str = "gradient shards"
+) -> MemoryRow:
+    parts = (
+        a.part_numel(table.mesh.shard) * ITEMSIZE[a.dtypes.accumulate]
+        for a in arrays
+        if a.trainable
+    )
+    return MemoryRow(name, sum(parts))
 
 
 def _whole_bytes(array: ArrayPlan, kind: str) -> int:

@@ -86,7 +86,7 @@ def look(
     shape = StepShape(
         num_logits=samples * length * decoder.vocab_size,
         kept_bytes=kept.activations,
-        shard_bytes=kept.shards,
+        gathered_bytes=kept.gathered,
         block_bytes=whole.activations // decoder.num_hidden_layers,
         accumulates=training.gradient_accumulation_steps > 1,
         on_cpu=on_cpu,

@@ -140,7 +140,6 @@ def _build(
     decoder = DecoderConfig.of(model_config)
     shapes = {**decoder.shapes(), **projection_shapes(config, decoder.hidden_size)}
     placed = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
-    processes.check_reductions(placed.table)
     distills = command is Command.DISTILL
     teaching = XlaTeaching.of(config, Decoder(decoder, placed)) if distills else None
     shell = model_on_meta(config, model_config)

@@ -205,7 +205,9 @@ def _hidden(
         documents = jnp.pad(documents, ((0, 0), (1, 0)))
         seen = seen & (documents[:, :, None] == documents[:, None, :])
         seen = seen[:, None, None]
-    x = scan(partial(_block, config, (turns, seen)), x, model["layers"])
+    # Added, not chosen: backward of a choice wants the mask again, as wide as the scores.
+    hidden = jnp.where(seen, 0.0, -jnp.inf).astype(_wide(x).dtype)
+    x = scan(partial(_block, config, (turns, hidden)), x, model["layers"])
     return _norm(x, model["norm"]["weight"], config.rms_norm_eps)
 
 
@@ -245,7 +247,7 @@ def _block(config: DecoderConfig, places: Any, layer: Tree, x: jax.Array) -> jax
 
 def _attention(config: DecoderConfig, places: Any, attn: Tree, x: jax.Array) -> jax.Array:
     """Causal, grouped: several heads of queries share one of keys and values."""
-    (batch, length, _), (turns, seen) = x.shape, places
+    (batch, length, _), (turns, hidden) = x.shape, places
     groups, dim = config.num_key_value_heads, config.head_dim
     q, k, v = (
         _apply(attn[f"{name}_proj"], x).reshape(batch, length, -1, dim) for name in ("q", "k", "v")
@@ -256,7 +258,7 @@ def _attention(config: DecoderConfig, places: Any, attn: Tree, x: jax.Array) -> 
     q, k = _rotate(q, turns), _rotate(k, turns)
     q = q.reshape(batch, length, groups, -1, dim)
     scores = _wide(jnp.einsum("bqghd,bkgd->bghqk", q, k) * dim**-0.5)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(x.dtype)
+    weights = jax.nn.softmax(scores + hidden, axis=-1).astype(x.dtype)
     found = jnp.einsum("bghqk,bkgd->bqghd", weights, v)
     return _apply(attn["o_proj"], found.reshape(batch, length, -1))
 

@@ -12,6 +12,7 @@ Under `shard_map` without varying types a model may scan from a constant, as it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fullshard.config.values import Recompute, RecomputeKind
+from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import Mesh
+from fullshard.xla import wire
 from fullshard.xla.mesh import REPLICATE, SHARD
 from fullshard.xla.plan import Tree, XlaPlan, unpad
 
@@ -32,6 +34,9 @@ _MOVES = (
     *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
     *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type"),
 )
+
+
+_GATHERS = ("all_gather", "all_to_all")  # see [Note: messages over gloo]
 
 
 def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
@@ -77,7 +82,7 @@ def _collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
     shard = shard.astype(array.dtypes.compute)
     if array.cut.dim is None:
         return shard
-    return lax.all_gather(shard, SHARD, axis=array.cut.dim, tiled=True)
+    return wire.gather(shard, SHARD, array.cut.dim)
 
 
 def _reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
@@ -89,10 +94,10 @@ def _reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
     grad = grad.astype(dtypes.reduce)
     axes = ((SHARD, mesh.shard), (REPLICATE, mesh.replicate))
     if dim is not None:
-        grad = lax.psum_scatter(grad, SHARD, scatter_dimension=dim, tiled=True)
+        grad = wire.scatter(grad, SHARD, dim)
         grad, axes = grad.astype(dtypes.accumulate), axes[1:]
-    live = tuple(axis for axis, size in axes if size > 1)
-    return (lax.psum(grad, live) if live else grad).astype(dtypes.accumulate)
+    live = [axis for axis, size in axes if size > 1]
+    return wire.total(grad, live).astype(dtypes.accumulate)
 
 
 def scan_blocks(
@@ -123,9 +128,11 @@ def scan_blocks(
             "subtrees. Name it, or give fullshard.jax.plan its path in `blocks`."
         )
     arrays, mesh = plan.under(unit or plan.blocks[0]), plan.table.mesh
-    recompute, num_layers = plan.table.recompute, arrays[0].num_layers
+    every, num_layers = plan.table.recompute.every, arrays[0].num_layers
 
-    def body(x: Any, shards: Tree) -> Any:
+    def body(at: int, x: Any, group: Tree) -> Any:
+        # Taken out of the group in here, so that backward reads the group itself and no copies.
+        shards = group if every == 1 else jax.tree.map(lambda leaf: leaf[at], group)
         return block(gather_arrays(arrays, shards, mesh), checkpoint_name(x, BLOCK_INPUT))
 
     def run(x: Any, first: int, num_groups: int, size: int) -> Any:
@@ -134,17 +141,18 @@ def scan_blocks(
         bodies = _bodies(body, plan, size, prevent_cse=unrolled)
 
         def turn(x: Any, group: Tree) -> tuple[Any, None]:
-            for at, run_block in enumerate(bodies):
-                x = run_block(x, jax.tree.map(lambda leaf: leaf[at], group))  # noqa: B023
+            for run_block in bodies:
+                x = run_block(x, group)
             return x, None
 
         def grouped(leaf: jax.Array) -> jax.Array:
+            if every == 1:
+                return leaf
             part = leaf[first : first + num_groups * size]
             return part.reshape(num_groups, size, *leaf.shape[1:])
 
         return lax.scan(turn, x, jax.tree.map(grouped, stacked))[0]
 
-    every = recompute.every
     whole, rest = divmod(num_layers, every)
     x = run(x, 0, whole, every) if whole else x
     return run(x, whole * every, 1, rest) if rest else x
@@ -154,14 +162,14 @@ def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[A
     """A group's bodies: the first with the activation checkpointing that was asked for."""
     table = plan.table
 
-    def kept(recompute: Recompute) -> Any:
-        policy = _policy(recompute.kind, reshards=table.reshards)
+    def kept(at: int, kind: RecomputeKind) -> Any:
+        policy = _policy(kind, reshards=table.reshards)
+        one = partial(body, at)
         if policy is None:
-            return body
-        return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
+            return one
+        return jax.checkpoint(one, policy=policy, prevent_cse=prevent_cse)
 
-    others = kept(Recompute(RecomputeKind.NONE))
-    return [kept(table.recompute), *(others for _ in range(size - 1))]
+    return [kept(at, RecomputeKind.NONE if at else table.recompute.kind) for at in range(size)]
 
 
 def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
@@ -192,12 +200,12 @@ def _policy(kind: RecomputeKind, *, reshards: bool) -> Any:
 
 def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether it is a gather, or the function with a gradient of its own around it."""
-    if primitive.name == "all_gather":
+    if primitive.name in _GATHERS:
         return True
     if not primitive.name.startswith("custom_vjp"):
         return False
     inner = params.get("call_jaxpr")
-    return any(step.primitive.name == "all_gather" for step in getattr(inner, "eqns", ()))
+    return any(step.primitive.name in _GATHERS for step in getattr(inner, "eqns", ()))
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 
 from fullshard.errors import ConfigError
-from fullshard.planner.arrays import REDUCE, ArraysPlan
 
 
 def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool = False) -> None:
@@ -41,27 +40,6 @@ def play(num_devices: int) -> None:
     """Be several CPU devices in this process; before anything else that jax does."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
-
-
-def check_reductions(table: ArraysPlan) -> None:
-    """Refuse what hangs on gloo: several all-reduces of a program, which wait for each other.
-
-    Two of them are always there, one after the other; they are no trouble.
-
-    Raises:
-        ConfigError: The plan has more.
-    """
-    if jax.process_count() == 1 or jax.default_backend() != "cpu":
-        return
-    if table.collectives()[REDUCE].count <= 2:
-        return
-    whole = [array.name for array in table.arrays if array.cut.dim is None]
-    why = f"{whole[0]} is whole on every rank" if whole else "there are replicas"
-    raise ConfigError(
-        f"sharding.strategy: expected full_shard or shard_grad_op over all ranks, all arrays cut, "
-        f"with backend: jax on several CPU processes, where XLA's all-reduces can hang; got "
-        f"{table.strategy}, and {why}. Choose such a strategy, num_processes=1 or backend: torch."
-    )
 
 
 def leave() -> None:

@@ -2,7 +2,7 @@
 
 A scan over blocks hands what backward reads to its end as arrays with a first axis of layers:
 
-    forward   gather, block   ... x L    --> (layers, ...) inputs, scores, products, shards
+    forward   gather, block   ... x L    --> (layers, ...) inputs, scores, products
     backward  reads them, the last layer first
 
 Which these are follows from the block and from the policy of activation checkpointing; tracing it
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from fullshard.planner.arrays import ArrayPlan, ArraysPlan
+from fullshard.planner.arrays import ArraysPlan
 from fullshard.xla.mesh import AXES
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec
 from fullshard.xla.step import LossFn, gradients, trained
@@ -31,16 +31,11 @@ class Kept:
 
     Attributes:
         activations: That backward reads.
-        shards: Of parameters, which backward is handed through the loop though they have not
-            changed. Some compilers see that, and some copy them.
+        gathered: Parameters that backward reads whole, where they are not gathered again.
     """
 
     activations: int = 0
-    shards: int = 0
-
-    def plus(self, other: Kept) -> Kept:
-        """Both."""
-        return Kept(self.activations + other.activations, self.shards + other.shards)
+    gathered: int = 0
 
 
 def without_devices(table: ArraysPlan, structure: Any) -> XlaPlan:
@@ -66,16 +61,13 @@ def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
     )
     params = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
     program = jax.make_jaxpr(mapped)(params, batch, None)
-    blocks, parts = [a for a in plan.table.arrays if a.block], plan.table.mesh.shard
-    shards = {_part_shape(array, parts) for array in blocks}
-    found = [_kept_by(scan, shards) for scan in _scans(program.jaxpr)]
-    return reduce(Kept.plus, found, Kept())
-
-
-def _part_shape(array: ArrayPlan, num_parts: int) -> tuple[int, ...]:
-    """Of one layer, as a device holds it."""
-    sizes = enumerate(array.padded_shape)
-    return tuple(size // num_parts if dim == array.cut.dim else size for dim, size in sizes)
+    # Products keep weights transposed.
+    blocks = [array.shape for array in plan.table.arrays if array.block]
+    weights = {shape for one in blocks for shape in (one, one[::-1])}
+    found = Kept()
+    for scan in _scans(program.jaxpr):
+        found = _with_kept(found, scan, weights)
+    return found
 
 
 def _scans(program: Any) -> Iterator[Any]:
@@ -91,14 +83,16 @@ def _scans(program: Any) -> Iterator[Any]:
                 yield from _scans(inner)
 
 
-def _kept_by(scan: Any, shards: set[tuple[int, ...]]) -> Kept:
-    """What it gives back beside what it carries, but for what waits on the host."""
-    found = Kept()
+def _with_kept(found: Kept, scan: Any, weights: set[tuple[int, ...]]) -> Kept:
+    """With what it gives back beside what it carries, but for what waits on the host."""
+    activations, gathered = found.activations, found.gathered
     for out in scan.outvars[scan.params["num_carry"] :]:
         aval = out.aval
         num_bytes = aval.size * aval.dtype.itemsize
         if "host" in str(aval).lower():
             continue
-        is_shard = aval.shape[1:] in shards
-        found = found.plus(Kept(shards=num_bytes) if is_shard else Kept(num_bytes))
-    return found
+        if aval.shape[1:] in weights:
+            gathered += num_bytes
+        else:
+            activations += num_bytes
+    return Kept(activations, gathered)

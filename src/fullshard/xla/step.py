@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError, DataError
+from fullshard.xla import wire
 from fullshard.xla.gather import collect, reduce
 from fullshard.xla.mesh import SHARD, live_axes
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec, pad, unpad
@@ -82,13 +83,17 @@ def init(
         tx: The optimizer.
         key: A jax.random.key; None: of seed 0.
     """
+    key = jax.random.key(0) if key is None else key
+    return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx)
+
+
+def born_sharded(plan: XlaPlan, init_fn: Callable[[Any], Tree]) -> Any:
+    """The compiled function of `init`: key -> sharded parameters."""
 
     def build(key: Any) -> Tree:
         return plan.with_arrays(_stored, init_fn(key))
 
-    key = jax.random.key(0) if key is None else key
-    params = jax.jit(build, out_shardings=plan.shardings)(key)
-    return with_optimizer(plan, params, tx)
+    return jax.jit(build, out_shardings=plan.shardings)
 
 
 def with_optimizer(
@@ -347,13 +352,12 @@ def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
         else:
             parted = parted + square
     if plan.table.mesh.shard > 1:
-        parted = lax.psum(parted, SHARD)
+        parted = wire.total(parted, (SHARD,))
     return jnp.sqrt(parted + whole)
 
 
 def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
-    axes = live_axes(plan.mesh)
-    return lax.psum(value, axes) if axes else value
+    return wire.total(value, live_axes(plan.mesh))
 
 
 def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:

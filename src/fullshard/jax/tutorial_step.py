@@ -1,0 +1,115 @@
+"""The training step of the FSDP tutorials for JAX, on a mesh with an axis `fsdp`, mended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fullshard.errors import ConfigError
+from fullshard.jax.tutorial import AXIS
+
+LossFn = Callable[[Any, Any], Any]
+Found = tuple[Any, jax.Array, dict[str, Any]]  # the state's arrays, loss, metrics
+
+
+def create_fsdp_train_step(
+    mesh: Mesh, loss_fn: LossFn | None = None
+) -> Callable[[Any, Any], tuple[Any, Any, dict[str, Any]]]:
+    """(state, batch) -> (state, loss, metrics), compiled; parameters and Adam's states stay cut.
+
+    Args:
+        mesh: With the axis `fsdp`, over which samples are parted too.
+        loss_fn: (model, batch) -> loss, or (loss, metrics); with a TrainState (params, batch).
+            None: cross-entropy of `model(batch["input_ids"])` and integer or one-hot
+            `batch["label"]` or `["labels"]`, with the accuracy.
+
+    Returns:
+        A step. Its state is what `nnx.Optimizer(model, tx)` was, an nnx.ModelAndOptimizer, which
+        is changed in place and returned too; or parameters with an optax state, as flax's
+        TrainState has them, which is used up.
+    """
+    from flax import nnx
+
+    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+
+    @partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
+    def run(graph: Any, arrays: Any, batch: Any, shardings: Any) -> Found:
+        update = _update_train_state if graph is None else partial(_update_nnx, graph)
+        found, loss, metrics = update(loss_fn, arrays, batch)
+        leaves, structure = jax.tree.flatten(found)
+        # Left to itself, the partitioner gives updated arrays other places.
+        pinned = jax.tree.map(jax.lax.with_sharding_constraint, leaves, list(shardings))
+        return jax.tree.unflatten(structure, pinned), loss, metrics
+
+    def train_step(state: Any, batch: Any) -> Found:
+        graph, arrays = nnx.split(state) if _holds_model(state) else (None, state)
+        arrays = jax.tree.map(partial(_on_mesh, mesh), arrays)
+        shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(arrays))
+        batch = jax.tree.map(lambda leaf: jax.device_put(leaf, rows), batch)
+        arrays, loss, metrics = run(graph, arrays, batch, shardings)
+        if jax.default_backend() == "cpu":
+            jax.block_until_ready(arrays)  # as in xla/step.py
+        if graph is None:
+            return arrays, loss, metrics
+        nnx.update(state, arrays)
+        return state, loss, metrics
+
+    return train_step
+
+
+def _holds_model(state: Any) -> bool:
+    """Whether it is of nnx; else it is a TrainState."""
+    if not hasattr(state, "model") and not hasattr(state, "apply_gradients"):
+        raise ConfigError(
+            "create_fsdp_train_step: expected a state that holds its model; got "
+            f"{type(state).__name__}. Write nnx.ModelAndOptimizer(model, tx): since flax 0.11 "
+            "nnx.Optimizer holds the optimizer alone. Or flax's TrainState.create(apply_fn=..., "
+            "params=..., tx=...)."
+        )
+    return hasattr(state, "model")
+
+
+def _update_nnx(graph: Any, loss_fn: LossFn | None, arrays: Any, batch: Any) -> Found:
+    from flax import nnx
+
+    state = nnx.merge(graph, arrays)
+    compute = partial(_with_metrics, loss_fn or _classify)
+    (loss, metrics), grads = nnx.value_and_grad(compute, has_aux=True)(state.model, batch)
+    state.update(grads)
+    return nnx.state(state), loss, metrics
+
+
+def _update_train_state(loss_fn: LossFn | None, state: Any, batch: Any) -> Found:
+    def compute(params: Any) -> tuple[Any, dict[str, Any]]:
+        if loss_fn is not None:
+            return _with_metrics(loss_fn, params, batch)
+        return _classify(partial(state.apply_fn, {"params": params}), batch)
+
+    (loss, metrics), grads = jax.value_and_grad(compute, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads), loss, metrics
+
+
+def _with_metrics(loss_fn: LossFn, model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    found = loss_fn(model, batch)
+    return found if isinstance(found, tuple) else (found, {})
+
+
+def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    logits = model(batch["input_ids"])
+    labels = batch["labels"] if "labels" in batch else batch["label"]
+    if labels.ndim == logits.ndim:  # one-hot
+        labels = jnp.argmax(labels, axis=-1)
+    likely = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
+    accuracy = jnp.mean(jnp.argmax(logits, axis=-1) == labels)
+    return -jnp.mean(likely), {"accuracy": accuracy}
+
+
+def _on_mesh(mesh: Mesh, leaf: Any) -> Any:
+    """Counters and the like are born on one device: copied over all."""
+    on_mesh = isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
