@@ -85,26 +85,34 @@ def test_blocks_compiled_to_machine_code_train_as_in_one_process(ranks):
     ranks(2)(check, "in place", False, "full_shard", "inductor", timeout=300)
 
 
-class Leaky(nn.Module):
-    """Keeps what it made halfway, as routers keep their losses; compiled, maybe as two graphs."""
+LEAKED: list[torch.Tensor] = []
 
-    def __init__(self, *, broken: bool) -> None:
+
+class Leaky(nn.Module):
+    """Leaves what it made halfway, as routers leave their losses; compiled, maybe as two graphs."""
+
+    def __init__(self, *, broken: bool, hidden: bool) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
-        self.broken = broken
+        self.broken, self.hidden = broken, hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = self.norm(self.up(x))
+        halfway = self.norm(self.up(x))
+        if self.hidden:
+            LEAKED.append(halfway)
+        else:
+            self.kept = halfway
         if self.broken:
             torch._dynamo.graph_break()
-        return self.down(self.kept)
+        return self.down(halfway)
 
 
-def gradient_of_what_was_kept(*, broken: bool) -> torch.Tensor:
-    """Of a loss of what the first of four blocks kept alone: its slot holds the third by then."""
+def gradient_of_what_was_left(*, broken: bool, hidden: bool = False) -> torch.Tensor:
+    """Of a loss of what the first of four blocks left alone: its slot holds the third by then."""
     torch._dynamo.reset()
+    LEAKED.clear()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), *(Leaky(broken=broken) for _ in range(4)))
+    model = nn.Sequential(nn.Linear(4, 4), *(Leaky(broken=broken, hidden=hidden) for _ in range(4)))
     fs.shard(model, wrap=["Leaky"], transport="fake", shard=2, poison=True)
     for block in model[1:]:
         block.compile(backend="aot_eager")
@@ -112,18 +120,19 @@ def gradient_of_what_was_kept(*, broken: bool) -> torch.Tensor:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         model(torch.ones(2, 4))
-        model[1].kept.square().sum().backward()
+        (LEAKED[0] if hidden else model[1].kept).square().sum().backward()
     torch._dynamo.reset()
     return model[0].weight.grad.to_local()
 
 
-def test_what_leaves_a_compiled_block_by_its_side_begins_its_backward():
-    assert gradient_of_what_was_kept(broken=False).isfinite().all()
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_a_compiled_block_keeps_begins_its_backward(broken):
+    assert gradient_of_what_was_left(broken=broken).isfinite().all()
 
 
 def test_what_leaves_a_broken_graph_in_its_middle_is_an_error():
     with pytest.raises(SlotError, match="its gradient came while the slot"):
-        gradient_of_what_was_kept(broken=True)
+        gradient_of_what_was_left(broken=True, hidden=True)
 
 
 def test_equal_blocks_share_one_graph():

@@ -20,6 +20,7 @@ from fullshard.engine.collectives import Transport
 from fullshard.engine.exits import watch_exits
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
+from fullshard.engine.kept import Kept, own_modules
 from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
@@ -172,6 +173,8 @@ class Engine:
             self.index_of[id(module)] = index
             first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self.handles += [first, module.register_forward_hook(after, always_call=True)]
+        others = set(self.index_of)
+        self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
         watched = write_gradients_in_place(self.runtime, self.units, owners, self)
         left_out = {*map(id, modules), *watched}

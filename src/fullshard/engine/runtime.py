@@ -10,13 +10,14 @@
 [Note: watched outputs]
 A unit's backward begins when a gradient of something that it made is there. Outputs of the unit
 and of every module in it that owns parameters are watched, since router losses and hidden-state
-losses enter a unit from the side. A tensor that a unit merely hands on was made before its forward
-began (its autograd node has a lower number) and is not watched by it: its gradient is final at
+losses enter a unit from the side; so is what its modules keep as attributes (engine/kept.py). A
+tensor that a unit merely hands on was made before its forward began (its autograd node has a lower
+number) and is not watched by it: its gradient is final at
 another time, when this unit's slot belongs to others (law 5).
 
 Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
 is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
-several graphs, what leaves it from the middle is not watched; a gradient that then comes first
+several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then comes first
 finds another unit in the slot, which is an error (`engine/exits.py`).
 
 [Note: recompute]
@@ -40,6 +41,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.actions import Actions
 from fullshard.engine.gradients import Gradients
+from fullshard.engine.kept import Kept
 from fullshard.engine.unit import Group, Member, Unit
 from fullshard.errors import EngineError, SlotError
 from fullshard.planner.events import Event, Recorder, Sync
@@ -120,6 +122,7 @@ class Runtime:
         self.step = 0
         self.observed = Observed()
         self.before_step: Callable[[], None] = lambda: None
+        self.kept: Sequence[Kept] = ()  # by unit
         self._stack: list[Use] = []  # forwards under way
         self._current: list[Use | None] = [None] * len(self.units)
         self._begins: list[Any] = [None] * len(self.units)  # what its outputs' nodes call first
@@ -171,6 +174,9 @@ class Runtime:
             return
         del self._stack[self._stack.index(use) :]
         training = torch.is_grad_enabled() and self.watch(index, output)
+        if self.kept and torch.is_grad_enabled():
+            values = self.kept[index].values()
+            training = (bool(values) and self.watch(index, values)) or training
         self._run(self.scheduler.leave_forward(index, training=training))
         if not training and not self._stack:
             self.gradients.transport.home.leave(settled=False)

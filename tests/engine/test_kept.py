@@ -1,0 +1,116 @@
+"""Losses that modules keep as attributes enter their units as outputs do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine.kept import MOST_ITEMS, Kept, own_modules
+from support.models import perturbed
+from support.parity import whole_gradients
+
+WIDTH = 8
+
+
+class Router(nn.Module):
+    """Has a loss of its own, which it does not return."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(WIDTH))
+        self.kept: Any = None if how == "tensor" else {"list": [], "mapping": {}}[how]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (x * self.scale).square().mean()
+        self.kept = {"tensor": loss, "list": [loss], "mapping": {"loss": loss}}[self.how]
+        return x * self.scale
+
+    def loss(self) -> torch.Tensor:
+        return {"tensor": lambda k: k, "list": lambda k: k[0], "mapping": lambda k: k["loss"]}[
+            self.how
+        ](self.kept)
+
+
+class Block(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(WIDTH, WIDTH), Router(how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(self.linear(x).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(how) for _ in range(5))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def backward(model: Any, step: int, rank: int, *, alone: bool, share: int) -> None:
+    """Of the output's loss and the kept ones, or of one kept loss alone."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    output = model(torch.randn(4, WIDTH, generator=generator, dtype=torch.float64))
+    kept = [block.router.loss() for block in model.blocks]
+    loss = kept[0] + kept[2] if alone else output.square().mean() + sum(kept)
+    (loss / share).backward()
+
+
+def differing(how: str, settings: dict[str, Any]) -> list[str]:
+    torch.manual_seed(0)
+    one = perturbed(Model(how).double())
+    torch.manual_seed(0)
+    many = fs.shard(perturbed(Model(how).double()), wrap=["Block"], poison=True, **settings)
+    size, wrong = dist.get_world_size(), []
+    for step, alone in enumerate((False, True, False)):
+        for rank in range(size):
+            backward(one, step, rank, alone=alone, share=size)
+        backward(many, step, dist.get_rank(), alone=alone, share=1)
+        found = whole_gradients(many)
+        for name, param in one.named_parameters():
+            theirs, ours = param.grad, found[name]
+            same = (
+                theirs is None
+                if ours is None
+                else theirs is not None and torch.allclose(ours, theirs, rtol=1e-11)
+            )
+            wrong += [] if same else [f"{step} {name}"]
+        one.zero_grad()
+        many.zero_grad()
+    return wrong
+
+
+@pytest.mark.parametrize("how", ["tensor", "list", "mapping"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "shared"},
+        {"transport": "direct"},
+        {"transport": "direct", "forward_prefetch": 0, "backward_prefetch": 0},
+    ],
+)
+def test_a_loss_that_a_module_keeps_has_one_processs_gradients(ranks, how, settings):
+    assert ranks(2)(differing, how, settings) == [[], []]
+
+
+def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    inner = module[1]
+    kept = Kept(own_modules(module, {id(inner)}))
+    module.late, inner.other, module.name, module.history = None, torch.ones(1), "x", []
+    assert kept.values() == []
+    module.late = loss = torch.ones(1)  # no new attribute: it was None
+    module.history.extend([0.0] * (MOST_ITEMS + 1))
+    assert [value is loss for value in kept.values()] == [True]
+    module.more = parts = [loss]
+    assert [id(value) for value in kept.values()] == [id(loss), id(parts)]
