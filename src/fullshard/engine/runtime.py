@@ -17,8 +17,8 @@ another time, when this unit's slot belongs to others (law 5).
 
 Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
 is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
-several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then comes first
-finds another unit in the slot, which is an error (`engine/exits.py`).
+several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then
+comes first finds another unit in the slot, which is an error (`engine/exits.py`).
 
 [Note: recompute]
 Forward code that runs inside a backward recomputes: it gathers on demand, keeps what it gathered,
