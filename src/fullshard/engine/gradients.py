@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
-from fullshard.engine.shown import Shown
 from fullshard.engine.unit import Group, Member, Unit, expect
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.events import Sync
@@ -64,7 +64,7 @@ class Gradients:
         self.divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
-        self._shown: Shown | None = None
+        self._shown: _Shown | None = None
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -123,9 +123,7 @@ class Gradients:
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
                     "sparse=False."
                 )
-            full = group.grad_full
-            in_slot = full is not None and full is group.grad_slot
-            target = member.target if in_slot else self._target(unit, group, member)
+            target = self._target(unit, group, member)
             targets, gradients = added if group.deferred is not None or member.written else copied
             targets.append(target)
             gradients.append(gradient)
@@ -279,13 +277,13 @@ class Gradients:
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
         if self._shown is None:
-            self._shown = Shown.of(units, self.norms.device)
+            self._shown = _Shown.of(units)
         members, grads = self._shown.members, self._shown.grads
         if not members:
             return
         bits = [member.touched for member in members]
         touched = torch.tensor(bits, dtype=torch.float64)
-        squares = self._shown.squares()
+        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
@@ -341,6 +339,38 @@ class Gradients:
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """Trained parameters and what belongs to each, looked up once.
+
+    Attributes:
+        plain: (n_local,) each: `grads` without their class.
+    """
+
+    members: list[Member]
+    grads: list[Any]
+    by_id: dict[int, Any]
+    plain: list[torch.Tensor]
+    records: list[Any]
+    hooks: list[Any]
+
+    @classmethod
+    def of(cls, units: Iterable[Unit]) -> _Shown:
+        """Of all units."""
+        members = [member for unit in units for member in unit.trainees]
+        grads = [member.grad for member in members if member.grad is not None]
+        records = [member.param.record for member in members]
+        hooks = [record.post_accumulate for record in records]
+        plain = [grad.to_local() for grad in grads]
+        return cls(members, grads, {id(grad): grad for grad in grads}, plain, records, hooks)
+
+    def hooked(self) -> list[tuple[Member, Any]]:
+        """Those whose parameter has hooks of the user's now."""
+        if not any(self.hooks):
+            return []
+        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
 
 
 def _carries_gradients(group: Group) -> bool:

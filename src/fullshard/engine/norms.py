@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardRecord
 
 
-SMALL_NUMEL = 4096  # an operation on each would take longer than its arithmetic
-
-
 class GradientNorms:
     """Squared 2-norms of the model's gradients, by parameter index.
 
@@ -33,7 +30,7 @@ class GradientNorms:
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
-        self.device = device
+        self._device = device
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
 
@@ -85,6 +82,20 @@ class GradientNorms:
         """
         return _join(self._powers(shards, order), order)
 
+    def local_squares(
+        self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
+    ) -> torch.Tensor:
+        """(len(tensors),): this rank's share of the squared norms: their sum over ranks is whole.
+
+        Args:
+            tensors: Plain local parts.
+            records: Of the shards that they are.
+        """
+        squares = local_powers(tensors, 2.0, self._device)
+        if any(record.copies > 1 for record in records):
+            squares = squares / self._copies(records)
+        return squares
+
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         """The 2-norm of all gradients together if the cache has it."""
         if self._squares is None or any(id(g) not in self._shown for g in gradients):
@@ -93,7 +104,7 @@ class GradientNorms:
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
         """One rank's infinity is every rank's: all take the same step or none."""
-        shared = found_inf.to(self.device)
+        shared = found_inf.to(self._device)
         self._transport.all_reduce(shared, maximum=True)
         found_inf.copy_(shared)
 
@@ -103,7 +114,7 @@ class GradientNorms:
 
     def _powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
         """(len(shards),): sums of |x|^order over all ranks, or maxima for inf."""
-        powers = local_powers([shard.to_local() for shard in shards], order, self.device)
+        powers = local_powers([shard.to_local() for shard in shards], order, self._device)
         if not any(shard.record.is_cut for shard in shards):
             return powers  # every rank knows them by itself
         if order == float("inf"):
@@ -116,48 +127,7 @@ class GradientNorms:
     def _copies(self, records: Sequence[ShardRecord]) -> torch.Tensor:
         """Ranks that hold the same elements count them several times."""
         counts = [record.copies for record in records]
-        return torch.tensor(counts, dtype=torch.float64).to(self.device)
-
-
-class Squares:
-    """This rank's shares of squared norms: their sums over ranks are those of whole tensors.
-
-    Args:
-        tensors: Plain local parts, which stay where they are: what is known of them is looked up
-            once.
-        records: Of the shards that they are.
-        device: Of the result.
-    """
-
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord], device: torch.device
-    ) -> None:
-        self._num, self._device = len(tensors), device
-        is_small = [
-            tensor.is_cpu and device.type == "cpu" and tensor.numel() <= SMALL_NUMEL
-            for tensor in tensors
-        ]
-        small = [i for i in range(self._num) if is_small[i]]
-        self._small = [tensors[i].view(-1) for i in small]
-        self._large = [i for i in range(self._num) if not is_small[i]]
-        self._large_tensors = [tensors[i] for i in self._large]
-        numels = torch.tensor([tensor.numel() for tensor in self._small], dtype=torch.long)
-        self._owners = torch.tensor(small, dtype=torch.long).repeat_interleave(numels)
-        copies = [record.copies for record in records]
-        self._copies = torch.tensor(copies, dtype=torch.float64, device=device)
-        self._has_copies = any(count > 1 for count in copies)
-
-    def __call__(self) -> torch.Tensor:
-        """(len(tensors),), float64: as the tensors are now."""
-        if not self._small:  # as on every accelerator
-            squares = local_powers(self._large_tensors, 2.0, self._device)
-            return squares / self._copies if self._has_copies else squares
-        squares = torch.zeros(self._num, dtype=torch.float64, device=self._device)
-        elements = torch.cat(self._small).double()
-        squares.index_add_(0, self._owners, elements.square_())
-        if self._large:
-            squares[self._large] = local_powers(self._large_tensors, 2.0, self._device)
-        return squares / self._copies if self._has_copies else squares
+        return torch.tensor(counts, dtype=torch.float64).to(self._device)
 
 
 def local_powers(
