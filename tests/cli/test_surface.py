@@ -72,8 +72,8 @@ SURFACE = {
         "--timeout",
         "--wait",
     ],
-    "bench strategies": ["--help", "--json", "--max-steps"],
-    "bench prefetch": ["--help", "--json", "--max-steps"],
+    "bench strategies": ["--help", "--json", "--max-steps", "--out"],
+    "bench prefetch": ["--help", "--json", "--max-steps", "--out"],
     "bench comm": [
         "--help",
         "--json",

@@ -79,6 +79,30 @@ def draw_trace(trace: Mapping[str, Any]) -> str:
     return _file(bottom + 10, parts)
 
 
+def draw_comparison(title: str, rows: Sequence[Mapping[str, Any]], what: Mapping[str, str]) -> str:
+    """Bars of some quantities, one under the other.
+
+    Args:
+        title: Above all.
+        rows: Each with a `name` and the quantities.
+        what: Words for each quantity, by its key in the rows.
+    """
+    parts, y = [_text(0, 16, title, "title")], 34.0
+    for key, words in what.items():
+        parts.append(_text(0, y + 12, words, "title"))
+        y += ROW
+        most = max(row[key] for row in rows)
+        for row in rows:
+            said = f"{row[key]:,.4g}" if row[key] < 1e4 else f"{row[key]:,.0f}"
+            width = row[key] / most * (WIDTH - LEFT - 90)
+            parts.append(_text(0, y + 12, row["name"]))
+            parts.append(_bar("ours", LEFT, y, width, ROW - 5, said))
+            parts.append(_text(LEFT + width + 6, y + 11, said))
+            y += ROW
+        y += 10
+    return _file(y, parts)
+
+
 def draw_ratios(rows: Sequence[Mapping[str, Any]], reference: str, ours: str, floor: str) -> str:
     """Step times as shares of a reference's, engine by engine, case by case.
 

@@ -273,16 +273,19 @@ StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
 @app.command()
 def strategies(
     max_steps: StepsFlag = 20,
+    out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Train the main job's model under every strategy, and compare memory and speed."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-    return _compare({name: {"strategy": name} for name in names}, max_steps)
+    shardings: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in names}
+    return _compare("strategies", shardings, max_steps, out)
 
 
 @app.command()
 def prefetch(
     max_steps: StepsFlag = 20,
+    out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Train the main job's model with prefetch in no, one or both directions, and compare.
@@ -290,16 +293,17 @@ def prefetch(
     Over the process group's collectives: ranks that share their weights have nothing to fetch.
     """
     depths = {"none": (0, 0), "forward": (1, 0), "backward": (0, 1), "both": (1, 1)}
-    return _compare(
-        {
-            name: {"transport": "c10d", "forward_prefetch": ahead, "backward_prefetch": behind}
-            for name, (ahead, behind) in depths.items()
-        },
-        max_steps,
-    )
+    shardings: dict[str, dict[str, Any]] = {
+        name: {"transport": "c10d", "forward_prefetch": ahead, "backward_prefetch": behind}
+        for name, (ahead, behind) in depths.items()
+    }
+    return _compare("prefetch", shardings, max_steps, out)
 
 
-def _compare(shardings: dict[str, dict[str, Any]], max_steps: int) -> Outcome:
+def _compare(
+    what: str, shardings: dict[str, dict[str, Any]], max_steps: int, out: Path | None
+) -> Outcome:
+    from fullshard.bench.figures import draw_comparison
     from fullshard.train.compare import create_fsdp_config, print_comparison_table, train
 
     results: dict[str, dict[str, Any]] = {}
@@ -318,7 +322,13 @@ def _compare(shardings: dict[str, dict[str, Any]], max_steps: int) -> Outcome:
         }
         for name, found in results.items()
     ]
-    return Outcome({"rows": rows, "absent": []})
+    result: dict[str, Any] = {"rows": rows, "absent": [], "command": command_line(what)}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{what}.json").write_text(json.dumps(result, indent=1) + "\n")
+        words = {"tokens_per_s": "tokens a second", "memory_peak_bytes": "peak of memory, bytes"}
+        (out / f"{what}.svg").write_text(draw_comparison(f"By {what}", rows, words))
+    return Outcome(result)
 
 
 def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> Outcome:
