@@ -29,7 +29,9 @@ def test_the_walk_through_a_plan_runs_in_one_process():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SAID)
 def test_a_tutorial_runs_on_two_ranks(name):
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    # Standalone: torchrun's default port may be another test's.
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [*run, "--nproc_per_node=2"]
     done = subprocess.run(
         [*words, str(EXAMPLES / name)], capture_output=True, text=True, check=False
     )
