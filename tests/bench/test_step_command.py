@@ -10,7 +10,6 @@ from importlib.util import find_spec
 import pytest
 
 CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_bytes"}
-
 TRAINING = {"fullshard", "fullshard-c10d", "fsdp2", "fsdp2-zero2", "fsdp1", "ddp"}
 
 

@@ -10,8 +10,8 @@ Autograd is told that there is no gradient, and still says when all uses of the 
 hook is on the node that would accumulate it. A weight that is used twice is written once and added
 to afterwards; what reaches it on other ways (a tied embedding) is added at the end. Wherever
 something else than autograd looks on (autocast, compilation, functorch, tensor subclasses) or the
-slot has another dtype, the ordinary function runs. So it does for small weights, whose copy costs
-less than a backward in Python.
+slot has another dtype, the ordinary function runs. So it does for small weights, whose copy is
+cheap: a Function costs more in forward than it saves in backward.
 
 The layer's output is watched here too (see [Note: watched outputs]), which spares it a module hook:
 its backward itself says when it begins.

@@ -12,8 +12,8 @@ A unit's backward begins when a gradient of something that it made is there. Out
 and of every module in it that owns parameters are watched, since router losses and hidden-state
 losses enter a unit from the side; so is what its modules keep as attributes (engine/kept.py). A
 tensor that a unit merely hands on was made before its forward began (its autograd node has a lower
-number) and is not watched by it: its gradient is final at
-another time, when this unit's slot belongs to others (law 5).
+number) and is not watched by it: its gradient is final at another time, when this unit's slot
+belongs to others (law 5).
 
 Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
 is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
@@ -148,9 +148,7 @@ class Runtime:
         elif not self._stack:
             self._run(self.scheduler.publish(index))
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
-        self._begins[index] = lambda _: (
-            None if use.task == graph_task_id() else self._enter_backward(use)
-        )
+        self._begins[index] = lambda _: self._enter_backward(use)
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
         self._current[index] = use
@@ -230,7 +228,7 @@ class Runtime:
 
     def _enter_backward(self, use: Use) -> None:
         task = graph_task_id()
-        if use.task == task:
+        if use.task == task:  # nearly always
             return
         if self._task != task:
             self._begin_backward(task)
