@@ -41,6 +41,9 @@ if TYPE_CHECKING:
         num_parameters as num_parameters,
     )
     from fullshard.api import (
+        owned as owned,
+    )
+    from fullshard.api import (
         plan as plan,
     )
     from fullshard.api import (
@@ -77,6 +80,7 @@ _HOMES = {
         "memory_stats",
         "no_sync",
         "num_parameters",
+        "owned",
         "plan",
         "reset",
         "save",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -19,6 +19,7 @@ from fullshard.config.values import Transport
 from fullshard.engine import clip, state, stats
 from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
+from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.observe import watchdog
@@ -127,6 +128,33 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of whole parameters, gradients or states together. A collective."""
     return clip.global_norm(params, norm_type)
+
+
+def owned(
+    model: nn.Module,
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    params: Iterable[Any] | None = None,
+    *,
+    beside: torch.optim.Optimizer | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer that needs whole tensors (Muon, Adafactor, 8-bit states), on shards.
+
+    Each cut parameter has one owner among the ranks, which gathers it, runs the optimizer as it is
+    on the whole and gives the slices back; its states are the owner's. fs.save and fs.load take it
+    over any number of ranks. A collective: all ranks call it, and step together.
+
+    Args:
+        model: Sharded.
+        factory: Makes the optimizer of parameter groups, as `partial(torch.optim.Muon, lr=0.02)`.
+        params: Parameters of the model or groups of them; None: all that are trained and not in
+            `beside`.
+        beside: An elementwise optimizer of other parameters, on their shards. Its groups and states
+            are the result's too, and it steps with it.
+
+    Raises:
+        EngineError: The optimizer is not one of tensors by themselves, or offload moves its states.
+    """
+    return owned_optimizer(model, factory, params, beside)
 
 
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:

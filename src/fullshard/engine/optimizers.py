@@ -25,6 +25,7 @@ from fullshard.engine.parameter import ShardedParameter, ShardedTensor
 from fullshard.errors import EngineError, NotElementwiseError
 
 PROBE_SHAPE = (6, 4)
+TURN_SHAPES = ((6, 4), (5, 3), (4, 4))
 PROBE_STEPS = 3
 PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
 
@@ -41,6 +42,7 @@ class _Watch:
         self._handle: Any = None
         self._passed: set[Any] = set()
         self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.trusted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.tells: list[Callable[[torch.optim.Optimizer], None]] = []
 
     def add(self, owner: object) -> None:
@@ -62,10 +64,12 @@ class _Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             _refuse_unsharded(optimizer, group["params"])
+            if optimizer in self.trusted:
+                continue
             cut = [p for p in group["params"] if isinstance(p, ShardedParameter) and is_cut(p)]
             if cut:
                 self._probe_once(optimizer, group)
-        if optimizer not in self._cut:
+        if optimizer not in self._cut and optimizer not in self.trusted:
             self._cut.add(optimizer)
             cut_states(optimizer)
             optimizer.register_load_state_dict_post_hook(cut_states)
@@ -93,6 +97,11 @@ _WATCH = _Watch()
 def watched_states() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Each parameter and its states, of all optimizers that have stepped on shards."""
     return _WATCH.states()
+
+
+def trust(optimizer: torch.optim.Optimizer) -> None:
+    """Take this one as right on shards, whose states may be whole."""
+    _WATCH.trusted.add(optimizer)
 
 
 def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None], owner: object) -> None:
@@ -126,7 +135,8 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> No
 
 def cut_states(optimizer: torch.optim.Optimizer) -> None:
     """Cut states of whole parameters. See [Note: states that were made whole]."""
-    for param, states in optimizer.state.items():
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        states = optimizer.state.get(param, {})
         if isinstance(param, ShardedParameter) and is_cut(param):
             piece = param.record.piece
             for key, value in states.items():
@@ -175,7 +185,7 @@ def probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
             f"{kind.__name__}: expected an elementwise optimizer; three steps on a tensor and on "
             "its halves differ, so shards would change the result. Use an elementwise one (AdamW, "
             "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard, where nothing is cut. "
-            "Whole-matrix optimizers by owner (fs.owned) are not yet supported."
+            f"fs.owned(model, {kind.__name__}) gives each whole tensor to one rank."
         )
 
 
@@ -194,6 +204,69 @@ def _run(
         for param, gradient in zip(params, step, strict=True):
             param.grad = gradient.clone()
         optimizer.step()
+    return [param.detach() for param in params]
+
+
+def check_by_itself(
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    like: torch.Tensor,
+) -> None:
+    """Whether an optimizer may have some of the tensors, and update them in turns.
+
+    Args:
+        factory: Makes it.
+        groups: Their settings are tried.
+        like: A tensor of the dtype and on the device that it will see.
+
+    Raises:
+        EngineError: Together, in turns and apart the same tensors are updated otherwise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        [0.01 * torch.randn(shape, generator=generator).to(like) for shape in TURN_SHAPES]
+        for _ in range(1 + PROBE_STEPS)
+    ]
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        try:
+            together = _in_turns(factory, settings, drawn, [[0, 1, 2]])
+            apart = _in_turns(factory, settings, [tensors[:2] for tensors in drawn], [[0], [1]])
+            apart += _in_turns(factory, settings, [tensors[2:] for tensors in drawn], [[0]])
+        except Exception as error:
+            raise EngineError(
+                "fs.owned: expected an optimizer that can be tried on small matrices of "
+                f"{like.dtype}; it raised {type(error).__name__}: {error}."
+            ) from error
+        if not all(map(_close, together, apart)):
+            raise EngineError(
+                "fs.owned: expected an optimizer that updates each tensor by itself; this one "
+                "updates it in another way where it has other tensors too, or has its turn later, "
+                "as it will when owners share the work. Use it under no_shard, without fs.owned."
+            )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-6, atol=1e-10)
+
+
+def _in_turns(
+    factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    settings: dict[str, Any],
+    drawn: list[list[torch.Tensor]],
+    turns: list[list[int]],
+) -> list[torch.Tensor]:
+    """Steps in which a call updates the tensors of one turn."""
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in drawn[0]]
+    optimizer = factory([{**settings, "params": params}])
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = PROBE_RATE
+    for gradients in drawn[1:]:
+        for turn in turns:
+            for index, param in enumerate(params):
+                param.grad = gradients[index].clone() if index in turn else None
+            optimizer.step()
     return [param.detach() for param in params]
 
 

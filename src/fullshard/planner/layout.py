@@ -89,6 +89,17 @@ class FlatLayout:
         """Where each parameter lies."""
         return tuple((p.offset, p.stop) for p in self.placements)
 
+    def holders(self, placement: Placement) -> list[tuple[int, int, int]]:
+        """The parts that hold some of a parameter, each with its range of the parameter."""
+        found: list[tuple[int, int, int]] = []
+        if placement.numel:
+            first, last = placement.offset // self.part_numel, -(-placement.stop // self.part_numel)
+            for part in range(first, last):
+                low = part * self.part_numel - placement.offset
+                stop = min(placement.numel, low + self.part_numel)
+                found.append((part, max(0, low), stop))
+        return found
+
     def slices(self, part: int) -> tuple[Slice, ...]:
         """One slice a parameter, in order, also where the part holds none of it."""
         low = part * self.part_numel

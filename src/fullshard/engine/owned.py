@@ -1,0 +1,345 @@
+"""Whole-matrix optimizers on shards, by owner: what fs.owned gives.
+
+[Note: owners]
+Muon, Adafactor and 8-bit states need all of a tensor. Each cut parameter has one owner in its shard
+group, which the plan knows; an unmodified optimizer there sees nothing but whole tensors, and
+keeps their states. A step goes round by round (planner/owners.py):
+
+    rank 0   slice of p | slice of p.grad  --.             .-->  updated slice
+    rank 1   slice of p | slice of p.grad  ---> p, p.grad  --->  updated slice
+                                             (rank 1 owns p)
+
+Replicas of the owner do the same on the same gradients. What is not cut is stepped in place, by
+every rank. Between steps the whole parameters hold no memory.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.collectives import Exchange
+from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.optimizers import check_by_itself, trust
+from fullshard.engine.parameter import ShardedParameter, is_guarded
+from fullshard.engine.together import agree
+from fullshard.errors import CheckpointError, EngineError
+from fullshard.planner.homes import Place
+from fullshard.planner.owners import Owners
+
+Groups = list[dict[str, Any]]
+Factory = Callable[[Groups], torch.optim.Optimizer]
+
+
+@dataclass(eq=False)
+class _Owned:
+    """A parameter and its whole.
+
+    Attributes:
+        param: The user's.
+        whole: What the owner's optimizer sees, of the global shape; without memory between steps.
+        holders: (part, start, stop) of every rank that holds some; empty where nothing is cut.
+        owner: Part of the owner; -1 where every rank is one.
+    """
+
+    param: nn.Parameter
+    whole: nn.Parameter
+    holders: Sequence[tuple[int, int, int]] = ()
+    owner: int = -1
+
+    @classmethod
+    def of(cls, param: nn.Parameter, shape: tuple[int, ...], holders: Any = ()) -> _Owned:
+        with no_guard():
+            return cls(param, nn.Parameter(_without_memory(torch.Size(shape), param)), holders)
+
+    def slices(self) -> list[torch.Tensor]:
+        """(n_local,) plain elements of the parameter and of its gradient; left out: as they are."""
+        assert self.param.grad is not None
+        both = [self.param.detach(), self.param.grad.detach()]
+        if not isinstance(self.param, ShardedParameter):
+            return both
+        with no_guard():
+            return [x.as_subclass(torch.Tensor).reshape(-1) for x in both]
+
+    def show(self, both: Sequence[torch.Tensor]) -> None:
+        """Let the optimizer see (numel,) elements of parameter and gradient."""
+        value, grad = (x.view(self.whole.shape) for x in both)
+        self.whole.data, self.whole.grad = value, grad
+
+    def hide(self) -> None:
+        self.whole.grad = None
+        self.whole.data = _without_memory(self.whole.shape, self.whole)
+
+
+def _without_memory(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+
+
+class OwnedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose groups have the user's shards, and whose states lie with owners.
+
+    `state` has what this rank owns, as whole tensors. It is saved and loaded by fs.save and
+    fs.load, by any number of ranks. See [Note: owners].
+
+    Args:
+        model: Sharded.
+        factory: Makes the optimizer of groups of whole parameters.
+        groups: Of the model's parameters.
+        beside: Steps with it, on the shards of other parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        factory: Factory,
+        groups: Groups,
+        beside: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._model, self._engine, self._beside = model, engine_of(model), beside
+        engine = self._engine
+        _refuse_places(engine)
+        self._rounds = _rounds_of(engine, [p for group in groups for p in group["params"]])
+        self._owned = {id(o.param): o for members in self._rounds for o in members}
+        self._exchange = Exchange.over(engine.plan.mesh, engine.rank)
+        like = next((owned.whole for owned in self._owned.values()), torch.zeros(0))
+        agree(engine, lambda: check_by_itself(factory, groups, like))
+        mine = [
+            {
+                **group,
+                "params": [self._owned[id(p)].whole for p in group["params"] if self.holds(p)],
+            }
+            for group in groups
+        ]
+        self._inner = agree(engine, lambda: factory(mine))
+        settings = [
+            {**theirs, "params": ours["params"]}
+            for ours, theirs in zip(groups, self._inner.param_groups, strict=True)
+        ]
+        self._complete = False
+        super().__init__(settings, self._inner.defaults)
+        self.kind = f"owned {type(self._inner).__name__}"
+        if beside is not None:
+            self._join(beside)
+        self._complete = True
+        trust(self)
+        self._take_new_states(self._owned.values())
+
+    def _join(self, beside: torch.optim.Optimizer) -> None:
+        """One list of groups and one table of states for both."""
+        ours = {id(param) for group in self.param_groups for param in group["params"]}
+        both = [p for g in beside.param_groups for p in g["params"] if id(p) in ours]
+        if both:
+            raise EngineError(
+                f"fs.owned: expected other parameters in `beside`; {_name(both[0])} is in both. "
+                "Give each parameter one optimizer."
+            )
+        self.param_groups += beside.param_groups
+        self.state.update(beside.state)
+        beside.state = self.state
+        self.kind += f", {type(beside).__name__}"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once it is made: owners are chosen for all parameters together."""
+        if self._complete:
+            raise EngineError(
+                "fs.owned: expected all groups when it was made; got one more. Make it anew."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002 torch's
+        """Refused: a rank's own dict has its own tensors alone."""
+        raise CheckpointError(
+            "fs.owned: expected fs.load(path, model, optimizer), which gives every owner its "
+            "tensors; load_state_dict cannot know who owned what. Save with fs.save."
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have gradients. A collective."""
+        if closure is not None:
+            raise EngineError(
+                "fs.owned: expected step() without a closure; got one. Compute the loss before."
+            )
+        self._check()
+        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=False):
+            theirs.update({key: value for key, value in ours.items() if key != "params"})
+        self._engine.home.before_write()
+        for members in self._rounds:
+            self._step(members)
+        if self._beside is not None:
+            self._beside.step()
+
+    def _step(self, members: list[_Owned]) -> None:
+        """One round: slices to owners, their optimizer, slices back."""
+        part = self._exchange.part
+        live = [owned for owned in members if owned.param.grad is not None]
+        mine = [owned for owned in live if owned.owner in (-1, part)]
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for owned in live:
+            both = owned.slices()
+            if owned.owner not in (-1, part):
+                sends += [(owned.owner, own) for own in both]
+                continue
+            if owned.holders:
+                wholes = [own.new_empty(owned.whole.numel()) for own in both]
+                for holder, start, stop in owned.holders:
+                    if holder == part:
+                        for whole, own in zip(wholes, both, strict=True):
+                            whole[start:stop].copy_(own)
+                    else:
+                        receives += [(holder, whole[start:stop]) for whole in wholes]
+                both = wholes
+            owned.show(both)
+        self._exchange.run(sends, receives)
+        try:
+            if mine:
+                self._inner.step()
+            self._give_back(live)
+        finally:
+            for owned in mine:
+                owned.hide()
+        self._take_new_states(members)
+
+    def _give_back(self, live: list[_Owned]) -> None:
+        """Every rank gets its slices of what was updated."""
+        part = self._exchange.part
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for owned in live:
+            local = owned.slices()[0]
+            if owned.owner not in (-1, part):
+                receives.append((owned.owner, local))
+                continue
+            if not owned.holders:  # it was updated where it is, unless the optimizer made a new one
+                if owned.whole.data_ptr() != local.data_ptr():
+                    local.copy_(owned.whole.detach().view(local.shape))
+                continue
+            updated = owned.whole.detach().reshape(-1)
+            for holder, start, stop in owned.holders:
+                if holder == part:
+                    local.copy_(updated[start:stop])
+                else:
+                    sends.append((holder, updated[start:stop]))
+        self._exchange.run(sends, receives)
+
+    def _check(self) -> None:
+        """Shards and gradients must be there as when owners were chosen, alike on all ranks."""
+        engine = self._engine
+        if engine_of(self._model) is not engine:
+            raise EngineError(
+                "fs.owned: expected the model as it was sharded; it was cut anew since. Make the "
+                "optimizer anew, and load its states from a checkpoint."
+            )
+        engine.check_params()
+        if engine.plan.mesh.shard == 1:
+            return
+        there = bytes(owned.param.grad is not None for owned in self._owned.values())
+        code = float(zlib.crc32(there))
+        bounds = torch.tensor([code, -code], dtype=torch.float64, device=engine.device)
+        engine.transport.all_reduce(bounds, maximum=True)
+        if bounds[0] != -bounds[1]:
+            raise EngineError(
+                "fs.owned: expected gradients of the same parameters on every rank; they differ. "
+                "Set p.grad, or None, on all ranks alike."
+            )
+
+    # ---- states
+
+    def holds(self, param: Any) -> bool | None:
+        """Whether the whole states of a parameter are here; None where each rank has its slice."""
+        owned = self._owned.get(id(param))
+        return None if owned is None else owned.owner in (-1, self._exchange.part)
+
+    def _take_new_states(self, members: Iterable[_Owned]) -> None:
+        """Show what the owner's optimizer keeps."""
+        for owned in members:
+            if owned.whole in self._inner.state:
+                self.state[owned.param].update(self._inner.state[owned.whole])
+
+    def give_states(self) -> None:
+        """`state` was loaded: let the owner's optimizer go on from it."""
+        self._inner.state.clear()
+        for owned in self._owned.values():
+            found = self.state.get(owned.param, {})
+            own = {key: value for key, value in found.items() if not is_guarded(value)}
+            if own:
+                self._inner.state[owned.whole] = own
+
+
+def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
+    """Whether a parameter's states are whole and here; None where each rank has its slice."""
+    return optimizer.holds(param) if isinstance(optimizer, OwnedOptimizer) else None
+
+
+def owned_optimizer(
+    model: nn.Module,
+    factory: Factory,
+    params: Iterable[Any] | None,
+    beside: torch.optim.Optimizer | None,
+) -> OwnedOptimizer:
+    """See `fullshard.owned`."""
+    if params is None:
+        taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
+        params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    given = list(params)
+    if not given:
+        raise EngineError("fs.owned: expected parameters to train; got none. Name some.")
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    known = {id(param) for param in model.parameters()}
+    for param in (param for group in groups for param in group["params"]):
+        if id(param) not in known:
+            raise EngineError(
+                f"fs.owned: expected parameters of the model; got {_name(param)}, which is not "
+                "among them. Give those of model.named_parameters()."
+            )
+    return OwnedOptimizer(model, factory, groups, beside)
+
+
+def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]:
+    """What is trained of these: cut ones as their owners have them at one time, then the rest."""
+    wanted = {id(param) for param in params}
+    cut: list[_Owned] = []
+    rest: list[_Owned] = []
+    for group in (group for unit in engine.units for group in unit.trained):
+        layout = group.plan.layout
+        for member, placement in zip(group.members, layout.placements, strict=True):
+            if id(member.param) in wanted and layout.num_parts > 1:
+                cut.append(_Owned.of(member.param, placement.shape, layout.holders(placement)))
+            elif id(member.param) in wanted:
+                rest.append(_Owned.of(member.param, placement.shape))
+    chosen = Owners.choose([owned.whole.numel() for owned in cut], engine.plan.mesh.shard)
+    for owned, owner in zip(cut, chosen.of, strict=True):
+        owned.owner = owner
+    for param in params:
+        if not isinstance(param, ShardedParameter) and param.requires_grad:  # left out of sharding
+            rest.append(_Owned.of(param, tuple(param.shape)))
+    rounds = [[cut[index] for index in indices] for indices in chosen.rounds]
+    return [*rounds, rest] if rest else rounds
+
+
+def _refuse_places(engine: Engine) -> None:
+    """What owners cannot serve yet."""
+    homes, mesh = engine.plan.homes, engine.plan.mesh
+    elsewhere = homes.offloads and engine.device.type != "cpu"
+    if elsewhere or Place.DISK in (homes.parameters, homes.gradients, homes.optimizer):
+        raise EngineError(
+            f"fs.owned: expected parameters, gradients and states on {engine.device}; offload has "
+            "them elsewhere, which is not yet supported. Leave offload out."
+        )
+    if engine.transport.name == "fake" and mesh.shard > 1:
+        raise EngineError(
+            "fs.owned: expected ranks that own tensors; transport fake has one. Use another."
+        )
+
+
+def _name(param: Any) -> str:
+    record = getattr(param, "record", None)
+    return repr(record.piece.name) if record is not None else f"one of shape {tuple(param.shape)}"

@@ -1,0 +1,48 @@
+"""Which rank owns which whole tensor, for optimizers that need all of a tensor at once.
+
+Every cut parameter has one owner among the ranks that share it. Owners are chosen largest tensor
+first, each for the rank with the least so far (LPT), so that states are spread evenly. A step then
+goes through rounds of consecutive parameters, in which no owner has more elements than the largest
+parameter of all: that bounds what a rank holds beside its shards.
+
+    parameters   a(9)  b(4)  c(4)  d(9)
+    2 ranks      0     0     1     1
+    rounds       |-1-| |---2---|   |-3-|      rank 0 may not hold a and b at one time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Who owns what.
+
+    Attributes:
+        of: The owner's index on the shard axis, a parameter.
+        rounds: Indices of the parameters that are whole at one time; every one is in one round.
+    """
+
+    of: tuple[int, ...]
+    rounds: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def choose(cls, numels: Sequence[int], num_parts: int) -> Owners:
+        """The owners of parameters of these sizes, in the order of the plan."""
+        loads, of = [0] * num_parts, [0] * len(numels)
+        for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+            owner = loads.index(min(loads))
+            of[index] = owner
+            loads[owner] += numels[index]
+        most = max(numels, default=0)
+        rounds: list[list[int]] = []
+        held = [0] * num_parts
+        for index, numel in enumerate(numels):
+            if not rounds or held[of[index]] + numel > most:
+                rounds.append([])
+                held = [0] * num_parts
+            rounds[-1].append(index)
+            held[of[index]] += numel
+        return cls(tuple(of), tuple(map(tuple, rounds)))

@@ -1,0 +1,198 @@
+"""Whole-matrix optimizers by owner: torch's own, unmodified, equal to one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import fullshard as fs
+from support.scripts import Run, compare, differences, error_of, train
+
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 1e-2, "eps": 1e-4}
+
+
+def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Matrices of blocks, and all else."""
+    matrices = [p for n, p in model.named_parameters() if "blocks" in n and p.ndim == 2]
+    taken = set(map(id, matrices))
+    return matrices, [p for p in model.parameters() if id(p) not in taken]
+
+
+class Both:
+    """Two optimizers of one process, stepped one after the other."""
+
+    def __init__(self, *optimizers: optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def muon_and_adamw(run: Run, **config: Any) -> Any:
+    """Muon for matrices of blocks, AdamW for all else, clipped, under a schedule."""
+    model = run.shard(run.model(tied=True), **config)
+    matrices, rest = split(model)
+    muon, adamw = partial(optim.Muon, **MUON), optim.AdamW(rest, **ADAMW)
+    if run.sharded:
+        optimizer: Any = fs.owned(model, muon, [{"params": matrices}], beside=adamw)
+        schedules = [optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
+    else:
+        optimizer = Both(muon(matrices), adamw)
+        schedules = [
+            optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step))
+            for one in optimizer.optimizers
+        ]
+    norms = []
+    for step in range(4):
+        run.loss(model, step).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    return run.result(model, norms=norms)
+
+
+def all_by(run: Run, kind: Any, settings: dict[str, Any], **config: Any) -> Any:
+    model = run.shard(run.model(), **config)
+    make = partial(kind, **settings)
+    optimizer = fs.owned(model, make) if run.sharded else make(model.parameters())
+    train(run, model, optimizer)
+    return run.result(model)
+
+
+ADAFACTOR = {"lr": 1e-2, "weight_decay": 0.1}
+MESHES = [
+    (1, {}),
+    (2, {"transport": "direct"}),
+    (2, {"transport": "shared"}),
+    (2, {"transport": "c10d", "strategy": "shard_grad_op"}),
+    (2, {"strategy": "no_shard"}),
+    (2, {"offload": "cpu"}),
+    (3, {}),
+    (4, {"strategy": "hybrid_shard", "replicate": 2}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "config"), MESHES, ids=str)
+def test_muon_beside_adamw_is_as_in_one_process(ranks, world_size, config):
+    ranks(world_size)(compare, partial(muon_and_adamw, **config))
+
+
+@pytest.mark.parametrize(("world_size", "config"), MESHES, ids=str)
+def test_adafactor_is_as_in_one_process(ranks, world_size, config):
+    script = partial(all_by, kind=optim.Adafactor, settings=ADAFACTOR, **config)
+    ranks(world_size)(compare, script)
+
+
+def test_states_made_with_the_optimizer_are_the_owners(ranks):
+    ranks(3)(compare, partial(all_by, kind=optim.Adagrad, settings={"lr": 1e-2}))
+
+
+def with_frozen_and_left_out(run: Run) -> Any:
+    model = run.model()
+    model.blocks[0].mid.requires_grad_(False)
+    run.shard(model, ignore=["scale"], strategies={"blocks.1": "no_shard"})
+    make = partial(optim.Adafactor, **ADAFACTOR)
+    optimizer = fs.owned(model, make) if run.sharded else make(model.parameters())
+    for step in range(4):
+        run.loss(model, step).backward()
+        model.scale.grad = None if step == 1 else torch.tensor(0.5, dtype=torch.float64)
+        model.blocks[2].up.weight.grad = None if step == 2 else model.blocks[2].up.weight.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.result(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frozen_left_out_uncut_and_untouched_parameters(ranks, world_size):
+    ranks(world_size)(compare, with_frozen_and_left_out)
+
+
+def states_of_owners() -> list[tuple[str, tuple[int, ...]]]:
+    run = Run(3, dist.get_rank())
+    model = run.shard(run.model())
+    optimizer = fs.owned(model, partial(optim.Adafactor, lr=1e-2))
+    train(run, model, optimizer, 1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    return [
+        (names[id(p)], tuple(state["row_var"].shape))
+        for p, state in optimizer.state.items()
+        if "row_var" in state
+    ]
+
+
+def test_each_state_lies_whole_with_one_owner(ranks):
+    found = [entry for rank in ranks(3)(states_of_owners) for entry in rank]
+    matrices = 3 * 3 + 2
+    assert len(found) == len(set(found)) == matrices
+    assert ("blocks.1.mid.weight", (22, 1)) in found
+
+
+def wholes_between_steps() -> int:
+    run = Run(2, dist.get_rank())
+    model = run.shard(run.model())
+    optimizer = fs.owned(model, partial(optim.Adafactor, lr=1e-2))
+    train(run, model, optimizer, 1)
+    wholes = [p for group in optimizer._inner.param_groups for p in group["params"]]
+    assert all(p.grad is None for p in wholes)
+    return max(p.untyped_storage().nbytes() for p in wholes)
+
+
+def test_whole_parameters_hold_no_memory_between_steps(ranks):
+    assert ranks(2)(wholes_between_steps) == [8, 8]
+
+
+class Shared(optim.SGD):
+    """Its rate depends on how often it stepped at all."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] /= 2
+        super().step(closure)
+
+
+def refusals(rank_without: int) -> dict[str, str]:
+    run = Run(2, dist.get_rank())
+    model = run.shard(run.model())
+    adafactor = partial(optim.Adafactor, lr=1e-2)
+    optimizer = fs.owned(model, adafactor)
+    adamw = optim.AdamW([model.scale])
+    before = run.result(model)
+    texts = {
+        "mixes tensors": error_of(lambda: fs.owned(model, partial(Shared, lr=0.1))),
+        "needs a closure": error_of(lambda: fs.owned(model, optim.LBFGS)),
+        "not 2-D": error_of(lambda: fs.owned(model, optim.Muon)),
+        "another model's": error_of(lambda: fs.owned(model, adafactor, [nn.Linear(2, 2).weight])),
+        "in both": error_of(lambda: fs.owned(model, adafactor, model.parameters(), beside=adamw)),
+        "nothing": error_of(lambda: fs.owned(model, adafactor, [])),
+        "closure": error_of(lambda: optimizer.step(lambda: 0.0)),
+        "group": error_of(lambda: optimizer.add_param_group({"params": [model.scale]})),
+        "load": error_of(lambda: optimizer.load_state_dict({})),
+    }
+    run.loss(model, 0).backward()
+    if run.rank == rank_without:
+        model.head.weight.grad = None
+    texts["one rank's gradient"] = error_of(optimizer.step)
+    with fs.unsharded(model):
+        texts["unsharded"] = error_of(optimizer.step)
+    assert not list(differences(run.result(model), before, 0.0))
+    return texts
+
+
+def test_what_owners_cannot_do_is_refused_on_all_ranks(ranks, snapshot):
+    texts = ranks(2)(refusals, 1)
+    assert [w for w, text in texts[0].items() if "Error: " not in text] == []
+    assert texts[0].keys() == texts[1].keys()
+    assert texts[0] == snapshot
