@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.format import OWN, Kind, key_of
+from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, damaged_files
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.checkpoint.values import decode
 from fullshard.config.values import nearest
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
 from fullshard.engine.state_tensors import (
@@ -30,6 +31,7 @@ from fullshard.engine.state_tensors import (
     Held,
     OptimizerState,
     as_bytes,
+    kind_of,
     matching_settings,
     model_tensors,
     optimizer_state,
@@ -192,7 +194,7 @@ def _optimizer_of(
 ) -> OptimizerState:
     """The states of this rank's slices, yet to be read, into the memory of those of before."""
     saved = checkpoint.state.get("optimizer")
-    kind = type(optimizer).__name__
+    kind = kind_of(optimizer)
     if saved is None or saved["class"] != kind:
         has = "no optimizer's" if saved is None else saved["class"]
         raise CheckpointError(
@@ -216,6 +218,11 @@ def _optimizer_of(
         key = key_of(Kind.OPTIMIZER, name)
         stored = checkpoint.index.tensors[key]
         of = held[param]
+        whole = None if state == AVERAGE else holds_whole(optimizer, params[param])
+        if whole is not None:
+            if whole:
+                found.tensors.append(_owned_state(stored, (param, state), params[param].device))
+            continue
         if stored.opaque:
             found.tensors.extend(_own_state(checkpoint, engine, key, of))
             continue
@@ -224,6 +231,12 @@ def _optimizer_of(
             local = _new_state(params[param], count, dtype)
         found.tensors.append(Held((param, state), of.shape, of.start, of.stop, local))
     return found
+
+
+def _owned_state(stored: StoredTensor, names: tuple[str, str], device: torch.device) -> Held:
+    """A whole tensor of an owner's, yet to be read."""
+    local = torch.empty(stored.numel, dtype=DTYPES[stored.dtype], device=device)
+    return Held(names, stored.shape, 0, stored.numel, local, whole=True)
 
 
 def _new_state(param: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -34,12 +34,15 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.retain import prune, tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
 from fullshard.engine.state_tensors import (
     Held,
+    OptimizerState,
     as_bytes,
     dtype_name,
     extra_states,
+    join_scalars,
     model_tensors,
     optimizer_state,
     tied_names,
@@ -90,7 +93,10 @@ def save(
     agree(engine, lambda: _check_step(settings.step))
     target = folder / step_name(settings.step) if settings.step is not None else folder
     stage = _as_it_is if settings.wait else STAGING.copy
-    parts = agree(engine, lambda: _Parts.of(model, optimizer, state, stage))
+    states = agree(engine, lambda: _states_of(model, optimizer))
+    if states is not None and isinstance(optimizer, OwnedOptimizer):
+        states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
+    parts = agree(engine, lambda: _Parts.of(model, states, state, stage))
     pieces, document = parts.joined(engine, settings.step)
     place = _open_place(engine, target.resolve(), settings)  # links stay, and so may the caller
     texts = {
@@ -107,6 +113,10 @@ def save(
     else:
         SAVES.start(work)
     return target
+
+
+def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> OptimizerState | None:
+    return None if optimizer is None else optimizer_state(model, optimizer)
 
 
 def _check_step(step: Any) -> None:
@@ -172,15 +182,14 @@ class _Parts:
     def of(
         cls,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        saved: OptimizerState | None,
         state: Mapping[str, Any],
         stage: Stage,
     ) -> _Parts:
         pieces = [_piece(Kind.MODEL, held, stage) for held in model_tensors(model) if held.writes]
         values: dict[str, Any] = {EXTRA: extra_states(model), RANDOM: random_state()}
         kind = ""
-        if optimizer is not None:
-            saved = optimizer_state(model, optimizer)
+        if saved is not None:
             kind = saved.kind
             pieces += [_piece(Kind.OPTIMIZER, h, stage) for h in saved.tensors if h.writes]
             values |= {GROUPS: saved.groups, SCALARS: saved.scalars}

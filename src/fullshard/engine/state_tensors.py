@@ -3,6 +3,7 @@
     model       parameters' slices, from the flat shards; buffers and what is left out, whole
     optimizer   states with as many elements as the slice: sliced like the parameter
                 scalars (a step count): the same on every rank
+                an owner's (fs.owned): whole tensors of any shape, and scalars of its own
                 anything else (factors, block scales): one rank's own affair, opaque
 
 Where several ranks hold the same elements, they take turns, unit by unit, so that each writes its
@@ -21,7 +22,8 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.parameter import ShardedParameter, _Guarded
+from fullshard.engine.owned import OwnedOptimizer, holds_whole
+from fullshard.engine.parameter import ShardedParameter, _Guarded, is_guarded
 from fullshard.errors import CheckpointError, EngineError
 
 # As safetensors names them: https://huggingface.co/docs/safetensors
@@ -46,7 +48,8 @@ class Held:
         local: (stop - start,), shares memory with the model or the optimizer.
         writes: Whether this rank is the one that saves these elements.
         opaque: Whether it means something to this rank alone; its shape is its own then.
-        whole: Whether it is a buffer, or left out of sharding: `local` may be a copy of it.
+        whole: Whether it is a buffer, left out of sharding, or an owner's: no slice of a parameter,
+            and `local` may be a copy of it.
     """
 
     names: tuple[str, ...]
@@ -141,7 +144,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
     """
     held = {item.names[0]: item for item in model_tensors(model)}
     names = param_names(model, optimizer)
-    found = OptimizerState(type(optimizer).__name__)
+    found = OptimizerState(kind_of(optimizer))
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         found.groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
@@ -153,8 +156,25 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
             )
         name = names[id(param)]
         for key, value in states.items():
-            _sort_in(found, held[name], (name, key), value)
+            here = None if is_guarded(value) else holds_whole(optimizer, param)
+            _sort_in(found, held[name], (name, key), value, whole=here is not None)
     return found
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class; of owners' optimizers those of the ones in it."""
+    return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
+
+
+def join_scalars(
+    told: list[dict[str, dict[str, Any]]],
+) -> dict[str, dict[str, Any]]:
+    """What the ranks' owners keep as numbers, of all ranks."""
+    joined: dict[str, dict[str, Any]] = {}
+    for scalars in told:
+        for name, values in scalars.items():
+            joined.setdefault(name, {}).update(values)
+    return joined
 
 
 def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
@@ -191,12 +211,15 @@ def restore_optimizer(
     settings = matching_settings(model, optimizer, saved.groups)
     names = param_names(model, optimizer)
     params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    states: dict[str, dict[str, Any]] = {name: dict(s) for name, s in saved.scalars.items()}
+    elsewhere = {name for name, param in params.items() if holds_whole(optimizer, param) is False}
+    states: dict[str, dict[str, Any]] = {
+        name: dict(s) for name, s in saved.scalars.items() if name not in elsewhere
+    }
     for held in saved.tensors:
         name, key = held.names
         param = params[name]
         local = held.local
-        sliced = isinstance(param, ShardedParameter) and not held.opaque
+        sliced = isinstance(param, ShardedParameter) and not (held.opaque or held.whole)
         states.setdefault(name, {})[key] = (
             param.as_state(local) if sliced else local.view(held.shape)
         )
@@ -213,6 +236,8 @@ def restore_optimizer(
                     else value
                     for key, value in state.items()
                 }
+    if isinstance(optimizer, OwnedOptimizer):
+        optimizer.give_states()
 
 
 def dtype_name(tensor: torch.Tensor, where: str) -> str:
@@ -257,8 +282,18 @@ def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
         yield Held((name,), tuple(value.shape), 0, flat.numel(), flat, writes, whole=True)
 
 
-def _sort_in(found: OptimizerState, of: Held, names: tuple[str, str], value: Any) -> None:
-    """Put one state where it belongs."""
+def _sort_in(
+    found: OptimizerState, of: Held, names: tuple[str, str], value: Any, *, whole: bool
+) -> None:
+    """Put one state where it belongs.
+
+    Args:
+        found: Is added to.
+        of: The parameter.
+        names: The parameter's and the state's.
+        value: The state.
+        whole: Whether it is an owner's.
+    """
     name, key = names
     if isinstance(value, bool | int | float):
         found.scalars.setdefault(name, {})[key] = value
@@ -271,14 +306,18 @@ def _sort_in(found: OptimizerState, of: Held, names: tuple[str, str], value: Any
     with no_guard():
         plain = value.detach().as_subclass(torch.Tensor)
     is_shard = isinstance(value, _Guarded)
-    if not is_shard and plain.numel() == 1 and (plain.dim() == 0 or of.local.numel() != 1):
+    is_one = plain.dim() == 0 or (of.local.numel() != 1 and not whole)
+    if not is_shard and plain.numel() == 1 and is_one:
         found.scalars.setdefault(name, {})[key] = plain
         return
     count = of.stop - of.start
-    whole = count == math.prod(of.shape)
-    sliced = plain.numel() == count and (is_shard or not whole or tuple(plain.shape) == of.shape)
+    is_all = count == math.prod(of.shape)
+    sliced = plain.numel() == count and (is_shard or not is_all or tuple(plain.shape) == of.shape)
     flat = plain.reshape(-1)
-    if sliced:
+    if whole:
+        shape = tuple(plain.shape)
+        found.tensors.append(Held(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
+    elif sliced:
         found.tensors.append(Held(names, of.shape, of.start, of.stop, flat, of.writes))
     else:
         shape = tuple(plain.shape)
