@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
+from fullshard.planner.memory import WHOLES
 from fullshard.planner.outlook import Machine
 from fullshard.train.build import build_sharded
 from fullshard.train.ema import Average
@@ -21,7 +23,7 @@ from fullshard.train.prepare import given_model_config
 
 ODD = {
     "model_type": "llama",
-    "vocab_size": 101,
+    "vocab_size": 127,
     "hidden_size": 36,
     "intermediate_size": 55,
     "num_hidden_layers": 2,
@@ -30,21 +32,45 @@ ODD = {
 }
 
 
-def kept(words: list[str]) -> tuple[int, int]:
-    """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest."""
+def memory_of(states: list[Any]) -> int:
+    """Bytes of tensors, tables that several share counted once."""
+    tensors = [getattr(s, "to_local", lambda s=s: s)() for s in states if hasattr(s, "nbytes")]
+    by_place = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+    return sum(tensor.nbytes for tensor in by_place.values())
+
+
+def watch_wholes(optimizer: Any, seen: list[int]) -> None:
+    """Note the bytes of whole tensors and their gradients that an owner's optimizer sees."""
+    step = optimizer._inner.step
+
+    def watched() -> None:
+        params = [p for group in optimizer._inner.param_groups for p in group["params"]]
+        seen.append(sum(p.nbytes + p.grad.nbytes for p in params if p.grad is not None))
+        step()
+
+    optimizer._inner.step = watched
+
+
+def kept(words: list[str]) -> tuple[int, int, int, int]:
+    """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
+    whole tensors during the step, and the plan's."""
     config = load_config(None, [f"model.config={json.dumps(ODD)}", *words]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    seen = [0]
+    if hasattr(optimizer, "_inner") and config.sharding.strategy != "no_shard":
+        watch_wholes(optimizer, seen)
     ids = torch.randint(100, (2, 16))
     causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)[0].backward()
     optimizer.step()
     if config.training.ema_decay is not None:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    held = sum(state.nbytes for state in states if isinstance(state, torch.Tensor))
+    held = memory_of(states)
     memory = look_at(config, dist.get_world_size(), Machine(None, None)).plan.memory
     planned = [r.num_bytes for r in memory if r.name.startswith(("optimizer", "average"))]
-    return held, sum(planned)
+    wholes = [r.num_bytes for r in memory if r.name == WHOLES]
+    return held, sum(planned), max(seen), sum(wholes)
 
 
 @pytest.mark.parametrize("optim", [str(optim) for optim in Optimizer])
@@ -59,8 +85,11 @@ def kept(words: list[str]) -> tuple[int, int]:
     ids=["full_shard", "bf16 masters, a frozen block", "no_shard, an average", "hybrid_shard"],
 )
 def test_states_are_planned_to_the_byte(ranks, optim, world_size, words):
+    if optim == Optimizer.ADAMW_BNB_8BIT:
+        pytest.importorskip("bitsandbytes")
     found = ranks(world_size)(kept, [*words, f"optim={optim}"])
-    assert max(held for held, _ in found) == found[0][1], found
+    assert max(held for held, *_ in found) == found[0][1], found
+    assert max(seen for *_, seen, _ in found) == found[0][3], found
 
 
 def test_an_optimizer_of_ones_own_is_planned_by_bytes_an_element():

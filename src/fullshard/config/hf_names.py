@@ -184,7 +184,7 @@ INSTEAD: Mapping[str, str] = {
     "deepspeed": "Write sharding.strategy: zero2 is shard_grad_op, zero3 is full_shard",
     "per_gpu_train_batch_size": "Write per_device_train_batch_size",
     "per_gpu_eval_batch_size": "Write per_device_eval_batch_size",
-    "adafactor": "Write optim: adamw_torch",
+    "adafactor": "Write optim: adafactor",
     "dataloader_drop_last": "Leave it out",
     "data_seed": "Write seed",
 }
@@ -203,29 +203,25 @@ LATER_SCHEDULES = frozenset(
     }
 )
 # What optimizers ask of a rank that it does not have, by a part of their names.
-_WHOLE = "it needs whole matrices, and a rank has a range of their elements"
-_BLOCKS = "it scales blocks of a tensor together, and a rank's range begins and ends anywhere"
+_WHOLE = "it needs whole matrices; of these adafactor and muon are there"
+_BLOCKS = "it scales blocks of a tensor together; of these adamw_bnb_8bit is there"
 OPTIMIZERS_ASK: Mapping[str, str] = {
     "8bit": _BLOCKS,
     "4bit": _BLOCKS,
     "adafactor": _WHOLE,
     "galore": _WHOLE,
     "apollo": _WHOLE,
-    "muon": _WHOLE,
 }
 LATER_OPTIMIZERS = frozenset(
     {
         "adamw_torch_xla",
         "adamw_torch_npu_fused",
         "adamw_apex_fused",
-        "adafactor",
         "adamw_anyprecision",
         "adamw_torch_4bit",
         "adamw_torch_8bit",
         "ademamix",
         "adagrad",
-        "adamw_bnb_8bit",
-        "adamw_8bit",
         "ademamix_8bit",
         "lion_8bit",
         "lion_32bit",
@@ -245,7 +241,6 @@ LATER_OPTIMIZERS = frozenset(
         "galore_adamw_layerwise",
         "galore_adamw_8bit_layerwise",
         "galore_adafactor_layerwise",
-        "muon",
         "lomo",
         "adalomo",
         "grokadamw",

@@ -17,6 +17,7 @@ from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import DistillConfig, Offload, RunConfig, ShardConfig
 from fullshard.config.values import (
+    BY_OWNER,
     Backend,
     Command,
     DistillLoss,
@@ -90,6 +91,7 @@ XLA = (
 )
 
 XLA_TRAINING = (
+    NotYet("optim", _among("optim", *BY_OWNER), "Use adamw_torch or sgd, or backend: torch"),
     NotYet("ema_decay", lambda c: c.ema_decay, "Leave it out"),
     NotYet("max_skipped_steps", _any("max_skipped_steps"), "Leave it out"),
     NotYet(
@@ -146,6 +148,9 @@ def check_supported(
         if config.backend is Backend.JAX:
             problems += _problems(XLA_TRAINING, config.training, "training")
             problems += _problems([XLA_LORA], config, "")
+        if config.training.optim in BY_OWNER and config.sharding.offload is not None:
+            says = f"beside optim: {config.training.optim} is not yet supported"
+            problems.append(Problem("sharding.offload", "", says, "Leave one of the two out"))
         problems += [] if planning else _unwritable(config.sharding.offload)
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"

@@ -206,7 +206,9 @@ class TrainingConfig(Section):
     """true: sharding.activation_checkpointing is block. None: sharding decides."""
 
     optim: Word[Optimizer] = Optimizer.ADAMW_TORCH_FUSED
-    """adamw_torch_fused | adamw_torch | sgd."""
+    """adamw_torch_fused | adamw_torch | sgd, on shards; muon (for matrices of blocks, AdamW for all
+    else) | adafactor | adamw_bnb_8bit (alias adamw_8bit; needs bitsandbytes), by owners of whole
+    tensors."""
 
     @model_validator(mode="after")
     def _has_what_it_waits_for(self) -> Self:

@@ -150,6 +150,13 @@ class Optimizer(StrEnum):
     ADAMW_TORCH = "adamw_torch"
     ADAMW_TORCH_FUSED = "adamw_torch_fused"
     SGD = "sgd"
+    MUON = "muon"
+    ADAFACTOR = "adafactor"
+    ADAMW_BNB_8BIT = "adamw_bnb_8bit"
+
+
+# Which need whole tensors: each of these has one owner among the ranks.
+BY_OWNER = (Optimizer.MUON, Optimizer.ADAFACTOR, Optimizer.ADAMW_BNB_8BIT)
 
 
 # ---- spellings: one table per enum; the values of an enum are spellings of themselves -----------
@@ -226,6 +233,7 @@ SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
         "adamw": Optimizer.ADAMW_TORCH,
         "adamw_hf": Optimizer.ADAMW_TORCH,
         "adamw_fused": Optimizer.ADAMW_TORCH_FUSED,
+        "adamw_8bit": Optimizer.ADAMW_BNB_8BIT,
     },
     DistillLoss: {
         "kl": DistillLoss.FORWARD_KL,

@@ -11,11 +11,13 @@ from fullshard.planner.events import Event, EventKind
 from fullshard.planner.homes import Homes, Place
 from fullshard.planner.layout import ALIGNMENT, Bounds, owned_numels
 from fullshard.planner.optimizers import OptimizerStates
+from fullshard.planner.owners import owned_tensors
 from fullshard.planner.slots import Ring
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 AVERAGE = "average of the weights"
+WHOLES = "whole tensors of owners"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +75,21 @@ def state_rows(
         MemoryRow("gradient slots", sum(r.num_bytes for r in rings if r.name.endswith(".grad"))),
         *(MemoryRow(name, num_bytes) for name, num_bytes in beside.items()),
         MemoryRow("deferred gradients", deferred_bytes(units, grad_sync)),
+        MemoryRow(WHOLES, whole_bytes(trained, optimizer)),
     )
-    rare = (AVERAGE, "shared weights to compute with", "deferred gradients")
+    rare = (AVERAGE, WHOLES, "shared weights to compute with", "deferred gradients")
     return tuple(row for row in rows if row.num_bytes or row.name not in rare)
 
 
 def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
     """Bytes of states on the rank with most of them; states have no padding."""
     sizes: dict[tuple[Bounds, int, int], float] = {}
+    counts = 0
     for group in trained:
         layout = group.layout
-        key = (layout.bounds, layout.num_parts, layout.part_numel)
+        mine = [p for p in layout.placements if not optimizer.owns(p.name, p.shape)]
+        counts += optimizer.count_bytes * len(mine)
+        key = (tuple((p.offset, p.stop) for p in mine), layout.num_parts, layout.part_numel)
         element = optimizer.element_bytes(ITEMSIZE[group.dtypes.master])
         sizes[key] = sizes.get(key, 0.0) + element
     parts: dict[int, list[float]] = {}  # by how many there are: a rank's number is the same in all
@@ -91,8 +97,25 @@ def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) ->
         sums = parts.setdefault(num_parts, [0.0] * num_parts)
         for part, numel in enumerate(owned_numels(bounds, num_parts, part_numel)):
             sums[part] += element * numel
-    counts = optimizer.count_bytes * sum(len(group.layout.placements) for group in trained)
+    tables: dict[int, list[int]] = {}
+    for tensor in owned_tensors(trained, optimizer):
+        sums = parts.setdefault(tensor.num_parts, [0.0] * tensor.num_parts)
+        sums[tensor.owner] += optimizer.whole_bytes(tensor.shape, tensor.itemsize)
+        most = tables.setdefault(tensor.num_parts, [0] * tensor.num_parts)
+        most[tensor.owner] = max(most[tensor.owner], optimizer.table_bytes(tensor.shape))
+    for num_parts, most in tables.items():
+        parts[num_parts] = [a + b for a, b in zip(parts[num_parts], most, strict=True)]
     return counts + math.ceil(sum(max(sums) for sums in parts.values()))
+
+
+def whole_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
+    """Bytes of the tensors that an owner holds whole at one time, with their gradients."""
+    held: dict[tuple[int, int], int] = {}
+    for tensor in owned_tensors(trained, optimizer):
+        if tensor.num_parts > 1:
+            key = tensor.turn, tensor.owner
+            held[key] = held.get(key, 0) + 2 * math.prod(tensor.shape) * tensor.itemsize
+    return max(held.values(), default=0)
 
 
 def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
@@ -101,14 +124,18 @@ def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
     Ranks that hold the same part save a unit each in turn.
     """
     by_turn: dict[int, int] = {}
+    owned, sliced = 0, optimizer
+    if optimizer.owned is not None:
+        owned = optimizer_bytes([g for u in units for g in u.groups if g.trainable], optimizer)
+        sliced = OptimizerStates("", optimizer.num_averages)
     for unit in units:
         for group in unit.groups:
             itemsize = ITEMSIZE[group.dtypes.master]
-            element = itemsize + optimizer.kept_bytes(itemsize) * group.trainable
+            element = itemsize + sliced.kept_bytes(itemsize) * group.trainable
             turn = unit.index % unit.mesh.replicate
             size = math.ceil(element * group.layout.part_numel)
             by_turn[turn] = by_turn.get(turn, 0) + size
-    return max(by_turn.values(), default=0)
+    return max(by_turn.values(), default=0) + owned
 
 
 def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:

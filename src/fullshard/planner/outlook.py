@@ -32,7 +32,13 @@ from fullshard.planner.forecast.workload import (
 )
 from fullshard.planner.hardware import Fit, judge_fit
 from fullshard.planner.homes import Place
-from fullshard.planner.memory import MemoryRow, communication_bytes, sum_by_place
+from fullshard.planner.memory import (
+    WHOLES,
+    MemoryRow,
+    communication_bytes,
+    optimizer_bytes,
+    sum_by_place,
+)
 from fullshard.planner.operations import WorkOf
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
@@ -157,8 +163,9 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     counted["accumulation buffers"] = _accumulation_bytes(plan, job.batch)
     if machine.device is not None:
         counted[WORKSPACES] = held.base
+    passing = round(sum(size for name, size in counted.items() if name in list(Kind)))
     rows = (
-        *plan.memory,
+        *(_beyond(row, passing) for row in plan.memory),
         *(job.beside(plan, config) if job.beside is not None else ()),
         *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
     )
@@ -176,6 +183,11 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
         return replace(outlook, times=measured.times, bars=measured.bars)
     times = step_times(run) if machine.device is not None and job.is_timed else None
     return replace(outlook, times=times)
+
+
+def _beyond(row: MemoryRow, passing: int) -> MemoryRow:
+    """Of what owners hold in an update that which is more than a micro-batch had at its peak."""
+    return replace(row, num_bytes=max(0, row.num_bytes - passing)) if row.name == WHOLES else row
 
 
 def _measured(outlook: Outlook, machine: Machine) -> StepTime | None:
@@ -215,7 +227,7 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
         sharding=Sharding.PARAMETERS if row.shard_params else Sharding.NOTHING,
         batch=job.batch,
         precision=sizes,
-        optimizer=Optimizer(state_bytes=plan.optimizer.kept_bytes(4)),
+        optimizer=Optimizer(state_bytes=_state_bytes(plan)),
         kernels=kernels,
         tuning=Tuning.FULL,
         metric=Metric.RESERVED,
@@ -224,6 +236,16 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
         offloads=plan.homes.offloads,
         reshards=row.reshard_after_forward,
     )
+
+
+def _state_bytes(plan: Plan) -> float:
+    """Of the optimizer, an element."""
+    optimizer = plan.optimizer
+    if optimizer.owned is None:
+        return optimizer.kept_bytes(4)
+    trained = [group for unit in plan.units for group in unit.groups if group.trainable]
+    numel = sum(group.layout.part_numel for group in trained)
+    return optimizer_bytes(trained, optimizer) / max(1, numel) + 4 * optimizer.num_averages
 
 
 # Memory alone is asked of it.

@@ -12,8 +12,13 @@ parameter of all: that bounds what a rank holds beside its shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from fullshard.planner.optimizers import OptimizerStates
+from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.units import GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +51,33 @@ class Owners:
             rounds[-1].append(index)
             held[of[index]] += numel
         return cls(tuple(of), tuple(map(tuple, rounds)))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedTensor:
+    """A parameter that one rank of `num_parts` owns, and the round in which it is whole there."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    num_parts: int
+    owner: int
+    turn: int
+
+
+def owned_tensors(
+    trained: Sequence[GroupPlan], optimizer: OptimizerStates
+) -> Iterator[OwnedTensor]:
+    """All of a plan's groups, as the engine will have them; of what is not cut all are owners."""
+    if optimizer.owned is None:
+        return
+    found = [
+        (placement.shape, ITEMSIZE[group.dtypes.master], group.layout.num_parts)
+        for group in trained
+        for placement in group.layout.placements
+        if optimizer.owns(placement.name, placement.shape)
+    ]
+    cut = [entry for entry in found if entry[2] > 1]
+    yield from (OwnedTensor(*entry, 0, 0) for entry in found if entry[2] == 1)
+    owners = Owners.choose([math.prod(shape) for shape, _, _ in cut], cut[0][2] if cut else 1)
+    for turn, indices in enumerate(owners.rounds):
+        yield from (OwnedTensor(*cut[index], owners.of[index], turn) for index in indices)

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from fullshard.planner.activations import Kind
 from fullshard.planner.homes import Place
-from fullshard.planner.memory import AVERAGE, MemoryRow, sum_by_place
+from fullshard.planner.memory import AVERAGE, WHOLES, MemoryRow, sum_by_place
 from fullshard.planner.outlook import WORKSPACES, Outlook
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
@@ -63,9 +63,10 @@ class Phase:
 def phases_of(outlook: Outlook, storage: Storage) -> tuple[Phase, ...]:
     """All phases, in the order in which a run meets them."""
     plan, rows = outlook.plan, outlook.rows
-    state = tuple(row for row in rows if row.name not in list(Kind))
+    state = tuple(row for row in rows if row.name not in (*Kind, WHOLES))
     resumed = (*_SHARDED, plan.optimizer.row, AVERAGE)
-    whole = sum(row.num_bytes for row in rows) - sum(row.num_bytes for row in state)
+    whole = sum(row.num_bytes for row in rows if row.name in list(Kind))
+    owned = sum(row.num_bytes for row in plan.memory if row.name == WHOLES)
     device, host = _reading(plan, storage.source)
     copy = plan.staging_bytes if storage.saves else 0
     found = [
@@ -73,7 +74,7 @@ def phases_of(outlook: Outlook, storage: Storage) -> tuple[Phase, ...]:
         _phase("shard", _among(state, _SHARDED)),
         _phase("forward", state, outlook.forward_bytes, copy),
         _phase("backward", state, whole, copy),
-        _phase("optimizer", state, 0, copy),
+        _phase("optimizer", state, owned, copy),
         _phase("resume", _among(state, resumed), 0, _largest_part(plan) + plan.buffer_bytes),
     ]
     if storage.saves:
@@ -86,8 +87,10 @@ def checkpoint_bytes(plan: Plan) -> int:
     total = float(plan.saved_buffer_bytes)
     for group in (group for unit in plan.units for group in unit.groups):
         itemsize = ITEMSIZE[group.dtypes.master]
-        element = itemsize + plan.optimizer.kept_bytes(itemsize) * group.trainable
-        total += element * (group.layout.numel - group.layout.padding)
+        for placement in group.layout.placements:
+            total += itemsize * placement.numel
+            if group.trainable:
+                total += plan.optimizer.saved_bytes(placement.name, placement.shape, itemsize)
     return math.ceil(total)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from fullshard.planner.homes import Place
 from fullshard.planner.outlook import Machine, Outlook
+from fullshard.planner.owners import owned_tensors
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 
@@ -126,8 +127,13 @@ def _states(plan: Plan) -> Iterator[int]:
     optimizer = plan.optimizer
     groups = [group for unit in plan.units for group in unit.groups]
     slices = [pieces for unit in plan.view(0).slices for pieces in unit]
+    for tensor in owned_tensors([group for group in groups if group.trainable], optimizer):
+        if tensor.owner == 0:
+            yield optimizer.whole_bytes(tensor.shape, tensor.itemsize)
     for group, pieces in zip(groups, slices, strict=True):
         itemsize = ITEMSIZE[group.dtypes.master]
         for piece in pieces if group.trainable else ():
+            if optimizer.owns(piece.name, piece.shape):
+                continue
             yield from [optimizer.count_bytes] * bool(optimizer.count_bytes)
             yield from [piece.numel * itemsize] * optimizer.num_states

@@ -182,7 +182,7 @@ def _candidates(
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
     recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
     fits = False
-    for relief in _reliefs(current.config):
+    for relief in _reliefs(current.config, offloads=current.job.optimizer.owned is None):
         for strategy in strategies:
             if _is_hopeless(strategy, current.job, machine):
                 continue
@@ -200,12 +200,12 @@ def _candidates(
             return
 
 
-def _reliefs(config: ShardConfig) -> list[dict[str, Any]]:
+def _reliefs(config: ShardConfig, *, offloads: bool) -> list[dict[str, Any]]:
     """What may change beside the strategy, one after the other until something fits."""
     found: list[dict[str, Any]] = [{}]
     if config.param_dtype is DType.BFLOAT16 and config.reduce_dtype in (None, DType.FLOAT32):
         found.append({"reduce_dtype": DType.BFLOAT16})
-    if config.offload is None:
+    if config.offload is None and offloads:
         found.append({"offload": ON_HOST})
     return found
 

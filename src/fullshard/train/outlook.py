@@ -73,6 +73,8 @@ def job_of(
     job = Job(model_shapes, batch, trace, optimizer=states_of(training))
     if taught is not None:  # what a teacher computes is in no forecast
         return replace(job, beside=taught.rows, is_timed=False)
+    if job.optimizer.owned is not None:  # nor what an owner does
+        return replace(job, is_timed=False)
     return replace(job, work=trace.work if trace else None)
 
 

@@ -30,6 +30,7 @@ from fullshard.train.model import (
     quiet_libraries,
     require_transformers,
 )
+from fullshard.train.optim import check_optimizer
 from fullshard.train.order import BatchShape, SampleOrder
 from fullshard.train.recipes import make_data, uses_chats
 from fullshard.train.schedule import Schedule, warmup_steps
@@ -102,6 +103,7 @@ def prepare(
         DataError: The data cannot be used.
     """
     require_transformers()
+    check_optimizer(config.training.optim)
     quiet_libraries()
     given, tokenizer = given_model_config(config), _given_tokenizer(config)
     if command is not Command.TRAIN and config.teacher is not None:
