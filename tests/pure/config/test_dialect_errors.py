@@ -124,10 +124,10 @@ FILES = {
     "base_model: x\nadapter: qlora\n": (
         "a.yaml:2: adapter: 'qlora' is not yet supported. Write lora, or leave it out"
     ),
-    "base_model: x\noptimizer: adamw_bnb_8bit\n": (
-        "a.yaml:2: optimizer: expected one of adamw_torch, adamw_torch_fused, sgd; "
-        "got 'adamw_bnb_8bit'. This word of Hugging Face's is not yet supported: it scales "
-        "blocks of a tensor together, and a rank's range begins and ends anywhere"
+    "base_model: x\noptimizer: lion_8bit\n": (
+        "a.yaml:2: optimizer: expected one of adamw_torch, adamw_torch_fused, sgd, muon, "
+        "adafactor, adamw_bnb_8bit; got 'lion_8bit'. This word of Hugging Face's is not yet "
+        "supported: it scales blocks of a tensor together; of these adamw_bnb_8bit is there"
     ),
     '{"zero_optimization": {"stage": 4}}': (
         "a.yaml:1: zero_optimization.stage: expected one of 0, 1, 2, 3; got 4"

@@ -84,10 +84,10 @@ FILES = {
         "train.yaml:4: training.fp16: expected what sharding.param_dtype says, 'bfloat16'; "
         "got true. Give one of the two"
     ),
-    "model: x\ntraining:\n  optim: adafactor\n": (
-        "train.yaml:3: training.optim: expected one of adamw_torch, adamw_torch_fused, sgd; "
-        "got 'adafactor'. This word of Hugging Face's is not yet supported: it needs whole "
-        "matrices, and a rank has a range of their elements"
+    "model: x\ntraining:\n  optim: galore_adamw\n": (
+        "train.yaml:3: training.optim: expected one of adamw_torch, adamw_torch_fused, sgd, muon, "
+        "adafactor, adamw_bnb_8bit; got 'galore_adamw'. This word of Hugging Face's is not yet "
+        "supported: it needs whole matrices; of these adafactor and muon are there"
     ),
     "model: x\ntraining:\n  lr_scheduler_type: polynomial\n": (
         "train.yaml:3: training.lr_scheduler_type: expected one of linear, cosine, constant, "

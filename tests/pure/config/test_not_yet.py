@@ -56,6 +56,11 @@ def test_sharding_that_is_built_passes(fields):
     ("fields", "said"),
     [
         ({"backend": "jax", "sharding": {"transport": "direct"}}, "sharding.transport: 'direct'"),
+        ({"backend": "jax", "training": {"optim": "muon"}}, "training.optim: 'muon'"),
+        (
+            {"sharding": {"offload": "cpu"}, "training": {"optim": "adafactor"}},
+            "sharding.offload: beside optim: adafactor",
+        ),
         ({"launch": {"num_machines": 2}}, "launch.num_machines: 2 without a launcher"),
     ],
 )
