@@ -179,6 +179,7 @@ def refusals(rank_without: int) -> dict[str, str]:
         "nothing": error_of(lambda: fs.owned(model, adafactor, [])),
         "closure": error_of(lambda: optimizer.step(lambda: 0.0)),
         "group": error_of(lambda: optimizer.add_param_group({"params": [model.scale]})),
+        "save": error_of(optimizer.state_dict),
         "load": error_of(lambda: optimizer.load_state_dict({})),
     }
     run.loss(model, 0).backward()

@@ -17,6 +17,7 @@ from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, to
 from fullshard.engine.collectives.groups import own_group, tell_everyone
 from fullshard.engine.engine import Engine
 from fullshard.engine.optimizers import on_new_optimizer
+from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import ShardedParameter, is_guarded
 
 States = dict[str, Any]
@@ -35,6 +36,8 @@ def optim_state_dict(
         given: Its own `state_dict()`, where that was changed; None: asked for here.
         wanted: How.
     """
+    if isinstance(optim, OwnedOptimizer):
+        optim.state_dict()  # says where its states are saved
     engines = {id(engine): engine for engine in _engines(model)}
     names = first_names(model)
     states = given["state"] if given is not None else None

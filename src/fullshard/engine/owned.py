@@ -33,6 +33,10 @@ from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.homes import Place
 from fullshard.planner.owners import Owners
 
+_SAVES = (
+    "fs.save(folder, model, optimizer) and fs.load, which know whose tensors are whose, since a "
+    "rank has the states of some alone"
+)
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups], torch.optim.Optimizer]
 
@@ -152,12 +156,13 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: a rank has the states of its own tensors alone."""
+        raise CheckpointError(f"fs.owned: expected {_SAVES}; got state_dict.")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002 torch's
-        """Refused: a rank's own dict has its own tensors alone."""
-        raise CheckpointError(
-            "fs.owned: expected fs.load(path, model, optimizer), which gives every owner its "
-            "tensors; load_state_dict cannot know who owned what. Save with fs.save."
-        )
+        """Refused: a rank's own dict would have its own tensors alone."""
+        raise CheckpointError(f"fs.owned: expected {_SAVES}; got load_state_dict.")
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

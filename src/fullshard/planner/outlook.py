@@ -7,7 +7,7 @@ forecast's (`planner/forecast`), of the plan's mesh and strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
@@ -165,7 +165,8 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
         counted[WORKSPACES] = held.base
     passing = round(sum(size for name, size in counted.items() if name in list(Kind)))
     rows = (
-        *(_beyond(row, passing) for row in plan.memory),
+        *(row for row in plan.memory if row.name != WHOLES),
+        *_beyond(plan.memory, passing),
         *(job.beside(plan, config) if job.beside is not None else ()),
         *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
     )
@@ -185,9 +186,13 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     return replace(outlook, times=times)
 
 
-def _beyond(row: MemoryRow, passing: int) -> MemoryRow:
+def _beyond(rows: Iterable[MemoryRow], passing: int) -> list[MemoryRow]:
     """Of what owners hold in an update that which is more than a micro-batch had at its peak."""
-    return replace(row, num_bytes=max(0, row.num_bytes - passing)) if row.name == WHOLES else row
+    return [
+        replace(row, num_bytes=row.num_bytes - passing)
+        for row in rows
+        if row.name == WHOLES and row.num_bytes > passing
+    ]
 
 
 def _measured(outlook: Outlook, machine: Machine) -> StepTime | None:
