@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from fullshard.planner.optimizers import OptimizerStates
 from fullshard.planner.spec import ITEMSIZE
@@ -36,11 +37,11 @@ class Owners:
     @classmethod
     def choose(cls, numels: Sequence[int], num_parts: int) -> Owners:
         """The owners of parameters of these sizes, in the order of the plan."""
-        loads, of = [0] * num_parts, [0] * len(numels)
+        of = [0] * len(numels)
+        loads = [(0, part) for part in range(num_parts)]  # a heap: the least loaded is first
         for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
-            owner = loads.index(min(loads))
-            of[index] = owner
-            loads[owner] += numels[index]
+            load, of[index] = loads[0]
+            heapreplace(loads, (load + numels[index], of[index]))
         most = max(numels, default=0)
         rounds: list[list[int]] = []
         held = [0] * num_parts
