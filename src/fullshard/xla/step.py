@@ -352,12 +352,12 @@ def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
         else:
             parted = parted + square
     if plan.table.mesh.shard > 1:
-        parted = wire.total(parted, (SHARD,))
+        (parted,) = wire.total([parted], (SHARD,))
     return jnp.sqrt(parted + whole)
 
 
 def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
-    return wire.total(value, live_axes(plan.mesh))
+    return wire.total([value], live_axes(plan.mesh))[0]
 
 
 def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
