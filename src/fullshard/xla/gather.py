@@ -87,9 +87,7 @@ def _collect(arrays: Sequence[ArrayPlan], shards: Sequence[jax.Array]) -> list[j
     return met
 
 
-def _reduce(
-    arrays: Sequence[ArrayPlan], grads: Sequence[jax.Array], mesh: Mesh
-) -> list[jax.Array]:
+def _reduce(arrays: Sequence[ArrayPlan], grads: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     found = [
         grad.astype(a.dtypes.reduce) if a.trainable else _unread(a, grad, mesh)
         for a, grad in zip(arrays, grads, strict=True)
