@@ -172,7 +172,11 @@ class Step:
 
     def compile(self, state: Any, batch: Any, **extra: Any) -> Any:
         """The compiled step; shapes will do in place of arrays."""
-        return self._run.lower(state, batch, _arrays(extra), self._beside).compile()
+        return self.lower(state, batch, **extra).compile()
+
+    def lower(self, state: Any, batch: Any, **extra: Any) -> Any:
+        """The step before XLA's compiler."""
+        return self._run.lower(state, batch, _arrays(extra), self._beside)
 
     def num_compiled(self) -> int:
         """How many programs were made of it: one, unless shapes changed."""
