@@ -162,15 +162,19 @@ def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_answered_with_changes_that_do(plan):
-    words = ("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB", "--nodes", "128")
-    found, code = plan(*words, "per_device_train_batch_size=4")
+@pytest.mark.parametrize(
+    ("nodes", "size", "change"),
+    [("128", 4, "per_device_train_batch_size"), ("32", 1, "--nodes")],
+)
+def test_what_does_not_fit_is_answered_with_changes_that_do(plan, nodes, size, change):
+    words = ("examples/plan_llama_405b.yaml", "--gpus", "8xH100-80GB", "--nodes", nodes)
+    words += (f"per_device_train_batch_size={size}",)
+    found, code = plan(*words)
     assert (found["fits"], code) == ("no", 3)
+    assert any(change in one["changes"] for one in found["advice"])
     for one in found["advice"]:
         assert one["fits"] in ("fits", "tight")
-        followed, code = plan(
-            *words, "per_device_train_batch_size=4", *one["text"].split(":")[0].split()
-        )
+        followed, code = plan(*words, *one["text"].split(":")[0].split())
         assert (followed["fits"], code) == (one["fits"], 0)
         assert followed["peak_bytes"]["device"] == one["peak_bytes"]
         assert followed["step_time_s"] == pytest.approx(one["step_time_s"])

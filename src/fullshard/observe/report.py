@@ -136,10 +136,10 @@ def _charts(
         "Where a step's time goes": _time_chart(steps),
         "Memory of the largest rank": _memory_chart(steps, planned),
         "Tokens a second, all ranks": _beside_plan(
-            steps, ("tokens_per_s", "tokens/s", 1), planned.get("expected_tokens_per_s")
+            steps, ("tokens_per_s", "", 1), planned.get("expected_tokens_per_s")
         ),
         "Communication that is not hidden": _beside_plan(
-            steps, ("comm_s", "ms", 1000), planned.get("expected_wait_s")
+            steps, ("comm_s", " ms", 1000), planned.get("expected_wait_s")
         ),
         "Training stands still to save": _saves_chart(saves),
         "Gradient norm before clipping": _curve(steps, "grad_norm", 4, "norm"),
@@ -228,7 +228,7 @@ def _beside_plan(steps: list[Row], what: tuple[str, str, float], planned: float 
     series = [Series("measured", xs, [scale * value for value in _column(steps, name)], 1)]
     if planned is not None and xs:
         series.append(Series("planned", [xs[0], xs[-1]], [scale * planned] * 2, 3, "dashed"))
-    return line_chart(series, Axes("step", unit, lambda value: f"{value:g}", from_zero=True))
+    return line_chart(series, Axes("step", name, lambda value: f"{value:g}{unit}", from_zero=True))
 
 
 def _saves_chart(saves: list[Row]) -> str:
@@ -251,8 +251,11 @@ def _compared(steps: list[Row], planned: Row) -> list[tuple[str, str, str]]:
     late = steps[len(steps) // 2 :]
     if not late:
         return []
+    memory = "memory of a rank"
+    if planned.get("measures_process"):
+        memory += ", measured with all libraries"
     told = {
-        "memory of a rank": ("expected_peak_bytes", "memory_peak_bytes", _size),
+        memory: ("expected_peak_bytes", "memory_peak_bytes", _size),
         "a step": ("expected_step_time_s", "step_time_s", _milliseconds),
         "tokens a second": ("expected_tokens_per_s", "tokens_per_s", _count),
         "communication not hidden": ("expected_wait_s", "comm_s", _milliseconds),
