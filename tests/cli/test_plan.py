@@ -165,14 +165,7 @@ def test_a_model_that_will_not_fit_ends_with_code_3_and_still_says_why(plan):
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "size", "key"), [(128, 4, BATCH), (32, 1, "--nodes")])
 def test_what_does_not_fit_is_answered_with_changes_that_do(plan, nodes, size, key):
-    words = (
-        "examples/plan_llama_405b.yaml",
-        "--gpus",
-        "8xH100",
-        "--nodes",
-        nodes,
-        f"{BATCH}={size}",
-    )
+    words = ("examples/plan_llama_405b.yaml", f"{BATCH}={size}", "--gpus=8xH100", "--nodes", nodes)
     found, code = plan(*words)
     assert (found["fits"], code) == ("no", 3)
     assert any(key in one["changes"] for one in found["advice"])
@@ -182,7 +175,6 @@ def test_what_does_not_fit_is_answered_with_changes_that_do(plan, nodes, size, k
         assert (followed["fits"], code) == (one["fits"], 0)
         assert followed["peak_bytes"]["device"] == one["peak_bytes"]
         assert followed["step_time_s"] == pytest.approx(one["step_time_s"])
-    assert found["advice"]
 
 
 def test_a_scaling_curve_goes_to_1024_ranks_and_says_what_is_lost(plan, config):
