@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -332,6 +333,23 @@ def test_exact_plan_is_what_xla_says_of_the_compiled_step(fullshard, config):
     assert exact["error"]["peak"] == pytest.approx(wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="needs jax-cuda12-plugin")
+def test_gpus_that_are_not_there_issue_the_plans_collectives_and_bf16_halves_gathers(
+    fullshard, config
+):
+    gathered = []
+    for dtype in ("float32", "bfloat16"):
+        words = ("backend=jax", f"sharding.param_dtype={dtype}", "--exact", "--json")
+        done = fullshard("plan", str(config), *words, "--topology", "2x2xH100-80GB")
+        assert done.returncode == 0, done.stderr
+        exact = json.loads(done.stdout)["exact"]
+        assert exact["error"]["collectives"] is True
+        assert 0 <= exact["error"]["state_bytes"] < 64 << 10
+        gathered.append(exact["collectives"]["all-gather"]["bytes"])
+    assert gathered[0] == 2 * gathered[1] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -342,10 +360,24 @@ def test_exact_plan_is_what_xla_says_of_the_compiled_step(fullshard, config):
             ("backend=jax", "--exact", "--topology", "v5p:2x2x2"),
             "--topology: expected libtpu to compile for 'v5p:2x2x2'; it is not installed",
         ),
+        (
+            ("backend=jax", "--exact", "--topology", "8xH100-80GB"),
+            "--topology: expected XLA's plugin for CUDA to compile for '8xH100-80GB'; it is not",
+        ),
+        (
+            ("backend=jax", "--exact", "--topology", "8xT4"),
+            "--topology: expected one of A100, B200, H100, H200, L4, L40S, which XLA can compile",
+        ),
+        (
+            ("backend=jax", "--exact", "--topology", "v5p"),
+            "--topology: expected a TPU slice by libtpu's name, such as v5p:2x2x2, or a machine's "
+            "GPUs, such as 8xH100-80GB (4x8xH100-80GB: four machines); got 'v5p'.",
+        ),
     ],
 )
 def test_what_no_compiler_is_there_for_is_an_error(capsys, monkeypatch, config, words, said):
-    monkeypatch.setattr("fullshard.xla.aot.find_spec", lambda _: None)
+    for module in ("aot", "gpu_targets"):
+        monkeypatch.setattr(f"fullshard.xla.{module}.find_spec", lambda _: None)
     assert run(["plan", str(config), *words]) == 2
     assert said in capsys.readouterr().err
 

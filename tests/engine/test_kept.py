@@ -11,6 +11,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.engine.kept import MOST_ITEMS, Kept, own_modules
+from fullshard.errors import SlotError
 from support.models import perturbed
 from support.parity import whole_gradients
 
@@ -101,6 +102,83 @@ def differing(how: str, settings: dict[str, Any]) -> list[str]:
 )
 def test_a_loss_that_a_module_keeps_has_one_processs_gradients(ranks, how, settings):
     assert ranks(2)(differing, how, settings) == [[], []]
+
+
+class Unchecked(torch.autograd.Function):
+    """A product whose backward keeps the weight where autograd does not look."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad @ ctx.weight.T, ctx.x.T @ grad
+
+
+class Teller(nn.Module):
+    """Gives a loss to a list that is no attribute, made after its output."""
+
+    def __init__(self, tell: Any, product: Any = torch.matmul) -> None:
+        super().__init__()
+        self.tell, self.product = tell.append, product
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = x @ self.weight
+        self.tell(self.product(x, self.weight).square().mean())
+        return output
+
+
+def unseen(settings: dict[str, Any]) -> tuple[str, bool]:
+    """What a backward says that reads weights of a unit which it has not entered; the next one."""
+    torch.manual_seed(0)
+    told: list[torch.Tensor] = []
+    one = nn.Sequential(*(Teller(told) for _ in range(5))).double()
+    torch.manual_seed(0)
+    many = nn.Sequential(*(Teller(told) for _ in range(5))).double()
+    many = fs.shard(many, wrap=["Teller"], poison=False, **settings)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    said = ""
+    try:
+        (many(x).sum() + sum(told)).backward()
+    except RuntimeError as error:
+        said = str(error)
+    told.clear()
+    many.zero_grad()
+    for model in (one, many):
+        model(x).sum().backward()
+    found = whole_gradients(many)
+    same = [torch.allclose(found[name], p.grad, rtol=1e-11) for name, p in one.named_parameters()]
+    return said, all(same)
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_weights_are_not_read_while_their_slot_is_anothers(ranks, transport, depth):
+    settings = {"transport": transport, "forward_prefetch": depth, "backward_prefetch": depth}
+    for said, same in ranks(2)(unseen, settings):
+        assert "has been modified by an inplace operation" in said
+        assert same
+
+
+def unchecked() -> str:
+    """What a backward of such losses alone says, where autograd checks nothing."""
+    told: list[torch.Tensor] = []
+    model = nn.Sequential(*(Teller(told, Unchecked.apply) for _ in range(5)))
+    many = fs.shard(model, wrap=["Teller"], transport="direct")
+    many(torch.randn(4, WIDTH))
+    try:
+        told[1].backward()
+    except SlotError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(ranks):
+    for said in ranks(2)(unchecked):
+        assert said.startswith("1.weight: its gradient came while the slot of 1 held another unit")
 
 
 def test_what_may_hold_tensors_is_looked_at_and_nothing_else():

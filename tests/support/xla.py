@@ -52,7 +52,7 @@ def head_loss(params: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, jax.Arr
     return -(likely * counts).sum(), counts.sum()
 
 
-def batches(num: int, samples: int = 24, vocabulary: int = VOCABULARY) -> list[dict[str, Any]]:
+def batches(num: int, samples: int = 48, vocabulary: int = VOCABULARY) -> list[dict[str, Any]]:
     """Tokens with ragged labels: a mean of means is another number than the mean."""
     generator = np.random.default_rng(0)
     found = []

@@ -104,3 +104,32 @@ def test_a_sharded_step_is_that_of_one_device_and_of_the_plan(devices, case):
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: "-".join(map(str, case)))
 def test_every_strategy_on_every_mesh(devices, case):
     check(devices(trained, *case))
+
+
+def exchanged(*case):
+    """The same with messages as between CPU processes."""
+    from fullshard.xla import wire
+
+    real, wire.over_gloo = wire.over_gloo, lambda: True
+    try:
+        return trained(*case)
+    finally:
+        wire.over_gloo = real
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (1, 3), (2, 2)], ids=str)
+def test_arrays_that_are_asked_for_at_once_are_one_exchange(devices, mesh):
+    from support import xla
+
+    found = devices(exchanged, "full_shard", *mesh, "none", 1)
+    assert found["loss"] < 1e-12
+    assert found["weights"] < 1e-12
+    assert found["padding"] == 0.0
+    # A block is gathered for either pass and reduced, and its `odd` array is summed over each axis;
+    # three arrays outside of blocks; two small sums. What is scattered is summed over replicas.
+    axes, again = (1, 0) if mesh[0] == 1 else (2, 2)
+    blocks = xla.LAYERS * (3 + 2 * axes + again)
+    exchanges = blocks + 3 * (2 + again) + 2 * axes + 2
+    count, _ = found["census"].pop("all-to-all")
+    assert count == max(mesh) * exchanges  # XLA counts a part for each device
+    assert not found["census"]

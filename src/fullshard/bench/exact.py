@@ -86,7 +86,7 @@ def run(
 
     Args:
         cases: What.
-        topology: Devices by libtpu's name, which need not be there; None: CPUs.
+        topology: Of TPUs or GPUs, which need not be there; None: CPUs.
         command: As typed.
         say: Shows progress.
 
@@ -147,8 +147,9 @@ def page_of(
         f"{said}).",
         *(f"{name}: XLA's collectives are not the plan's." for name in differ),
     ]
+    kind = "" if topology is None else "_tpu" if ":" in topology else "_gpu"
     return Page(
-        name="exact" if topology is None else "exact_tpu",
+        name=f"exact{kind}",
         title=f"The plan's memory beside XLA's, for {topology or f'{NUM_DEVICES} CPU devices'}",
         command=command,
         rows=rows,

@@ -77,7 +77,7 @@ def timed(
 @app.command()
 def exact(
     topology: Annotated[
-        str | None, typer.Option(help="TPUs by libtpu's name, as v5p:2x2x2. Default: CPUs.")
+        str | None, typer.Option(help="TPUs (v5p:2x2x2) or GPUs (8xH100-80GB). Default: CPUs.")
     ] = None,
     out: OutFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app

@@ -90,7 +90,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     ] = False,
     topology: Annotated[
         str | None,
-        typer.Option(help="With --exact: for these TPUs, by libtpu's names (v5p:2x2x2)."),
+        typer.Option(help="With --exact: for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB)."),
     ] = None,
     optimizer_bytes: OptimizerBytes = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app

@@ -28,7 +28,7 @@ def plan_on_xla(
         world_size: Devices, where no topology is named.
         hardware: That it is judged against.
         exact: Whether XLA compiles it.
-        topology: For which devices, by libtpu's name; None: CPUs.
+        topology: For which TPUs or GPUs; None: CPUs.
 
     Raises:
         ConfigError: The decoder does not compute this model, or the devices are not to be had.

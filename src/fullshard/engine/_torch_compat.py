@@ -165,6 +165,11 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
+def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Say how often the tensors were written: autograd refuses what it kept of another number."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)  # pyright: ignore
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Call `function` when the running backward is done."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

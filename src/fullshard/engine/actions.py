@@ -39,8 +39,8 @@ class Actions:
         self._of: dict[EventKind, Callable[[Event], None]] = {
             EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
             EventKind.GATHER: self._gather,
-            EventKind.FORWARD: lambda event: units[event.unit].wait(),
-            EventKind.BACKWARD: lambda event: units[event.unit].wait(),
+            EventKind.FORWARD: self._use,
+            EventKind.BACKWARD: self._use,
             EventKind.RELEASE: self._release,
             EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
             EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
@@ -89,11 +89,19 @@ class Actions:
                 previous = self._filling.get(key)
                 if previous is not None:
                     previous.wait()  # gathered ahead and never entered
+                    previous.mark(is_open=False)
                 self._filling[key] = unit
         unit.gather()
+
+    def _use(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        unit.wait()
+        if event.kind is EventKind.FORWARD or unit.plan.reads_weight_in_backward:
+            unit.mark(is_open=True)
 
     def _release(self, event: Event) -> None:
         unit = self._units[event.unit]
         unit.wait()
+        unit.mark(is_open=False)
         if self._poison:
             unit.poison()

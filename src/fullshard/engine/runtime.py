@@ -141,6 +141,7 @@ class Runtime:
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
+            unit.mark(is_open=True)
             unit.swap_in()
             return
         if index == 0:
@@ -175,10 +176,12 @@ class Runtime:
         if self.kept and torch.is_grad_enabled():
             values = self.kept[index].values()
             training = (bool(values) and self.watch(index, values)) or training
-        self._run(self.scheduler.leave_forward(index, training=training))
-        if not training and not self._stack:
-            self.gradients.transport.home.leave(settled=False)
-        unit.check_writes()
+        try:
+            unit.check_writes()
+        finally:
+            self._run(self.scheduler.leave_forward(index, training=training))
+            if not training and not self._stack:
+                self.gradients.transport.home.leave(settled=False)
 
     def watch(self, index: int, output: Any) -> bool:
         """Begin the unit's backward when a gradient of `output` is there.

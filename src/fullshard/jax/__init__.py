@@ -11,6 +11,7 @@ state, metrics = step(state, batch)
 
 from __future__ import annotations
 
+from fullshard.jax.modules import split as split
 from fullshard.jax.state import load as load
 from fullshard.jax.state import memory as memory
 from fullshard.jax.state import pad_batch as pad_batch
@@ -52,5 +53,6 @@ __all__ = [
     "shard",
     "shard_fsdp",
     "sharding_table",
+    "split",
     "train_step",
 ]

@@ -18,6 +18,7 @@ from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla import processes
 from fullshard.xla.census import census
+from fullshard.xla.gpu_targets import compiler_options, gpu_devices
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import LossFn, State, opt_shardings, train_step, trained
 
@@ -48,7 +49,8 @@ def devices_of(topology: str | None, world_size: int) -> list[Any]:
     """CPU devices that this process plays, or those of a named topology, none of which is needed.
 
     Args:
-        topology: As libtpu names TPU slices: v5p:2x2x2, v6e:4x4; None: CPUs.
+        topology: As libtpu names TPU slices (v5p:2x2x2, v6e:4x4), or GPUs (8xH100-80GB); None:
+            CPUs.
         world_size: How many to play.
 
     Raises:
@@ -57,6 +59,9 @@ def devices_of(topology: str | None, world_size: int) -> list[Any]:
     if topology is None:
         processes.play(world_size)
         return list(jax.devices())
+    if ":" not in topology:
+        processes.play(1)
+        return gpu_devices(topology)
     if find_spec("libtpu") is None:
         raise ConfigError(
             f"--topology: expected libtpu to compile for {topology!r}; it is not installed. Run "
@@ -69,8 +74,7 @@ def devices_of(topology: str | None, world_size: int) -> list[Any]:
     except Exception as error:  # whatever the plugin raises at a name
         raise ConfigError(
             f"--topology: expected a slice that libtpu describes, such as v5p:2x2x2 or v6e:4x4; "
-            f"got {topology!r}, of which it says: {str(error).splitlines()[0]} GPUs are not among "
-            "them yet: leave --topology out to compile for CPUs."
+            f"got {topology!r}, of which it says: {str(error).splitlines()[0]}"
         ) from error
     return list(found)
 
@@ -97,7 +101,9 @@ def compile_step(
     step = train_step(plan, loss_fn, tx, **settings)
     began = time.perf_counter()
     try:
-        compiled = step.compile(abstract_state(plan, tx), batch, learning_rate=1e-3)
+        options = compiler_options(list(plan.mesh.devices.flat))
+        lowered = step.lower(abstract_state(plan, tx), batch, learning_rate=1e-3)
+        compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

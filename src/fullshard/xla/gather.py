@@ -32,7 +32,7 @@ BLOCK_INPUT = "fullshard.block_input"
 # Cheap to compute again; saved, they would keep a gathered weight alive in another shape.
 _MOVES = (
     *("reshape", "slice", "dynamic_slice", "split", "pad", "transpose", "squeeze"),
-    *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type"),
+    *("expand_dims", "broadcast_in_dim", "copy", "convert_element_type", "concatenate"),
 )
 
 
@@ -51,53 +51,67 @@ def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
 
 
 def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree:
-    """The same, of given arrays in the order of the tree's leaves."""
+    """The same, of given arrays in the order of the tree's leaves. See [Note: gathers on XLA]."""
     leaves, structure = jax.tree.flatten(shards)
-    pairs = zip(arrays, leaves, strict=True)
-    return jax.tree.unflatten(structure, [_gather(a, leaf, mesh) for a, leaf in pairs])
+    whole = jax.custom_vjp(lambda *shards: _collect(arrays, shards))
 
+    def forward(*shards: jax.Array) -> tuple[list[jax.Array], None]:
+        return _collect(arrays, shards), None
 
-def _gather(array: ArrayPlan, shard: jax.Array, mesh: Mesh) -> jax.Array:
-    """See [Note: gathers on XLA]."""
-    whole = jax.custom_vjp(lambda shard: _collect(array, shard))
-    whole.defvjp(
-        lambda shard: (_collect(array, shard), None),
-        lambda _, grad: (_reduce(array, grad, mesh).astype(shard.dtype),),
-    )
-    return unpad(array, whole(shard))
+    def backward(_: None, grads: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        found = zip(_reduce(arrays, grads, mesh), leaves, strict=True)
+        return tuple(grad.astype(shard.dtype) for grad, shard in found)
+
+    whole.defvjp(forward, backward)
+    pairs = zip(arrays, whole(*leaves), strict=True)
+    return jax.tree.unflatten(structure, [unpad(array, leaf) for array, leaf in pairs])
 
 
 def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
     """An array that is not stacked, whole; its gradient is the caller's affair: `reduce`."""
-    return unpad(array, _collect(array, shard))
+    return unpad(array, _collect([array], [shard])[0])
 
 
 def reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
     """This device's part of the sum of all devices' gradients, in the accumulate dtype."""
     widths = [(0, to - here) for here, to in zip(grad.shape, array.padded_shape, strict=True)]
-    return _reduce(array, jnp.pad(grad, widths) if array.cut.padding else grad, mesh)
+    return _reduce([array], [jnp.pad(grad, widths) if array.cut.padding else grad], mesh)[0]
 
 
-def _collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
-    shard = shard.astype(array.dtypes.compute)
-    if array.cut.dim is None:
-        return shard
-    return wire.gather(shard, SHARD, array.cut.dim)
+def _collect(arrays: Sequence[ArrayPlan], shards: Sequence[jax.Array]) -> list[jax.Array]:
+    met = [shard.astype(a.dtypes.compute) for a, shard in zip(arrays, shards, strict=True)]
+    dims = {at: array.cut.dim for at, array in enumerate(arrays) if array.cut.dim is not None}
+    wholes = wire.gather([met[at] for at in dims], SHARD, list(dims.values()))
+    for at, whole in zip(dims, wholes, strict=True):
+        met[at] = whole
+    return met
 
 
-def _reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
-    dim, dtypes = array.cut.dim, array.dtypes
-    if not array.trainable:  # nobody reads it
-        parts = [mesh.shard if at == dim else 1 for at in range(grad.ndim)]
-        sizes = [size // part for size, part in zip(grad.shape, parts, strict=True)]
-        return jnp.zeros(sizes, dtypes.accumulate)
-    grad = grad.astype(dtypes.reduce)
-    axes = ((SHARD, mesh.shard), (REPLICATE, mesh.replicate))
-    if dim is not None:
-        grad = wire.scatter(grad, SHARD, dim)
-        grad, axes = grad.astype(dtypes.accumulate), axes[1:]
-    live = [axis for axis, size in axes if size > 1]
-    return wire.total(grad, live).astype(dtypes.accumulate)
+def _reduce(arrays: Sequence[ArrayPlan], grads: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
+    found = [
+        grad.astype(a.dtypes.reduce) if a.trainable else _unread(a, grad, mesh)
+        for a, grad in zip(arrays, grads, strict=True)
+    ]
+    trained = [at for at, array in enumerate(arrays) if array.trainable]
+    parted = {at: dim for at in trained if (dim := arrays[at].cut.dim) is not None}
+    parts = wire.scatter([found[at] for at in parted], SHARD, list(parted.values()))
+    for at, part in zip(parted, parts, strict=True):
+        found[at] = part.astype(arrays[at].dtypes.accumulate)
+    whole = [at for at in trained if at not in parted]
+    sizes = {SHARD: mesh.shard, REPLICATE: mesh.replicate}
+    for chosen, axes in ((list(parted), (REPLICATE,)), (whole, (SHARD, REPLICATE))):
+        live = [axis for axis in axes if sizes[axis] > 1]
+        sums = wire.total([found[at] for at in chosen], live)
+        for at, summed in zip(chosen, sums, strict=True):
+            found[at] = summed.astype(arrays[at].dtypes.accumulate)
+    return found
+
+
+def _unread(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
+    """Of an array that is not trained: nobody looks at it."""
+    parts = [mesh.shard if at == array.cut.dim else 1 for at in range(grad.ndim)]
+    sizes = [size // part for size, part in zip(grad.shape, parts, strict=True)]
+    return jnp.zeros(sizes, array.dtypes.accumulate)
 
 
 def scan_blocks(

@@ -172,7 +172,11 @@ class Step:
 
     def compile(self, state: Any, batch: Any, **extra: Any) -> Any:
         """The compiled step; shapes will do in place of arrays."""
-        return self._run.lower(state, batch, _arrays(extra), self._beside).compile()
+        return self.lower(state, batch, **extra).compile()
+
+    def lower(self, state: Any, batch: Any, **extra: Any) -> Any:
+        """The step before XLA's compiler."""
+        return self._run.lower(state, batch, _arrays(extra), self._beside)
 
     def num_compiled(self) -> int:
         """How many programs were made of it: one, unless shapes changed."""
@@ -352,12 +356,12 @@ def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
         else:
             parted = parted + square
     if plan.table.mesh.shard > 1:
-        parted = wire.total(parted, (SHARD,))
+        (parted,) = wire.total([parted], (SHARD,))
     return jnp.sqrt(parted + whole)
 
 
 def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
-    return wire.total(value, live_axes(plan.mesh))
+    return wire.total([value], live_axes(plan.mesh))[0]
 
 
 def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
