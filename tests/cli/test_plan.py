@@ -290,8 +290,9 @@ def test_gpus_that_are_not_there_issue_the_plans_collectives_and_bf16_halves_gat
 ):
     gathered = []
     for dtype in ("float32", "bfloat16"):
-        words = ("backend=jax", f"sharding.param_dtype={dtype}", "--exact", "--json")
-        done = fullshard("plan", str(config), *words, "--topology", "2x2xH100-80GB")
+        words = ("backend=jax", f"sharding.param_dtype={dtype}", "max_seq_length=32")
+        target = ("--exact", "--topology", "2x2xH100-80GB", "--json")
+        done = fullshard("plan", str(config), *words, *target)
         assert done.returncode == 0, done.stderr
         exact = json.loads(done.stdout)["exact"]
         assert exact["error"]["collectives"] is True
