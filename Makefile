@@ -32,7 +32,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs clean
+.PHONY: help setup train test test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -65,6 +65,7 @@ help:
 	@echo "make distill-study  a student with its teacher and alone, three rates, three seeds"
 	@echo "make long-parity  a thousand steps of DDP, FSDP2 and fullshard, their losses in one plot"
 	@echo "make docs       the documentation, into docs/_build/html"
+	@echo "make screenshots  the pages of a plan and of a run (RUN=runs/train), for the documentation"
 	@echo "make clean      remove build artefacts and caches (not $(VENV), not runs)"
 
 # ---- environments: a stamp each, so that the second time costs nothing ----------------------------
@@ -180,6 +181,9 @@ format: $(VENV)/.stamp-setup
 
 docs: $(VENV)/.stamp-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+screenshots: $(VENV)/.stamp-setup
+	$(BIN)/python tools/screenshots.py $(or $(RUN),runs/train)
 
 clean:
 	rm -rf build dist docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

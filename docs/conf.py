@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shutil import copytree
+
+from sphinx.application import Sphinx
 
 _SOURCE = Path(__file__).parents[1] / "src" / "fullshard" / "__init__.py"
 _VERSION = re.search(r'^__version__ = "(.+)"$', _SOURCE.read_text(), re.M)
@@ -21,3 +24,11 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "fullshard"
+
+
+def setup(app: Sphinx) -> None:
+    """Copy what pages show by `<picture>`, which Sphinx does not see."""
+    images = Path(__file__).parent / "images"
+    app.connect(
+        "build-finished", lambda *_: copytree(images, app.outdir / "images", dirs_exist_ok=True)
+    )

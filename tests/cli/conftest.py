@@ -1,7 +1,8 @@
-"""Running the command line as a process of its own."""
+"""Running the command line: as a process of its own, and `fullshard plan` in this one."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fullshard.cli.app import invoke
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,3 +32,16 @@ def fullshard() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path):
+    """`plan(*words)`: what --json prints of a plan, and the exit code. No calibration is found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(ROOT)
+
+    def plan(*words):
+        outcome = invoke(["plan", *map(str, words)])
+        return json.loads(json.dumps(outcome.result)), outcome.exit_code
+
+    return plan

@@ -10,6 +10,7 @@ import pytest
 from fullshard.bench.times import CASES
 from fullshard.cli.app import invoke
 from fullshard.config.environment import cache_folder
+from fullshard.config.load import load_config
 from fullshard.launch.machine import describe_machine
 from fullshard.planner.calibration import (
     FILE_NAME,
@@ -19,6 +20,7 @@ from fullshard.planner.calibration import (
     Table,
     to_json,
 )
+from fullshard.train.outlook import model_of, view_of
 
 ROOT = Path(__file__).parents[2]
 # Every operation of the trace that is no product takes this, whatever its size; products nothing.
@@ -82,12 +84,20 @@ def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
     assert plain["step_time_s"] < again["step_time_s"] < twice["step_time_s"]
 
 
+def time_of_a_run() -> float | None:
+    """What `fullshard train` notes as planned."""
+    config = load_config(None, []).config
+    return view_of(config, model_of(config), 2).outlook.step_time_s
+
+
 def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file):
     path = cache_folder() / FILE_NAME
     path.parent.mkdir(parents=True)
     path.write_text(file.read_text())
     assert plan()[0]["step_time_s"] == plan("--calibration", file)[0]["step_time_s"]
+    assert time_of_a_run() == plan()[0]["step_time_s"]
     path.write_text(calibration(machine={"cores": 1000}))
+    assert time_of_a_run() is None
     found, said, _ = plan()
     assert found["step_time_s"] is None
     assert "measured on another machine, and not used" in said

@@ -51,7 +51,9 @@ window.onload = () => {
       if (contrast < weakest[0]) weakest = [contrast, text];
       if (size < smallest[0]) smallest = [size, text];
     }
-    out[frame.width] = {beyond: root.scrollWidth - root.clientWidth, weakest, smallest,
+    const boxes = [...doc.querySelectorAll(".scroll")];
+    const scrolled = boxes.filter(one => one.scrollWidth > one.clientWidth).length;
+    out[frame.width] = {beyond: root.scrollWidth - root.clientWidth, weakest, smallest, scrolled,
       dark: light(ground(win, doc.body)) < .2};
   }
   document.body.innerHTML = "<pre>" + JSON.stringify(out).replaceAll("<", "&lt;") + "</pre>";
@@ -121,3 +123,4 @@ def test_nothing_runs_out_and_all_text_can_be_read(tmp_path, make, scheme):
         assert page["beyond"] == 0, (width, "pixels stand out of the page")
         assert page["weakest"][0] >= 4.5, (width, page["weakest"])
         assert page["smallest"][0] >= 9, (width, page["smallest"])
+    assert found["1400"]["scrolled"] == 0

@@ -20,7 +20,7 @@ from fullshard.observe.chart import (
     mean_of_windows,
     ticks,
 )
-from fullshard.observe.metrics import EvalRow, MetricsWriter, StepRow, read_rows
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, read_rows
 from fullshard.observe.report import write_report
 
 
@@ -104,9 +104,33 @@ def test_report_shows_loss_baseline_plan_environment_and_sample(run):
     for text in ("3.2500", "interpolated bigram: 3.5000", "3.11.7", "12 s", "200.0 MiB"):
         assert text in page
     assert 'class="good"' in page
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7
     assert "Linear" in page or "Sequential" in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_what_was_planned_stands_beside_what_was_measured(run):
+    record = json.loads((run / "run.json").read_text())
+    expected = {"expected_peak_bytes": 150 << 20, "expected_tokens_per_s": 1250.0}
+    record["planned"] = expected | {"expected_step_time_s": 0.4, "expected_wait_s": 0.05}
+    (run / "run.json").write_text(json.dumps(record))
+    before = page_of(run)
+    for what, planned, measured in (
+        ("memory of a rank", "150.0 MiB", "200.0 MiB"),
+        ("a step", "400 ms", "500 ms"),
+        ("tokens a second", "1,250", "1,000"),
+        ("communication not hidden", "50 ms", "100 ms"),
+    ):
+        cells = "".join(f'<td class="num">{value}</td>' for value in (planned, measured))
+        assert f"<td>{what}</td>{cells}" in before
+    assert before.count("</i>planned</span>") == 2  # throughput and communication
+    assert "Training stands still" not in before
+    writer = MetricsWriter(run / "metrics.jsonl")
+    writer.write(SaveRow(10, 0.25))
+    writer.close()
+    page = page_of(run)
+    assert page.count("<svg") == before.count("<svg") + 1
+    assert "<title>checkpoint: 250 at 10</title>" in page
 
 
 def test_text_of_the_run_is_escaped(run):

@@ -88,7 +88,7 @@ class Rows:
     """Keeps what the loop says."""
 
     def __init__(self) -> None:
-        self.steps, self.evaluations, self.phases = [], [], []
+        self.steps, self.evaluations, self.phases, self.saves = [], [], [], []
 
     def entered(self, phase, step) -> None:
         self.phases.append((phase, step))
@@ -98,6 +98,9 @@ class Rows:
 
     def evaluated(self, row) -> None:
         self.evaluations.append(row)
+
+    def saved(self, row) -> None:
+        self.saves.append(row)
 
     def misses_evaluation(self, step) -> bool:
         return all(row.step != step for row in self.evaluations)

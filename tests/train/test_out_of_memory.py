@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +41,12 @@ def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilt
     assert "memory: expected to need " in said
     assert "optimizer (AdamW)" in said
     assert said.count("<- the largest") == 1
-    assert "what would help:" in said
+    # Although it should have fitted: each takes less, and says how much.
+    *_, told = said.partition("what would help:\n")
+    assert told.splitlines()
+    assert all(
+        re.match(r"  \S+=\S+( \S+=\S+)*: fits: .* a device", line) for line in told.splitlines()
+    )
 
 
 def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):

@@ -87,13 +87,16 @@ def end_early(patience):
         def asked_to_stop(self) -> bool:
             return False
 
-        def keep(self, step, *, stopping, last) -> None:
+        def keep(self, step, *, stopping, last) -> bool:
             kept.append((step, last))
+            return step % 2 == 0
 
     settings = replace(bare._settings, num_steps=5, eval_every=1, patience=patience)
     loop = GetsNoBetter(replace(bare._trainee, keeper=Keeps()), recipe, settings, bare._team, rows)
     loop.run()
     loop.run(done=kept[-1][0])  # goes on where it ended, and ends at once
+    assert [row.step for row in rows.saves] == [2, 4]
+    assert all(row.save_s > 0 for row in rows.saves)
     return [row.step for row in rows.steps], kept, patience.state_dict()
 
 

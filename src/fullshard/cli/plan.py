@@ -261,13 +261,13 @@ def _study(
     import fullshard as fs
     from fullshard.planner.optimizers import of_bytes
     from fullshard.planner.search import compare
-    from fullshard.planner.study import study
+    from fullshard.planner.study import on_more_ranks, study
     from fullshard.train.outlook import job_of, model_of, on_one_host, storage_of
     from fullshard.train.taught import Taught
 
     model = model_of(config)
 
-    def plan_of(sharding: ShardConfig) -> Plan:
+    def plan_of(sharding: ShardConfig, topology: Topology = topology) -> Plan:
         world, local = topology.world_size, topology.local_world_size
         if machine.calibration is not None:  # its time depends on the transport
             sharding = on_one_host(sharding, world)
@@ -283,7 +283,8 @@ def _study(
     if optimizer_bytes is not None:
         job = replace(job, optimizer=of_bytes(optimizer_bytes))
     found = study(config.sharding, plan_of, job, machine, topology, leaves_micro_batch=leaves)
-    found = replace(found, storage=storage_of(config))
+    more = on_more_ranks(found, topology, lambda ranks: plan_of(found.outlook.config, ranks))
+    found = replace(found, storage=storage_of(config), advice=found.advice + more)
     if not compares:
         return found, []
     return found, compare(found.outlook, plan_of, machine, hosts=found.hosts)

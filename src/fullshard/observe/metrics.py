@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, and one an evaluation; `metrics.csv`: as a table."""
+"""`metrics.jsonl`: an object a step, one an evaluation, one a save; `metrics.csv`: as a table."""
 
 from __future__ import annotations
 
@@ -58,7 +58,15 @@ class EvalRow:
     eval_loss: float
 
 
-COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss"]
+@dataclass(frozen=True)
+class SaveRow:
+    """A checkpoint after `step` updates: seconds for which training stood still on rank 0."""
+
+    step: int
+    save_s: float
+
+
+COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss", "save_s"]
 
 
 class MetricsWriter:
@@ -72,7 +80,7 @@ class MetricsWriter:
         self._table.writerows(read_rows(path))
         self._table_file.flush()
 
-    def write(self, row: StepRow | EvalRow) -> None:
+    def write(self, row: StepRow | EvalRow | SaveRow) -> None:
         values = asdict(row)
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
         self._table.writerow(values)

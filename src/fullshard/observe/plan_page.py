@@ -44,6 +44,8 @@ def gather(study: Study, strategies: Sequence[Outlook]) -> dict[str, Any]:
     outlook = study.outlook
     plan = outlook.plan
     mesh = plan.mesh
+    phases = phases_of(outlook, study.storage)
+    places = [name for name in ("device", "host", "disk") if any(getattr(p, name) for p in phases)]
     return {
         "title": f"Plan of {plan.model_kind}",
         "subtitle": (
@@ -57,9 +59,10 @@ def gather(study: Study, strategies: Sequence[Outlook]) -> dict[str, Any]:
             {"name": r.name, "size": human_bytes(r.num_bytes), "why": r.why}
             for r in reserve_of(outlook, study.machine)
         ],
+        "places": places,
         "phases": [
-            {"name": p.name, "sizes": [human_bytes(n) for n in (p.device, p.host, p.disk)]}
-            for p in phases_of(outlook, study.storage)
+            {"name": p.name, "sizes": [human_bytes(getattr(p, place)) for place in places]}
+            for p in phases
         ],
         "checkpoint": human_bytes(checkpoint_bytes(plan)),
         "strategies": [_strategy(one) for one in strategies],
@@ -126,7 +129,8 @@ def memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
     moments = held_over_time(outlook, bars)
     if not moments:
         return ""
-    xs = [1000 * moment.time_s for moment in moments]
+    unit, scale = _time_unit(moments[-1].time_s)
+    xs = [scale * moment.time_s for moment in moments]
     state = [row for row in outlook.rows if row.name not in list(Kind)]
     largest = sorted(state, key=lambda row: -row.num_bytes)[:3]
     rest = sum(row.num_bytes for row in state if row not in largest)
@@ -139,7 +143,7 @@ def memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
         Series(name, xs, [value / 2**30 for value in values], color)
         for color, (name, values) in enumerate(layers, start=1)
     ]
-    axes = Axes("milliseconds", "GiB", lambda v: f"{v:g} GiB", from_zero=True, width=WIDE)
+    axes = Axes(unit, "GiB", lambda v: f"{v:g} GiB", from_zero=True, width=WIDE)
     return area_chart(series, axes)
 
 
@@ -150,6 +154,7 @@ def lanes_chart(bars: Sequence[Bar], outlook: Outlook) -> str:
         return ""
     height = TOP + ROW_HEIGHT * len(LANES) + 24
     scale = (WIDE - LEFT - 14) / end
+    unit, shown = _time_unit(end)
     names = [unit.title for unit in outlook.plan.units]
     parts = [f'<svg viewBox="0 0 {WIDE:g} {height:g}" role="img" aria-label="schedule">']
     for row, lane in enumerate(LANES):
@@ -160,15 +165,20 @@ def lanes_chart(bars: Sequence[Bar], outlook: Outlook) -> str:
             parts.append(
                 f'<rect class="bar c{row + 1}" x="{LEFT + bar.start_s * scale:.1f}" y="{y:g}" '
                 f'width="{width:.1f}" height="{ROW_HEIGHT - 8:g}"><title>'
-                f"{escape(names[bar.unit])}: {1000 * (bar.end_s - bar.start_s):.3g} ms"
+                f"{escape(names[bar.unit])}: {1000 * (bar.end_s - bar.start_s):.4g} ms"
                 "</title></rect>"
             )
     parts.append(
         f'<text class="tick" x="{LEFT:g}" y="{height - 4:g}">0</text>'
         f'<text class="tick" x="{WIDE - 14:g}" y="{height - 4:g}" text-anchor="end">'
-        f"{1000 * end:.4g} ms</text></svg>"
+        f"{shown * end:.4g} {unit}</text></svg>"
     )
     return "".join(parts)
+
+
+def _time_unit(end_s: float) -> tuple[str, float]:
+    """What an axis so long is said in, and how many of it a second has."""
+    return ("seconds", 1.0) if end_s >= 2 else ("milliseconds", 1000.0)
 
 
 def _scaling_chart(study: Study) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fullshard.errors import ConfigError
@@ -58,12 +59,15 @@ def gather(run: Path) -> dict[str, Any]:
     rows = list(read_rows(run / "metrics.jsonl"))
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
+    saves = [row for row in rows if "save_s" in row]
+    record["planned"] = record.get("planned") or {}
     return {
         "title": f"fullshard {record['command']}",
         "subtitle": f"{record['status']}, began {record['began']}",
         "error": record["error"],
         "tiles": _tiles(record["measured"], steps),
-        "charts": _charts(steps, evaluations, record),
+        "charts": _charts(steps, evaluations, saves, record),
+        "compared": _compared(steps, record["planned"]),
         "plan": _plan(run / "plan.json"),
         "environment": list(record.get("environment", {}).items()),
         "sample": _text(run / "sample.txt"),
@@ -123,12 +127,21 @@ def _tile(label: str, value: str, note: str, mood: str = "") -> dict[str, str]:
 # ---- charts --------------------------------------------------------------------------------------
 
 
-def _charts(steps: list[Row], evaluations: list[Row], record: Row) -> list[dict[str, Any]]:
+def _charts(
+    steps: list[Row], evaluations: list[Row], saves: list[Row], record: Row
+) -> list[dict[str, Any]]:
+    planned = record["planned"]
     drawings = {
         "Loss": loss_chart(steps, evaluations, record["measured"].get("baseline_loss")),
         "Where a step's time goes": _time_chart(steps),
-        "Memory of the largest rank": _memory_chart(steps, record.get("planned") or {}),
-        "Tokens a second, all ranks": _curve(steps, "tokens_per_s", 3, "tokens/s", from_zero=True),
+        "Memory of the largest rank": _memory_chart(steps, planned),
+        "Tokens a second, all ranks": _beside_plan(
+            steps, ("tokens_per_s", "", 1), planned.get("expected_tokens_per_s")
+        ),
+        "Communication that is not hidden": _beside_plan(
+            steps, ("comm_s", " ms", 1000), planned.get("expected_wait_s")
+        ),
+        "Training stands still to save": _saves_chart(saves),
         "Gradient norm before clipping": _curve(steps, "grad_norm", 4, "norm"),
         "Learning rate": _curve(steps, "learning_rate", 1, "rate", from_zero=True),
     }
@@ -206,6 +219,24 @@ def _memory_chart(steps: list[Row], planned: Row) -> str:
     return line_chart(series, Axes("step", name, lambda value: f"{value:g} {name}", from_zero=True))
 
 
+def _beside_plan(steps: list[Row], what: tuple[str, str, float], planned: float | None) -> str:
+    """A column (its name, its unit, how many of these it has), and what the plan said."""
+    name, unit, scale = what
+    xs = _column(steps, "step")
+    if not any(_column(steps, name)):  # one rank, or inside of XLA's program
+        return ""
+    series = [Series("measured", xs, [scale * value for value in _column(steps, name)], 1)]
+    if planned is not None and xs:
+        series.append(Series("planned", [xs[0], xs[-1]], [scale * planned] * 2, 3, "dashed"))
+    return line_chart(series, Axes("step", name, lambda value: f"{value:g}{unit}", from_zero=True))
+
+
+def _saves_chart(saves: list[Row]) -> str:
+    times = [1000 * value for value in _column(saves, "save_s")]
+    series = [Series("checkpoint", _column(saves, "step"), times, 2, "dots")]
+    return line_chart(series, Axes("step", "ms", lambda value: f"{value:g} ms", from_zero=True))
+
+
 def _curve(steps: list[Row], field: str, color: int, label: str, *, from_zero: bool = False) -> str:
     steps = [row for row in steps if row.get(field) is not None]
     series = [Series(label, _column(steps, "step"), _column(steps, field), color)]
@@ -213,6 +244,40 @@ def _curve(steps: list[Row], field: str, color: int, label: str, *, from_zero: b
 
 
 # ---- plan ----------------------------------------------------------------------------------------
+
+
+def _compared(steps: list[Row], planned: Row) -> list[tuple[str, str, str]]:
+    """What the plan said, beside what was measured: the median of the second half."""
+    late = steps[len(steps) // 2 :]
+    if not late:
+        return []
+    memory = "memory of a rank"
+    if planned.get("measures_process"):
+        memory += ", measured with all libraries"
+    told = {
+        memory: ("expected_peak_bytes", "memory_peak_bytes", _size),
+        "a step": ("expected_step_time_s", "step_time_s", _milliseconds),
+        "tokens a second": ("expected_tokens_per_s", "tokens_per_s", _count),
+        "communication not hidden": ("expected_wait_s", "comm_s", _milliseconds),
+    }
+    found: list[tuple[str, str, str]] = []
+    for what, (key, field, show) in told.items():
+        value = planned.get(key)
+        measured = show(median(_column(late, field)))
+        found.append((what, "-" if value is None else show(value), measured))
+    return found
+
+
+def _size(num_bytes: float) -> str:
+    return human_bytes(round(num_bytes))
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.4g} ms"
 
 
 def _plan(path: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from threading import Event, Thread
 from typing import Any, Protocol
 
 from fullshard.config.values import Tracker
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Trackers:
     """
 
     def __init__(self, asked: Sequence[Tracker], names: Names) -> None:
-        self._rows: queue.Queue[StepRow | EvalRow] = queue.Queue(QUEUED)
+        self._rows: queue.Queue[StepRow | EvalRow | SaveRow] = queue.Queue(QUEUED)
         self._num_lost = 0
         self._ended = Event()
         self._is_good = False
@@ -142,7 +142,7 @@ class Trackers:
             self._thread = Thread(target=self._serve, args=(asked, names), daemon=True)
             self._thread.start()
 
-    def write(self, row: StepRow | EvalRow) -> None:
+    def write(self, row: StepRow | EvalRow | SaveRow) -> None:
         """Shows a row, soon."""
         if self._thread is None:
             return
@@ -185,8 +185,8 @@ class Trackers:
                 opened.close(is_good=self._is_good)
 
 
-def _shown(row: StepRow | EvalRow) -> dict[str, float]:
-    prefix = "train/" if isinstance(row, StepRow) else "eval/"
+def _shown(row: StepRow | EvalRow | SaveRow) -> dict[str, float]:
+    prefix = "eval/" if isinstance(row, EvalRow) else "train/"
     return {
         prefix + name.removeprefix("eval_"): value
         for name, value in asdict(row).items()

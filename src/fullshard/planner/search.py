@@ -57,9 +57,15 @@ class Advice:
         """What it brings."""
         peak = human_bytes(self.outlook.peak_bytes[Place.DEVICE])
         told = f"{self.outlook.fit or 'takes'}: {peak} a device"
+        host = self.outlook.peak_bytes[Place.HOST]
+        if host > before.peak_bytes[Place.HOST]:
+            told += f" and {human_bytes(host)} a rank on its host"
         now, then = before.step_time_s, self.outlook.step_time_s
         if now is not None and then is not None:
             told += f", {then:.3g} s a step ({now / then:.2f} x as fast)"
+        more = self.outlook.plan.mesh.world_size / before.plan.mesh.world_size
+        if more != 1:
+            told += f", {more:g} x the samples an update"
         return f"{self.words}: {told}"
 
 

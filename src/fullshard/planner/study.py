@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from fullshard.config.sharding import ShardConfig
@@ -9,13 +10,16 @@ from fullshard.config.values import Strategy
 from fullshard.planner.forecast.memory import peak_memory
 from fullshard.planner.forecast.speed import step_times
 from fullshard.planner.forecast.workload import Mesh
+from fullshard.planner.hardware import Fit
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, Outlook, look, workload
 from fullshard.planner.phases import Storage
+from fullshard.planner.plan import Plan
 from fullshard.planner.search import MICRO_BATCH, Advice, PlanOf, advise, choose
 
 MAX_SCALE = 1024
+FAR_OFF = 1.5  # of the memory: an estimate above it is not planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,22 @@ def study(
         outlook = choose(outlook, plan_of, machine, free, hosts=hosts)
     advice = advise(outlook, plan_of, machine, hosts=hosts)
     return Study(outlook, advice, scaling(outlook, machine, topology), machine, hosts)
+
+
+def on_more_ranks(
+    study: Study, topology: Topology, plan_at: Callable[[Topology], Plan]
+) -> list[Advice]:
+    """The fewest hosts that take what does not fit, each rank's work kept; none where it fits."""
+    local = topology.local_world_size or topology.world_size
+    before, limit = study.outlook, FAR_OFF * (study.machine.memory_bytes or 0)
+    for point in study.scaling if before.fit is Fit.NO else ():
+        is_larger = point.world_size > topology.world_size and point.world_size % local == 0
+        if is_larger and point.peak_bytes < limit:
+            plan = plan_at(Topology(point.world_size, local))
+            outlook = look(plan, before.config, before.job, study.machine)
+            if outlook.fit is not Fit.NO:
+                return [Advice({"--nodes": str(point.world_size // local)}, outlook)]
+    return []
 
 
 def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[ScalePoint]:

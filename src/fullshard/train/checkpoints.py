@@ -75,8 +75,8 @@ class RunCheckpoints:
         """Whether this rank was told to save and end."""
         return bool(self._caught.numbers)
 
-    def keep(self, step: int, *, stopping: bool, last: bool) -> None:
-        """Save where it is due.
+    def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
+        """Save where it is due; returns whether it was.
 
         Raises:
             CheckpointError: This save could not begin, or the one before failed.
@@ -84,7 +84,8 @@ class RunCheckpoints:
         """
         saving.SAVES.check()
         every = self._steps.save_every
-        if every is not None and (stopping or last or step % every == 0):
+        due = every is not None and (stopping or last or step % every == 0)
+        if due:
             watchdog.phase("saving", step)
             self._save(step, wait=stopping or last)
         if stopping:
@@ -93,6 +94,7 @@ class RunCheckpoints:
                 f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "
                 f"step {step}, which {saved}. Start it again to resume."
             )
+        return due
 
     def resume(self, resume: Resume) -> int:
         """Load the newest usable checkpoint; returns the number of finished steps. A collective.

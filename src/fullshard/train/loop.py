@@ -96,13 +96,16 @@ class Keeper(Protocol):
         """Whether somebody has told this rank to save and end."""
         ...
 
-    def keep(self, step: int, *, stopping: bool, last: bool) -> None:
+    def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
         """After an update and what belongs to it; all ranks call it together.
 
         Args:
             step: The update.
             stopping: Some rank was asked to stop.
             last: None follows.
+
+        Returns:
+            Whether it was time to save.
 
         Raises:
             PreemptedError: Some rank was asked to stop; all is saved.
@@ -227,9 +230,9 @@ class Loop(StepLoop):
         what, value = ("gradient norm", grad_norm) if math.isfinite(loss) else ("loss", loss)
         raise DivergedError(diverged(what, value, step, self._num_skipped - 1))
 
-    def _keep(self, step: int, *, stopping: bool, last: bool) -> None:
-        if self._trainee.keeper is not None:
-            self._trainee.keeper.keep(step, stopping=stopping, last=last)
+    def _keep(self, step: int, *, stopping: bool, last: bool) -> bool:
+        keeper = self._trainee.keeper
+        return keeper is not None and keeper.keep(step, stopping=stopping, last=last)
 
     def _on_any_rank(self, flag: float) -> bool:
         return any(part[0] for part in self._team.exchange([flag]))

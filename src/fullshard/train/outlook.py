@@ -12,16 +12,20 @@ import torch
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.environment import read_launch_environment
+from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
 from fullshard.engine.collectives.shared_home.segment import Host
+from fullshard.errors import ConfigError
+from fullshard.launch.machine import describe_machine
 from fullshard.launch.topology import configured_topology
+from fullshard.planner.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.planner.forecast.architecture import Shapes, decoder
 from fullshard.planner.forecast.devices import Device, find_device
 from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.workload import Batch
-from fullshard.planner.hardware import Gpus
+from fullshard.planner.hardware import Fit, Gpus
+from fullshard.planner.homes import Place
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.phases import Storage
@@ -164,13 +168,18 @@ class View:
         return flops / (device.peak * self.outlook.plan.mesh.world_size)
 
     def advice(self) -> list[str]:
-        """What would fit, or be faster, in words."""
-        found = advise(self.outlook, self.plan_of, self.machine, hosts=self.hosts)
+        """What takes a tenth less at least, in words, of a run that found no more memory."""
+        peak = self.outlook.peak_bytes[Place.DEVICE]
+        machine = replace(self.machine, memory_bytes=min(self.machine.memory_bytes or peak, peak))
+        before = replace(self.outlook, fit=Fit.TIGHT)  # whatever was planned
+        found = advise(before, self.plan_of, machine, hosts=self.hosts)
         return [one.sentence(self.outlook) for one in found]
 
 
 def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
     """A run on this machine.
+
+    A CPU's time is what was measured on it, where that is known.
 
     Args:
         config: Its configuration; `strategy: auto` stands for full_shard.
@@ -181,17 +190,35 @@ def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
     told = launched or configured_topology(config.launch)
     local = told.local_world_size or world_size
 
+    hosts, on_gpu = -(-world_size // local), torch.cuda.is_available()
+
     def plan_of(sharding: ShardConfig) -> Plan:
+        if hosts == 1 and not on_gpu:
+            sharding = on_one_host(sharding, world_size)
         return fs.plan(model, sharding, world_size=world_size, local_world_size=local)
 
     sharding = config.sharding
     if sharding.strategy is Strategy.AUTO:
         sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
     machine = this_machine(local)
-    taught = Taught.of(config, local, on_gpu=torch.cuda.is_available())
+    if hosts == 1 and not on_gpu:
+        machine = replace(machine, calibration=known_calibration(world_size))
+    taught = Taught.of(config, local, on_gpu=on_gpu)
     job = job_of(model, config.training, world_size, taught)
     outlook = look(plan_of(sharding), sharding, job, machine)
-    return View(outlook, plan_of, machine, -(-world_size // local))
+    return View(outlook, plan_of, machine, hosts)
+
+
+def known_calibration(world_size: int) -> Calibration | None:
+    """What `fullshard bench calibrate` found on this machine with so many ranks, if it did."""
+    path = cache_folder() / FILE_NAME
+    try:
+        found = read_calibration(path) if path.is_file() else None
+    except ConfigError:  # `fullshard plan` says what is wrong with it
+        return None
+    if found is None or found.machine != describe_machine() or found.of(world_size) is None:
+        return None
+    return found
 
 
 def model_of(config: RunConfig) -> nn.Module:

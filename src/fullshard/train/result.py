@@ -75,6 +75,9 @@ def planned(
         "peak_bytes": plan.peak_bytes,
         "expected_peak_bytes": outlook.peak_bytes["device"] if outlook else None,
         "expected_step_time_s": outlook.step_time_s if outlook else None,
+        "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
+        "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
+        "measures_process": not torch.cuda.is_available(),  # see `_memory`
         "rows": plan.rows() + _staging(plan, steps),
         "num_steps": steps.num_steps,
         "samples_per_step": steps.order.shape.global_batch,

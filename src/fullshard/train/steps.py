@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DivergedError
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.train.patience import Patience
 from fullshard.train.schedule import Schedule
 
@@ -22,6 +23,8 @@ class Watcher(Protocol):
     def stepped(self, row: StepRow) -> None: ...
 
     def evaluated(self, row: EvalRow) -> None: ...
+
+    def saved(self, row: SaveRow) -> None: ...
 
     def misses_evaluation(self, step: int) -> bool:
         """Whether this rank should have the held-out loss after a step, and has not."""
@@ -84,7 +87,9 @@ class StepLoop(ABC):
             if last or (self._evaluates_after(step) and not self._stopping):
                 self.evaluate(step)
             last = last or patience.is_lost
-            self._keep(step, stopping=self._stopping and not last, last=last)
+            began = time.perf_counter()
+            if self._keep(step, stopping=self._stopping and not last, last=last):
+                self._watcher.saved(SaveRow(step, time.perf_counter() - began))
 
     def _evaluates_after(self, step: int) -> bool:
         eval_every = self._settings.eval_every
@@ -129,8 +134,8 @@ class StepLoop(ABC):
         """Whether this rank was told to save and end."""
 
     @abstractmethod
-    def _keep(self, step: int, *, stopping: bool, last: bool) -> None:
-        """Saves where that is due."""
+    def _keep(self, step: int, *, stopping: bool, last: bool) -> bool:
+        """Saves where that is due; returns whether it was."""
 
 
 def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:

@@ -27,7 +27,7 @@ from fullshard.engine.runtime import tensors_in
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.train.loop import Batch, Loop, Trainee
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.model import quiet_libraries
@@ -65,6 +65,9 @@ class Record:
 
     def evaluated(self, row: EvalRow) -> None:
         """There is nothing held out."""
+
+    def saved(self, row: SaveRow) -> None:
+        """Nobody asks how long it took."""
 
     def misses_evaluation(self, step: int) -> bool:  # noqa: ARG002
         """There is nothing held out."""

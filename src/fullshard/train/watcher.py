@@ -8,7 +8,7 @@ from typing import Self
 
 from fullshard.config.schema import RunConfig
 from fullshard.observe import watchdog
-from fullshard.observe.metrics import EvalRow, MetricsWriter, StepRow, keep_rows
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows
 from fullshard.observe.trackers import Names, Trackers
 from fullshard.train.console import RunConsole
 from fullshard.train.run_folder import RunFolder
@@ -84,7 +84,11 @@ class RunWatcher:
             self._write(row)
             self.console.print_evaluation(row)
 
-    def _write(self, row: StepRow | EvalRow) -> None:
+    def saved(self, row: SaveRow) -> None:
+        if self.console is not None:
+            self._write(row)
+
+    def _write(self, row: StepRow | EvalRow | SaveRow) -> None:
         if self._metrics is not None and self._trackers is not None:
             self._metrics.write(row)
             self._trackers.write(row)

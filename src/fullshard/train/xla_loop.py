@@ -130,9 +130,9 @@ class XlaLoop(StepLoop):
     def _asked_to_stop(self) -> bool:
         return self._keeper.asked_to_stop()
 
-    def _keep(self, step: int, *, stopping: bool, last: bool) -> None:
+    def _keep(self, step: int, *, stopping: bool, last: bool) -> bool:
         self._keeper.state = self._trainee.state
-        self._keeper.keep(step, stopping=stopping, last=last)
+        return self._keeper.keep(step, stopping=stopping, last=last)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:

@@ -60,7 +60,6 @@ def devices_of(topology: str | None, world_size: int) -> list[Any]:
         processes.play(world_size)
         return list(jax.devices())
     if ":" not in topology:
-        processes.play(1)
         return gpu_devices(topology)
     if find_spec("libtpu") is None:
         raise ConfigError(
@@ -102,8 +101,7 @@ def compile_step(
     began = time.perf_counter()
     try:
         options = compiler_options(list(plan.mesh.devices.flat))
-        lowered = step.lower(abstract_state(plan, tx), batch, learning_rate=1e-3)
-        compiled = lowered.compile(options)
+        compiled = step.compile(abstract_state(plan, tx), batch, options, learning_rate=1e-3)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

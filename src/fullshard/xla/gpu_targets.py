@@ -20,6 +20,7 @@ from jax.experimental import topologies
 
 from fullshard.errors import ConfigError
 from fullshard.planner.hardware import parse_gpus
+from fullshard.xla import processes
 
 _KEY = "--topology"
 _FORM = re.compile(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>\d+x\S+)")
@@ -107,6 +108,7 @@ def gpu_devices(topology: str) -> list[Any]:
             f"jax-cuda12-pjrt=={version} nvidia-cuda-nvcc-cu12 nvidia-cuda-runtime-cu12 (no GPU is "
             f"needed), or leave {_KEY} out: the step is then compiled for CPUs."
         )
+    processes.play(1)
     text = target_config(gpus.name, gpus.memory_bytes)
     described = topologies.get_topology_desc(
         gpus.name,

@@ -170,13 +170,10 @@ class Step:
         """This process's part of a batch as arrays over all devices."""
         return place_batch(self.plan, batch, self.num_micro_batches)
 
-    def compile(self, state: Any, batch: Any, **extra: Any) -> Any:
+    def compile(self, state: Any, batch: Any, compiler_options: Any = None, **extra: Any) -> Any:
         """The compiled step; shapes will do in place of arrays."""
-        return self.lower(state, batch, **extra).compile()
-
-    def lower(self, state: Any, batch: Any, **extra: Any) -> Any:
-        """The step before XLA's compiler."""
-        return self._run.lower(state, batch, _arrays(extra), self._beside)
+        lowered = self._run.lower(state, batch, _arrays(extra), self._beside)
+        return lowered.compile(compiler_options)
 
     def num_compiled(self) -> int:
         """How many programs were made of it: one, unless shapes changed."""
