@@ -197,7 +197,7 @@ def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
 class Normalized(nn.Embedding):
     """Its backward reads the weight, as that of an embedding does not."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(input, nn.functional.normalize(self.weight, dim=-1))
 
 
