@@ -24,6 +24,9 @@ def split(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return matrices, [p for p in model.parameters() if id(p) not in taken]
 
 
+NO_ERROR = "NO ERROR: NoneType"
+
+
 class Both:
     """Two optimizers of one process, stepped one after the other."""
 
@@ -163,6 +166,38 @@ class Shared(optim.SGD):
         super().step(closure)
 
 
+class Anchored(optim.SGD):
+    """Keeps copies of the values that it was made with."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["anchor"] = param.detach().clone()
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for param, state in self.state.items():
+                if param.grad is not None:
+                    param.grad += param - state["anchor"]
+        super().step(closure)
+
+
+class Late(optim.SGD):
+    """Does something else once it was called more often than a trial calls it."""
+
+    def __init__(self, params: Any, lr: float, *, fails: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.calls, self._calls, self._fails = 0, 0, fails
+
+    def step(self, closure: Any = None) -> None:
+        self._calls += 1
+        if self._calls > 8:
+            if self._fails:
+                raise ValueError("boom")
+            self.calls += 1
+        super().step(closure)
+
+
 def refusals(rank_without: int) -> dict[str, str]:
     run = Run(2, dist.get_rank())
     model = run.shard(run.model())
@@ -172,6 +207,11 @@ def refusals(rank_without: int) -> dict[str, str]:
     before = run.result(model)
     texts = {
         "mixes tensors": error_of(lambda: fs.owned(model, partial(Shared, lr=0.1))),
+        "a rate of zero": error_of(lambda: fs.owned(model, partial(Shared, lr=0))),
+        "copies values": error_of(lambda: fs.owned(model, partial(Anchored, lr=0.1))),
+        "owned twice": error_of(
+            lambda: fs.owned(model, adafactor, [model.head.weight], beside=optimizer)
+        ),
         "needs a closure": error_of(lambda: fs.owned(model, optim.LBFGS)),
         "not 2-D": error_of(lambda: fs.owned(model, optim.Muon)),
         "another model's": error_of(lambda: fs.owned(model, adafactor, [nn.Linear(2, 2).weight])),
@@ -196,4 +236,57 @@ def test_what_owners_cannot_do_is_refused_on_all_ranks(ranks, snapshot):
     texts = ranks(2)(refusals, 1)
     assert [w for w, text in texts[0].items() if "Error: " not in text] == []
     assert texts[0].keys() == texts[1].keys()
+    assert texts[0] == snapshot
+
+
+def edited(edit: Any, *, kind: Any = optim.Adafactor, **settings: Any) -> str:
+    """What a step says after an edit, or from the ninth call of the owners' optimizer on."""
+    run = Run(2, dist.get_rank())
+    model = run.model()
+    model.scale.requires_grad_(False)
+    run.shard(model, ignore=["scale"])
+    rest = optim.AdamW(model.head.parameters())
+    taken = {id(param) for param in model.head.parameters()}
+    params = [p for p in model.parameters() if id(p) not in taken]
+    groups = [{"params": params[:3]}, {"params": params[3:]}]
+    optimizer = fs.owned(model, partial(kind, lr=0.1, **settings), groups, beside=rest)
+    for step in range(9):
+        if step == 1:
+            edit(model, optimizer, rest)
+        run.loss(model, step).backward()
+        said = error_of(optimizer.step)
+        optimizer.zero_grad()
+        if said != NO_ERROR:
+            return said
+    return NO_ERROR
+
+
+EDITS = {
+    "a group less": lambda _, o, __: o.param_groups.pop(0),
+    "groups turned round": lambda _, o, __: o.param_groups.reverse(),
+    "a parameter less": lambda _, o, __: o.param_groups[0]["params"].pop(0),
+    "states cleared": lambda _, o, __: o.state.clear(),
+    "a group beside": lambda m, _, b: b.add_param_group({"params": [m.scale]}),
+    "thawed": lambda m, _, __: m.scale.requires_grad_(True),
+}
+
+
+def untouched(*_: Any) -> None:
+    pass
+
+
+def edits() -> dict[str, str]:
+    texts = {what: edited(edit) for what, edit in EDITS.items()}
+    texts["counts its calls"] = edited(untouched, kind=Late)
+    texts["fails on one rank"] = edited(untouched, kind=Late, fails=dist.get_rank() == 0)
+    texts["numbers of groups"] = edited(lambda _, o, __: o.param_groups[0].update(lr=0.2))
+    return texts
+
+
+def test_what_owners_would_not_know_of_is_an_error_on_all_ranks(ranks, snapshot):
+    texts = ranks(2)(edits)
+    for text in texts:  # each rank speaks of its own
+        assert "boom" in text.pop("fails on one rank")
+        assert "replaced or cleared" in text.pop("states cleared")
+    assert texts[0] == texts[1]
     assert texts[0] == snapshot

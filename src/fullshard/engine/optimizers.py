@@ -231,8 +231,9 @@ def check_by_itself(
         settings = {key: value for key, value in group.items() if key != "params"}
         try:
             together = _in_turns(factory, settings, drawn, [[0, 1, 2]])
-            apart = _in_turns(factory, settings, [tensors[:2] for tensors in drawn], [[0], [1]])
-            apart += _in_turns(factory, settings, [tensors[2:] for tensors in drawn], [[0]])
+            halves = [tensors[:2] for tensors in drawn], [tensors[2:] for tensors in drawn]
+            apart = _in_turns(factory, settings, halves[0], [[0], [1]], seen_later=True)
+            apart += _in_turns(factory, settings, halves[1], [[0]], seen_later=True)
         except Exception as error:
             raise EngineError(
                 "fs.owned: expected an optimizer that can be tried on small matrices of "
@@ -241,8 +242,9 @@ def check_by_itself(
         if not all(map(_close, together, apart)):
             raise EngineError(
                 "fs.owned: expected an optimizer that updates each tensor by itself; this one "
-                "updates it in another way where it has other tensors too, or has its turn later, "
-                "as it will when owners share the work. Use it under no_shard, without fs.owned."
+                "updates it in another way where it has other tensors too, has its turn later, or "
+                "cannot see the values when it is made, as it will be when owners share the work. "
+                "Use it under no_shard, without fs.owned."
             )
 
 
@@ -255,12 +257,24 @@ def _in_turns(
     settings: dict[str, Any],
     drawn: list[list[torch.Tensor]],
     turns: list[list[int]],
+    *,
+    seen_later: bool = False,
 ) -> list[torch.Tensor]:
-    """Steps in which a call updates the tensors of one turn."""
-    params = [torch.nn.Parameter(tensor.clone()) for tensor in drawn[0]]
+    """Steps in which a call updates the tensors of one turn.
+
+    Args:
+        factory: Makes the optimizer.
+        settings: Of its group.
+        drawn: Values, then gradients of each step.
+        turns: Which tensors have gradients in a call.
+        seen_later: Whether values are there only after it was made.
+    """
+    params = [torch.nn.Parameter(tensor * (not seen_later)) for tensor in drawn[0]]
     optimizer = factory([{**settings, "params": params}])
+    for param, tensor in zip(params, drawn[0], strict=True):
+        param.data = tensor.clone()
     for group in optimizer.param_groups:
-        if isinstance(group.get("lr"), float):
+        if isinstance(group.get("lr"), int | float):
             group["lr"] = PROBE_RATE
     for gradients in drawn[1:]:
         for turn in turns:

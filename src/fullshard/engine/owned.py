@@ -27,6 +27,7 @@ from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.collectives import Exchange
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import check_by_itself, trust
+from fullshard.engine.owned_checks import MadeWith, name_of, settings_of
 from fullshard.engine.parameter import ShardedParameter, is_guarded
 from fullshard.engine.together import agree
 from fullshard.errors import CheckpointError, EngineError
@@ -131,16 +132,22 @@ class OwnedOptimizer(torch.optim.Optimizer):
         if beside is not None:
             self._join(beside)
         self._complete = True
+        self._made_with = MadeWith(self.param_groups, beside)
         trust(self)
         self._take_new_states(self._owned.values())
 
     def _join(self, beside: torch.optim.Optimizer) -> None:
         """One list of groups and one table of states for both."""
+        if isinstance(beside, OwnedOptimizer):
+            raise EngineError(
+                "fs.owned: expected an elementwise optimizer in `beside`; got another owned one, "
+                "whose states would not be saved. Keep the two side by side."
+            )
         ours = {id(param) for group in self.param_groups for param in group["params"]}
         both = [p for g in beside.param_groups for p in g["params"] if id(p) in ours]
         if both:
             raise EngineError(
-                f"fs.owned: expected other parameters in `beside`; {_name(both[0])} is in both. "
+                f"fs.owned: expected other parameters in `beside`; {name_of(both[0])} is in both. "
                 "Give each parameter one optimizer."
             )
         self.param_groups += beside.param_groups
@@ -204,13 +211,45 @@ class OwnedOptimizer(torch.optim.Optimizer):
             owned.show(both)
         self._exchange.run(sends, receives)
         try:
-            if mine:
-                self._inner.step()
+            self._update(mine)
             self._give_back(live)
         finally:
             for owned in mine:
                 owned.hide()
         self._take_new_states(members)
+
+    def _update(self, mine: list[_Owned]) -> None:
+        """The owners' optimizer on what is whole now; where one rank's raises, all raise."""
+        before, error = settings_of(self._inner), None
+        try:
+            if mine:
+                self._inner.step()
+        except Exception as caught:  # noqa: BLE001  whatever it is, the others wait for tensors
+            error = caught
+        if settings_of(self._inner) != before:
+            error = EngineError(
+                f"fs.owned: expected {type(self._inner).__name__} to keep what it counts with each "
+                "parameter; it changed its groups or itself, and it steps once a round, not once a "
+                "step. Use it under no_shard, without fs.owned."
+            )
+        self._raise_together(error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks what one has found. A collective."""
+        engine = self._engine
+        if engine.plan.mesh.world_size > 1:
+            flag = torch.tensor([float(error is not None)], device=engine.device)
+            engine.transport.all_reduce(flag, maximum=True)
+            if not flag.item():
+                return
+        elif error is None:
+            return
+
+        def tell() -> None:
+            if error is not None:
+                raise error
+
+        agree(engine, tell)
 
     def _give_back(self, live: list[_Owned]) -> None:
         """Every rank gets its slices of what was updated."""
@@ -243,6 +282,9 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
+        tables = self.state, self._inner.state
+        wholes = [(owned.param, owned.whole) for owned in self._owned.values()]
+        self._raise_together(self._made_with.find_edits(self.param_groups, wholes, tables))
         if engine.plan.mesh.shard == 1:
             return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
@@ -293,7 +335,7 @@ def owned_optimizer(
     if params is None:
         taken = {id(p) for g in (beside.param_groups if beside else ()) for p in g["params"]}
         params = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    given = list(params)
+    given = [p[1] if isinstance(p, tuple) else p for p in params]  # named_parameters()
     if not given:
         raise EngineError("fs.owned: expected parameters to train; got none. Name some.")
     groups = given if isinstance(given[0], dict) else [{"params": given}]
@@ -302,7 +344,7 @@ def owned_optimizer(
     for param in (param for group in groups for param in group["params"]):
         if id(param) not in known:
             raise EngineError(
-                f"fs.owned: expected parameters of the model; got {_name(param)}, which is not "
+                f"fs.owned: expected parameters of the model; got {name_of(param)}, which is not "
                 "among them. Give those of model.named_parameters()."
             )
     return OwnedOptimizer(model, factory, groups, beside)
@@ -343,8 +385,3 @@ def _refuse_places(engine: Engine) -> None:
         raise EngineError(
             "fs.owned: expected ranks that own tensors; transport fake has one. Use another."
         )
-
-
-def _name(param: Any) -> str:
-    record = getattr(param, "record", None)
-    return repr(record.piece.name) if record is not None else f"one of shape {tuple(param.shape)}"

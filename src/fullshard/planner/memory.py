@@ -109,13 +109,13 @@ def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) ->
 
 
 def whole_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
-    """Bytes of the tensors that an owner holds whole at one time, with their gradients."""
+    """Bytes that an owner holds at one time: whole tensors, gradients, an update's temporaries."""
     held: dict[tuple[int, int], int] = {}
     for tensor in owned_tensors(trained, optimizer):
         if tensor.num_parts > 1:
             key = tensor.turn, tensor.owner
             held[key] = held.get(key, 0) + 2 * math.prod(tensor.shape) * tensor.itemsize
-    return max(held.values(), default=0)
+    return int(max(held.values(), default=0) * (1 + optimizer.num_temporaries / 2))
 
 
 def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
