@@ -192,3 +192,31 @@ def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
     assert [value is loss for value in kept.values()] == [True]
     module.more = parts = [loss]
     assert [id(value) for value in kept.values()] == [id(loss), id(parts)]
+
+
+class Normalized(nn.Embedding):
+    """Its backward reads the weight, as that of an embedding does not."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(input, nn.functional.normalize(self.weight, dim=-1))
+
+
+def differing_embedding() -> list[str]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Normalized(11, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    one = build().double()
+    many = fs.shard(
+        build().double(), wrap=["Normalized", "Linear"], transport="direct", poison=True
+    )
+    for model in (one, many):
+        model(torch.arange(8)).square().sum().backward()
+    found = whole_gradients(many)
+    return [
+        n for n, p in one.named_parameters() if not torch.allclose(found[n], p.grad, rtol=1e-11)
+    ]
+
+
+def test_an_embedding_that_computes_with_its_weight_has_it_in_backward(ranks):
+    assert ranks(2)(differing_embedding) == [[], []]

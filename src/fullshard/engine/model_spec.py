@@ -41,7 +41,7 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
             kind=type(module).__name__,
             is_container=isinstance(module, CONTAINERS),
             can_be_unit=not isinstance(module, NEVER_CALLED) and id(module) not in read_directly,
-            reads_weight_in_backward=not isinstance(module, nn.Embedding),
+            reads_weight_in_backward=not _looks_up(module),
         )
         for name, module in model.named_modules()
     )
@@ -56,6 +56,12 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
     return ModelSpec(type(model).__name__, modules, specs, buffer_bytes, sum(saved.values()))
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether its backward needs indices alone: an embedding that computes as torch's."""
+    forward = getattr(module.forward, "__func__", None)
+    return isinstance(module, nn.Embedding) and forward is nn.Embedding.forward
 
 
 def places_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -23,7 +23,7 @@ from fullshard.planner.hardware import parse_gpus
 from fullshard.xla import processes
 
 _KEY = "--topology"
-_FORM = re.compile(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>\d+x\S+)")
+_FORM = re.compile(r"(?:(?P<hosts>[1-9]\d*)x)?(?P<gpus>\d+x[A-Za-z]\S*)")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def scatter(wholes: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
         return [lax.psum_scatter(w, axis, scatter_dimension=dim, tiled=True) for w, dim in pairs]
     num = lax.axis_size(axis)
     found = _exchange([jnp.stack(jnp.split(whole, num, dim)) for whole, dim in pairs], axis)
-    return [rows.sum(0) for rows in found]
+    return [rows.sum(0, dtype=rows.dtype) for rows in found]
 
 
 def total(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
