@@ -47,7 +47,7 @@ class OptimizerStates:
     @property
     def num_temporaries(self) -> float:
         """Tensors of a whole one's size that its update makes, at most: measured, not derived."""
-        return {Optimizer.MUON: 3.1, Optimizer.ADAFACTOR: 2.0}.get(self.owned or Optimizer.SGD, 0.0)
+        return {Optimizer.MUON: 3.1, Optimizer.ADAFACTOR: 2.1}.get(self.owned or Optimizer.SGD, 0.0)
 
     def owns(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a parameter has an owner, which alone keeps its states."""
