@@ -172,7 +172,7 @@ def test_output_without_a_terminal_is_plain_and_rank_0s_alone(two_ranks):
 
 def test_report_is_one_file_that_loads_nothing(two_ranks):
     page = (two_ranks.folder / "report.html").read_text()
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 8
     assert not re.search(r"(src|href)\s*=|url\(|@import|<script", page)
     assert "LlamaDecoderLayer" in page
     assert "interpolated bigram" in page
