@@ -192,9 +192,19 @@ class Late(optim.SGD):
     def step(self, closure: Any = None) -> None:
         self._calls += 1
         if self._calls > 8:
+            self.calls += 1
             if self._fails:
                 raise ValueError("boom")
-            self.calls += 1
+        super().step(closure)
+
+
+class Switched(optim.SGD):
+    """Notes that it has begun, as bitsandbytes' do."""
+
+    initialized = False
+
+    def step(self, closure: Any = None) -> None:
+        self.initialized = True
         super().step(closure)
 
 
@@ -278,7 +288,9 @@ def untouched(*_: Any) -> None:
 def edits() -> dict[str, str]:
     texts = {what: edited(edit) for what, edit in EDITS.items()}
     texts["counts its calls"] = edited(untouched, kind=Late)
-    texts["fails on one rank"] = edited(untouched, kind=Late, fails=dist.get_rank() == 0)
+    failing = {"kind": Late, "fails": True} if dist.get_rank() == 0 else {"kind": optim.SGD}
+    texts["fails on one rank"] = edited(untouched, **failing)
+    texts["notes that it has begun"] = edited(untouched, kind=Switched)
     texts["numbers of groups"] = edited(lambda _, o, __: o.param_groups[0].update(lr=0.2))
     return texts
 

@@ -88,6 +88,18 @@ LLAMA = {
 }
 
 
+# Of a run; its sizes divide over nothing.
+ODD_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 127,
+    "hidden_size": 36,
+    "intermediate_size": 55,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+
+
 def llama() -> nn.Module:
     """Three layers; embedding and head are each smaller than a block."""
     return hugging_face("llama", **LLAMA)

@@ -24,16 +24,7 @@ from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at
 from fullshard.train.prepare import given_model_config
-
-ODD = {
-    "model_type": "llama",
-    "vocab_size": 127,
-    "hidden_size": 36,
-    "intermediate_size": 55,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-}
+from support.models import ODD_LLAMA
 
 
 def memory_of(states: list[Any]) -> int:
@@ -58,7 +49,7 @@ def watch_wholes(optimizer: Any, seen: list[int]) -> None:
 def kept(words: list[str]) -> tuple[int, int, int, int]:
     """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
     whole tensors during the step, and the plan's."""
-    config = load_config(None, [f"model.config={json.dumps(ODD)}", *words]).config
+    config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
     seen = [0]
@@ -115,7 +106,7 @@ def test_an_owners_update_makes_no_more_than_is_planned(optim):
 
 
 def test_an_optimizer_of_ones_own_is_planned_by_bytes_an_element():
-    plan = fs.plan(ODD, world_size=3, optimizer_bytes=2.5)
+    plan = fs.plan(ODD_LLAMA, world_size=3, optimizer_bytes=2.5)
     largest = max(sum(s.numel for s in plan.view(rank).all_slices()) for rank in range(3))
     assert plan.memory[2].name == "optimizer (2.5 bytes)"
     assert plan.memory[2].num_bytes == pytest.approx(2.5 * largest, abs=1)

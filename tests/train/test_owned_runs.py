@@ -19,17 +19,8 @@ from fullshard.observe.metrics import read_rows
 from fullshard.train.build import build_sharded
 from fullshard.train.optim import OptimizerSettings, build_optimizer, check_optimizer
 from fullshard.train.prepare import given_model_config
+from support.models import ODD_LLAMA
 from support.text import seeded_text
-
-ODD = {
-    "model_type": "llama",
-    "vocab_size": 127,
-    "hidden_size": 36,
-    "intermediate_size": 55,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-}
 
 
 def alone(model: nn.Module, optim: str) -> list[Any]:
@@ -58,7 +49,7 @@ def alone(model: nn.Module, optim: str) -> list[Any]:
 
 def has_the_bits(optim: str, words: list[str]) -> None:
     """Three updates with gradients that are the same everywhere."""
-    overrides = [f"model.config={json.dumps(ODD)}", f"optim={optim}", *words]
+    overrides = [f"model.config={json.dumps(ODD_LLAMA)}", f"optim={optim}", *words]
     numbers = ["learning_rate=1e-2", "weight_decay=0.1", "adam_epsilon=1e-6", "adam_beta2=0.999"]
     config = load_config(None, [*overrides, *numbers]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))

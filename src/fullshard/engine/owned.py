@@ -226,7 +226,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 self._inner.step()
         except Exception as caught:  # noqa: BLE001  whatever it is, the others wait for tensors
             error = caught
-        if settings_of(self._inner) != before:
+        if error is None and settings_of(self._inner) != before:
             error = EngineError(
                 f"fs.owned: expected {type(self._inner).__name__} to keep what it counts with each "
                 "parameter; it changed its groups or itself, and it steps once a round, not once a "

@@ -64,12 +64,12 @@ class MadeWith:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer keeps that belongs to no parameter."""
+    """What an optimizer keeps that belongs to no parameter; switches are no counts."""
 
     def plain(value: Any) -> Any:
-        return float(value) if isinstance(value, torch.Tensor) else value
+        return value.tolist() if isinstance(value, torch.Tensor) else value
 
-    own = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float) and k[0] != "_"}
+    own = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and k[0] != "_"}
     groups = optimizer.param_groups
     return [own, *({k: plain(v) for k, v in g.items() if k != "params"} for g in groups)]
 
