@@ -204,7 +204,7 @@ class _Linear(torch.autograd.Function):
         write: Write,
         begin: Callable[[Any], None] | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)  # as torch's
         ctx.write, ctx.begin = write, begin
         return functional.linear(x, weight, bias)
 
@@ -244,7 +244,7 @@ class _Again(_Linear):
         write: Write,
         begin: Callable[[Any], None] | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)  # as torch's
         ctx.write, ctx.begin = write, begin
         return x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])  # takes no memory
 

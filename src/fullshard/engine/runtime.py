@@ -37,6 +37,7 @@ import torch
 from fullshard.engine._torch_compat import (
     graph_task_id,
     next_sequence_number,
+    no_guard,
     queue_callback,
 )
 from fullshard.engine.actions import Actions
@@ -141,13 +142,15 @@ class Runtime:
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
-            unit.mark(is_open=True)
+            unit.versions.mark(is_open=True)
             unit.swap_in()
             return
         if index == 0:
             self._begin_step()
         elif not self._stack:
             self._run(self.scheduler.publish(index))
+        if not self._stack:
+            self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._begins[index] = lambda _: self._enter_backward(use)
         self._run(self.scheduler.enter_forward(index))
@@ -218,6 +221,12 @@ class Runtime:
         if not self.observed.done and torch.is_grad_enabled():
             self.observed = Observed(self._generation)
 
+    def _see_writes(self) -> None:
+        """See [Note: versions] in engine/versions.py."""
+        with no_guard():
+            for unit in self.units:
+                unit.versions.see_writes()
+
     def awaits_backward(self) -> bool:
         """Whether a forward's graph is alive whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
@@ -258,6 +267,7 @@ class Runtime:
                 "strategy no_shard without fullshard."
             )
         self._task = task
+        self._see_writes()
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         if self.gradients.transport.home.wrote:

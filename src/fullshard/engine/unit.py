@@ -13,19 +13,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import no_guard, set_versions, will_execute
+from fullshard.engine._torch_compat import no_guard, will_execute
 from fullshard.engine.collectives import Fetch, Reduction, Transport, Weights
 from fullshard.engine.homes import DeviceHomes, GradientShard
 from fullshard.engine.hooked import Hook, HookedReduction
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.engine.presentation import present
 from fullshard.engine.ring import Rings, torch_dtype
+from fullshard.engine.versions import Versions
 from fullshard.errors import EngineError
 from fullshard.planner.slices import Slice
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 LARGE_NUMEL = 16_384
-AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
 
 OnGradient = Callable[["Unit", "Group", "Member"], None]
 
@@ -148,9 +148,7 @@ class Unit:
         self._common: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._versions: list[int] = []
-        self._lent: tuple[nn.Parameter, ...] = ()
-        self._marks: dict[bool, tuple[int, ...]] = {}  # versions of `_lent` by whether it is open
-        self._is_open = True
+        self.versions = Versions((), (), ())
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
         self.left = 0  # gradients still expected in this backward
@@ -169,15 +167,6 @@ class Unit:
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
-
-    def mark(self, *, is_open: bool) -> None:
-        """Let autograd read what it kept of the weights; while the slot may hold others it raises.
-
-        Whatever left the unit unseen would else compute with another unit's weights.
-        """
-        if self._is_open is not is_open:
-            self._is_open = is_open
-            set_versions(self._lent, self._marks[is_open])
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> None:
         """Start to sum gradients over ranks."""
@@ -296,10 +285,10 @@ class Unit:
         self._computes = [m.compute for group in self.groups for m in group.members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
         self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
-        self._lent = tuple(m.compute for g in self.gathered for m in g.members)
-        versions = tuple(compute._version for compute in self._lent)
-        self._is_open = True
-        self._marks = {True: versions, False: tuple(at + AWAY for at in versions)}
+        members = [member for group in self.groups for member in group.members]
+        lent = [m.compute for g in self.gathered for m in g.members]
+        own = [m.compute for g in self.groups if not g.gathers for m in g.members]
+        self.versions = Versions([member.param for member in members], lent, own)
 
 
 def expect(members: Sequence[Member]) -> int:

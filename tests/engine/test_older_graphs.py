@@ -1,0 +1,167 @@
+"""Graphs from before an update are refused where autograd refuses them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard as fs
+from support.models import perturbed
+
+SIZES = {"written": 160, "small": 8}  # products that write into the slot, and such that do not
+
+
+class Block(nn.Module):
+    """A layer and what follows it; the unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh()
+
+
+Step = Callable[[], None]
+
+
+def again(model: Any, x: torch.Tensor, step: Step) -> None:
+    """A second backward of the graph that was stepped on."""
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    step()
+    loss.backward()
+
+
+def two_graphs(model: Any, x: torch.Tensor, step: Step) -> None:
+    """Another graph that was made before the step."""
+    loss, other = model(x).sum(), model(2 * x).sum()
+    loss.backward()
+    step()
+    other.backward()
+
+
+def after_another_forward(model: Any, x: torch.Tensor, step: Step) -> None:
+    """The old graph, when a new one was made and used."""
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    step()
+    model(x).sum().backward()
+    loss.backward()
+
+
+def block_alone(model: Any, x: torch.Tensor, step: Step) -> None:
+    """A graph of one block, made after the step: fine."""
+    model(x).sum().backward()
+    step()
+    loss = model[1](x).sum()
+    model(x).sum().backward()
+    loss.backward()
+
+
+def before_the_step(model: Any, x: torch.Tensor, step: Step) -> None:
+    """A graph that is used twice, and another, before the step: fine."""
+    first, second = model(x).sum(), model(2 * x).sum()
+    first.backward(retain_graph=True)
+    first.backward()
+    second.backward()
+    step()
+
+
+def behind_its_back(model: Any, x: torch.Tensor, _: Step) -> None:
+    """Weights that autograd does not know to be written, as averages are swapped in: fine."""
+    loss = model(x).sum()
+    kept = [param.data.clone() for param in model.parameters()]
+    for param, old in zip(model.parameters(), kept, strict=True):
+        param.data.mul_(2.0)
+        param.data.copy_(old)
+    loss.backward()
+
+
+def only_the_first(model: Any, x: torch.Tensor, _: Step) -> None:
+    """No gradient reads the first layer's weight: it may be written. Fine."""
+    loss = model(x.detach()).sum()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        for param in model[0].parameters():
+            param.mul_(0.9)
+    loss.backward()
+
+
+def a_frozen_weight(model: Any, x: torch.Tensor, _: Step) -> None:
+    """A weight without a gradient is read as well."""
+    loss = model(x).sum()
+    with torch.no_grad():
+        model[2].layer.weight.mul_(0.9)
+    loss.backward()
+
+
+PROGRAMS = {
+    "refused": (again, two_graphs, after_another_forward, a_frozen_weight),
+    "fine": (block_alone, before_the_step, behind_its_back, only_the_first),
+}
+
+
+def outcomes(width: int, settings: dict[str, Any] | None) -> dict[str, list[str]]:
+    """Which programs raise what autograd says of written tensors; None: one process, unsharded."""
+    found: dict[str, list[str]] = {"refused": [], "fine": []}
+    for program in (*PROGRAMS["refused"], *PROGRAMS["fine"]):
+        model = perturbed(nn.Sequential(*(Block(width) for _ in range(4))).double())
+        model[2].layer.weight.requires_grad_(program is not a_frozen_weight)
+        if settings is not None:
+            fs.shard(model, wrap=["Block"], poison=True, **settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x = torch.linspace(0.1, 0.9, 2 * width, dtype=torch.float64).view(2, width)
+        x.requires_grad_()
+        for _ in range(2):  # the order of a step is learned
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        what = "fine"
+        try:
+            program(model, x, optimizer.step)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            what = "refused"
+        found[what].append(program.__name__)
+    return found
+
+
+EXPECTED = {what: [program.__name__ for program in of] for what, of in PROGRAMS.items()}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_one_process_refuses(size):
+    assert outcomes(SIZES[size], None) == EXPECTED
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "shared"},
+        {"transport": "direct"},
+        {"transport": "direct", "strategy": "shard_grad_op"},
+        {"transport": "c10d", "strategy": "no_shard"},
+    ],
+    ids=lambda settings: " ".join(settings.values()),
+)
+def test_sharded_models_refuse_the_same(ranks, size, settings):
+    assert ranks(2)(outcomes, SIZES[size], settings, timeout=60) == [EXPECTED] * 2
+
+
+def test_without_ranks_too():
+    assert outcomes(SIZES["small"], {}) == EXPECTED
+
+
+def test_weights_made_in_inference_mode_have_no_versions():
+    with torch.inference_mode():
+        model = nn.Linear(3, 3)
+    fs.shard(model)
+    with torch.no_grad():
+        assert model(torch.ones(1, 3)).shape == (1, 3)
