@@ -21,6 +21,7 @@ from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.step_in_backward import step_in_backward as step_in_backward_
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
@@ -166,6 +167,28 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
             the next backward outside. Holds a shard of gradients in place of whole ones.
     """
     return engine_shard.no_sync(model, outer_only=outer_only)
+
+
+def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Context: a backward inside updates each unit right after its gradients are reduced.
+
+    `optimizer.step()` is for what is left out of sharding then (and for schedulers, which want to
+    see it). Nothing may wait for all gradients: no clipping, no GradScaler; micro-batches before
+    the last come outside of the context, or under `no_sync`. A backward that raises in the middle
+    has updated some units.
+
+    Args:
+        model: Sharded.
+        optimizer: Of its parameters; steps each by itself.
+
+    Returns:
+        The context; what it yields has `grad_norm`, the 2-norm of the whole gradient (float64).
+
+    Raises:
+        EngineError: The optimizer would step otherwise, or hooks on its steps or on gradients would
+            not see what they expect.
+    """
+    return step_in_backward_(model, optimizer)
 
 
 def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract

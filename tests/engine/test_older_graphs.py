@@ -92,6 +92,14 @@ def only_the_first(model: Any, x: torch.Tensor, _: Step) -> None:
     loss.backward()
 
 
+def another_of_its_unit(model: Any, x: torch.Tensor, _: Step) -> None:
+    """Backward reads the weight, not the bias that was written. Fine."""
+    loss = model(x).sum()
+    with torch.no_grad():
+        model[2].layer.bias.mul_(0.9)
+    loss.backward()
+
+
 def a_frozen_weight(model: Any, x: torch.Tensor, _: Step) -> None:
     """A weight without a gradient is read as well."""
     loss = model(x).sum()
@@ -102,7 +110,7 @@ def a_frozen_weight(model: Any, x: torch.Tensor, _: Step) -> None:
 
 PROGRAMS = {
     "refused": (again, two_graphs, after_another_forward, a_frozen_weight),
-    "fine": (block_alone, before_the_step, behind_its_back, only_the_first),
+    "fine": (block_alone, before_the_step, behind_its_back, only_the_first, another_of_its_unit),
 }
 
 

@@ -13,7 +13,8 @@ from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Unit
 from fullshard.planner.events import Event, EventKind, Recorder
 
-WAITS = frozenset(EventKind) - {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL}
+WORKS = {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL, EventKind.UPDATE}
+WAITS = frozenset(EventKind) - WORKS
 
 
 class Actions:
@@ -44,6 +45,7 @@ class Actions:
             EventKind.RELEASE: self._release,
             EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
             EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
+            EventKind.UPDATE: lambda event: gradients.update(units[event.unit]),
             EventKind.DEFER: lambda event: gradients.defer(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
@@ -89,7 +91,7 @@ class Actions:
                 previous = self._filling.get(key)
                 if previous is not None:
                     previous.wait()  # gathered ahead and never entered
-                    previous.versions.mark(is_open=False)
+                    previous.mark(is_open=False)
                 self._filling[key] = unit
         unit.gather()
 
@@ -97,11 +99,11 @@ class Actions:
         unit = self._units[event.unit]
         unit.wait()
         if event.kind is EventKind.FORWARD or unit.plan.reads_weight_in_backward:
-            unit.versions.mark(is_open=True)
+            unit.mark(is_open=True)
 
     def _release(self, event: Event) -> None:
         unit = self._units[event.unit]
         unit.wait()
-        unit.versions.mark(is_open=False)
+        unit.mark(is_open=False)
         if self._poison:
             unit.poison()

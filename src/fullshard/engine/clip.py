@@ -11,7 +11,7 @@ from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
 from fullshard.engine.parameter import _Guarded
-from fullshard.errors import ShardedTensorError
+from fullshard.errors import EngineError, ShardedTensorError
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -34,6 +34,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         The norm before clipping: a plain replicated scalar.
     """
     engine = engine_of(model)
+    if engine.gradients.consumed:
+        raise EngineError(
+            "fs.clip_grad_norm_: expected gradients; the backward inside of fs.step_in_backward "
+            "has used them. Its grad_norm says their norm; clipping needs a step after backward."
+        )
     groups = [group for unit in engine.units for group in unit.trained]
     with no_guard():
         shown = [m.param.grad for g in groups for m in g.members if m.param.grad is not None]

@@ -17,6 +17,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.engine._torch_compat import call_outside_compile, graph_task_id, no_guard
 from fullshard.engine.collectives import Transport
+from fullshard.engine.cut import cut_group
 from fullshard.engine.exits import watch_exits
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
@@ -30,7 +31,7 @@ from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.ring import Rings, torch_dtype
 from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import Group, Member, Swap, Unit, cut_group
+from fullshard.engine.unit import Group, Member, Swap, Unit
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder
 from fullshard.planner.mesh import Mesh

@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -31,6 +31,7 @@ from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
+from fullshard.engine.shown import Shown, Updates
 from fullshard.engine.unit import Group, Member, Unit, expect
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.events import Sync
@@ -64,7 +65,10 @@ class Gradients:
         self.divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
-        self._shown: _Shown | None = None
+        self._shown: Shown | None = None
+        self.updates: Updates | None = None
+        self.tried: WeakSet[Any] = WeakSet()  # optimizers that may step unit by unit
+        self.consumed = False  # the last backward has updated what it had gradients of
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -83,6 +87,7 @@ class Gradients:
     def begin_backward(self, units: Iterable[Unit]) -> list[int]:
         """Ask autograd which gradients will come; returns the units that get none."""
         self.norms.mark_changed()
+        self.consumed = False
         nothing, total = [], 0
         for unit in units:
             unit.left = expect(unit.trainees)
@@ -215,6 +220,8 @@ class Gradients:
                         buffer[member.offset : member.offset + member.numel].zero_()
             wire = torch_dtype(group.plan.dtypes.reduce)
             group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
+        if self.updates is not None and self.sync is Sync.ALL:
+            unit.outdate()
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
         unit.reduce(fulls)
 
@@ -274,45 +281,41 @@ class Gradients:
         for group in unit.trained:
             group.grad_full = None
 
+    def update(self, unit: Unit) -> None:
+        """Step on the unit, inside of backward."""
+        assert self.updates is not None
+        self.updates.update(unit)
+
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
         if self._shown is None:
-            self._shown = _Shown.of(units)
-        members, grads = self._shown.members, self._shown.grads
+            self._shown = Shown.of(units)
+        members = self._shown.members
         if not members:
             return
         bits = [member.touched for member in members]
         touched = torch.tensor(bits, dtype=torch.float64)
-        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
+        if self.updates is None:
+            squares = self.norms.local_squares(self._shown.plain, self._shown.records)
+        else:
+            squares = self.updates.squares(units)
         vector = torch.cat([touched.to(squares.device), squares])
         self.transport.all_reduce(vector)
         touched, squares = vector.chunk(2)
-        if all(bits):  # nearly always; what this rank touched, one rank touched
-            shown = self._shown.by_id
-            with no_guard():
-                for member, grad in zip(members, grads, strict=True):
-                    member.touched = False
-                    member.param.grad = grad
+        squares = squares.clone()
+        if self.updates is not None:
+            shown = self._shown.finish(self.updates, touched.tolist(), squares)
+            self.consumed = True
+        elif all(bits):  # nearly always; what this rank touched, one rank touched
+            shown = self._shown.show_all()
         else:
-            shown = self._show_touched(touched.tolist())
+            shown = self._shown.show_touched(touched.tolist())
         self.transport.home.leave(settled=True)
-        self.norms.keep(squares.clone(), shown)
+        self.norms.keep(squares, shown)
         for member, hooks in self._shown.hooked():
             if id(member.grad) in shown:
                 for hook in tuple(hooks.values()):
                     hook(member.param)
-
-    def _show_touched(self, bits: Sequence[float]) -> dict[int, Any]:
-        """Show the gradients of parameters that some rank touched; returns them by id."""
-        assert self._shown is not None
-        shown: dict[int, Any] = {}
-        with no_guard():
-            for member, grad, bit in zip(self._shown.members, self._shown.grads, bits, strict=True):
-                member.touched = False
-                if bit > 0 or member.param.grad is not None:
-                    member.param.grad = grad
-                    shown[id(grad)] = grad
-        return shown
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
@@ -335,42 +338,10 @@ class Gradients:
                     self._count_deferred(-group.grads.held.nbytes)
                     group.grads.held = None
                 for member in group.members:
-                    member.touched = member.expected = member.written = False
+                    member.touched = member.expected = member.written = member.updated = False
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """Trained parameters and what belongs to each, looked up once.
-
-    Attributes:
-        plain: (n_local,) each: `grads` without their class.
-    """
-
-    members: list[Member]
-    grads: list[Any]
-    by_id: dict[int, Any]
-    plain: list[torch.Tensor]
-    records: list[Any]
-    hooks: list[Any]
-
-    @classmethod
-    def of(cls, units: Iterable[Unit]) -> _Shown:
-        """Of all units."""
-        members = [member for unit in units for member in unit.trainees]
-        grads = [member.grad for member in members if member.grad is not None]
-        records = [member.param.record for member in members]
-        hooks = [record.post_accumulate for record in records]
-        plain = [grad.to_local() for grad in grads]
-        return cls(members, grads, {id(grad): grad for grad in grads}, plain, records, hooks)
-
-    def hooked(self) -> list[tuple[Member, Any]]:
-        """Those whose parameter has hooks of the user's now."""
-        if not any(self.hooks):
-            return []
-        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
 
 
 def _carries_gradients(group: Group) -> bool:

@@ -196,15 +196,76 @@ def _run(
     gradients: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     params = [torch.nn.Parameter(piece.clone()) for piece in start]
-    known = inspect.signature(kind.__init__).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    taken = {k: _plain(v) for k, v in settings.items() if takes_any or k in known}
-    optimizer = kind([{"params": params, **_plain_all(settings)}], **taken)
+    optimizer = _like(kind, settings, params)
     for step in gradients:
         for param, gradient in zip(params, step, strict=True):
             param.grad = gradient.clone()
         optimizer.step()
     return [param.detach() for param in params]
+
+
+def _like(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], params: list[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer of a class, with the settings of a group."""
+    known = inspect.signature(kind.__init__).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    taken = {k: _plain(v) for k, v in settings.items() if takes_any or k in known}
+    return kind([{"params": params, **_plain_all(settings)}], **taken)
+
+
+def steps_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer may be told of some parameters now and of others later in a step.
+
+    It is tried on two tensors, with all of its groups' settings: its groups hold both at once, or
+    one after the other. What it writes and what it keeps in its groups must be the same bits.
+
+    Raises:
+        EngineError: It cannot be tried.
+    """
+    kind, generator = type(optimizer), torch.Generator().manual_seed(0)
+    drawn = [
+        [torch.randn(shape, generator=generator) for shape in TURN_SHAPES[:2]]
+        for _ in range(1 + PROBE_STEPS)
+    ]
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        if settings.get("lr") is not None:
+            settings["lr"] = PROBE_RATE
+        try:
+            together, apart = (_told(kind, settings, drawn, turns) for turns in _TOLD)
+        except Exception as error:
+            raise EngineError(
+                f"{kind.__name__}: expected an optimizer that can be tried on two small tensors, "
+                f"one after the other; it raised {type(error).__name__}: {error}."
+            ) from error
+        same = all(map(torch.equal, together[0], apart[0])) and together[1] == apart[1]
+        if not same:
+            return False
+    return True
+
+
+_TOLD = (((0, 1),), ((0,), (1,)))  # which tensors the groups hold, call by call
+
+
+def _told(
+    kind: type[torch.optim.Optimizer],
+    settings: dict[str, Any],
+    drawn: list[list[torch.Tensor]],
+    turns: tuple[tuple[int, ...], ...],
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Steps of which each is taken turn by turn; the tensors, and what the group says then."""
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in drawn[0]]
+    optimizer = _like(kind, settings, params)
+    (group,) = optimizer.param_groups
+    for gradients in drawn[1:]:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+        for turn in turns:
+            group["params"] = [params[index] for index in turn]
+            optimizer.step()
+    said = {key: _plain(value) for key, value in group.items() if key != "params"}
+    return [param.detach() for param in params], said
 
 
 def check_by_itself(

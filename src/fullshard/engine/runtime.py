@@ -55,6 +55,11 @@ _REENTRANT = (
     "activation_checkpointing=block."
 )
 
+_UPDATED = (
+    "{}: expected all reads of its weights before its gradients; forward code runs again after "
+    "fs.step_in_backward has updated them. Step after backward."
+)
+
 
 class Use:
     """One forward of one unit: what it made is watched for gradients.
@@ -140,9 +145,11 @@ class Runtime:
         unit.check_params()
         if graph_task_id() != -1:
             self._recomputed = graph_task_id()
+            if unit.is_outdated:
+                raise EngineError(_UPDATED.format(unit.plan.title))
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
-            unit.versions.mark(is_open=True)
+            unit.mark(is_open=True)
             unit.swap_in()
             return
         if index == 0:
@@ -225,7 +232,8 @@ class Runtime:
         """See [Note: versions] in engine/versions.py."""
         with no_guard():
             for unit in self.units:
-                unit.versions.see_writes()
+                for group in unit.groups:
+                    group.versions.see_writes()
 
     def awaits_backward(self) -> bool:
         """Whether a forward's graph is alive whose backward has not begun."""
@@ -273,7 +281,8 @@ class Runtime:
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
+        updates = self.gradients.updates is not None
+        self.scheduler.begin_backward(nothing, sync=self.gradients.sync, updates=updates)
         queue_callback(self._end_backward)
 
     def write_gradient(
@@ -317,6 +326,7 @@ class Runtime:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward(reduce=reduce))
         for unit in self.units:
+            unit.is_outdated = False
             if unit.in_backward:
                 unit.in_backward = False
                 unit.swap_out()
@@ -337,7 +347,7 @@ class Runtime:
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
-            unit.in_backward = False
+            unit.in_backward = unit.is_outdated = False
         self.gradients.reset(self.units)
         self.scheduler.reset()
         self._stack.clear()

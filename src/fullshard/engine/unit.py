@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import no_guard, will_execute
-from fullshard.engine.collectives import Fetch, Reduction, Transport, Weights
-from fullshard.engine.homes import DeviceHomes, GradientShard
+from fullshard.engine._torch_compat import will_execute
+from fullshard.engine.collectives import Fetch, Reduction, Transport
+from fullshard.engine.homes import GradientShard
 from fullshard.engine.hooked import Hook, HookedReduction
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
-from fullshard.engine.presentation import present
-from fullshard.engine.ring import Rings, torch_dtype
+from fullshard.engine.ring import Rings
 from fullshard.engine.versions import Versions
 from fullshard.errors import EngineError
 from fullshard.planner.slices import Slice
@@ -43,6 +42,7 @@ class Member:
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
         written: Whether the running backward wrote into `target` itself.
+        updated: Whether the running backward has updated it already.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -55,6 +55,7 @@ class Member:
     expected: bool = False
     touched: bool = False
     written: bool = False
+    updated: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
@@ -78,6 +79,7 @@ class Group:
         grads: Reduced gradients; None where frozen.
         grad_full: (numel,), reduce dtype: where gradients are collected now.
         deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
+        versions: Of its weights, by which autograd knows those that it kept.
     """
 
     plan: GroupPlan
@@ -92,6 +94,7 @@ class Group:
     padding: list[tuple[int, int]] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+    versions: Versions = field(default_factory=lambda: Versions((), ()))
 
     def is_in_place(self) -> bool:
         """Whether all shards are where they were cut, and train as they did. Outside the guard."""
@@ -148,9 +151,9 @@ class Unit:
         self._common: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._versions: list[int] = []
-        self.versions = Versions((), (), ())
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
+        self.is_outdated = False  # the running backward updates it
         self.left = 0  # gradients still expected in this backward
         self.waiting: list[tuple[Group, Member]] = []  # whose gradients are final and not moved
         self.on_gradient: OnGradient = _unbound
@@ -167,6 +170,17 @@ class Unit:
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
+
+    def mark(self, *, is_open: bool) -> None:
+        """Whether autograd may read what it kept of the weights, or the slot may hold others."""
+        for group in self.gathered:
+            group.versions.mark(is_open=is_open)
+
+    def outdate(self) -> None:
+        """What is trained is about to be updated: no backward may read it any more."""
+        self.is_outdated = True
+        for group in self.trained:
+            group.versions.outdate([member.compute.requires_grad for member in group.members])
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> None:
         """Start to sum gradients over ranks."""
@@ -278,6 +292,8 @@ class Unit:
                     member.node = get_gradient_edge(compute).node
                     hook = _gradient_hook(self, at, index)
                     member.node.register_hook(hook)  # also where autograd brings no gradient
+            computes = [member.compute for member in group.members]
+            group.versions = Versions([member.param for member in group.members], computes)
         self.places = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
@@ -285,10 +301,6 @@ class Unit:
         self._computes = [m.compute for group in self.groups for m in group.members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
         self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
-        members = [member for group in self.groups for member in group.members]
-        lent = [m.compute for g in self.gathered for m in g.members]
-        own = [m.compute for g in self.groups if not g.gathers for m in g.members]
-        self.versions = Versions([member.param for member in members], lent, own)
 
 
 def expect(members: Sequence[Member]) -> int:
@@ -327,63 +339,3 @@ def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tenso
         alive.on_gradient(alive, at, at.members[member])
 
     return hook
-
-
-def cut_group(
-    plan: GroupPlan,
-    params: Sequence[nn.Parameter],
-    part: int,
-    homes: DeviceHomes,
-    shared: Weights | None,
-) -> Group:
-    """Cut a group's parameters: keep this rank's part, free the rest.
-
-    Args:
-        plan: The group's layout.
-        params: The user's parameters in the layout's order: whole, or on meta or shards already,
-            which become zero.
-        part: This rank's index on the shard axis.
-        homes: Where things live.
-        shared: The memory of the weights; None where it is this rank's own.
-    """
-    layout = plan.layout
-    dtypes = plan.dtypes
-    if shared is None:
-        master = homes.parameters.zeros(layout.part_numel, torch_dtype(dtypes.master))
-    else:
-        master = shared.master
-    grads = None
-    if plan.trainable:
-        grads = GradientShard(layout.part_numel, dtypes, homes)
-    members = []
-    whole = layout.num_parts == 1
-    for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
-        local = slice(piece.offset, piece.offset + piece.numel)
-        if not param.is_meta and not isinstance(param, ShardedParameter):
-            with torch.no_grad():
-                master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
-        sharded = present(param, master[local], piece, whole=whole)
-        grad = None
-        if grads is not None:
-            with no_guard():
-                grad = grads.shown[local].view(sharded.shape).as_subclass(ShardedGradient)
-        compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
-        members.append(Member(sharded, piece, compute, placement.offset, grad))
-    empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
-    full = master if plan.slot is None else empty
-    full = full if shared is None else shared.full
-    group = Group(plan, master, full, empty, members, grads)
-    group.padding = _padding(plan)
-    return group
-
-
-def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
-    """Ranges of the flat buffer that belong to no parameter."""
-    gaps, end = [], 0
-    for placement in plan.layout.placements:
-        if placement.offset > end:
-            gaps.append((end, placement.offset))
-        end = placement.stop
-    if plan.layout.numel > end:
-        gaps.append((end, plan.layout.numel))
-    return gaps

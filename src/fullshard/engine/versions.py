@@ -1,4 +1,4 @@
-"""Version counters of a unit's weights, by which autograd knows what was written since.
+"""Version counters of weights, by which autograd knows what was written since.
 
 [Note: versions]
 Autograd notes the version of every tensor that it keeps for backward, and refuses one whose version
@@ -22,50 +22,47 @@ AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is 
 
 
 class Versions:
-    """Of one unit.
+    """Of one group's weights.
 
     Args:
         shards: The user's parameters.
-        lent: Compute parameters in slots.
-        own: Compute parameters whose memory is always theirs.
+        computes: What forward sees of them.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[nn.Parameter],
-        lent: Sequence[nn.Parameter],
-        own: Sequence[nn.Parameter],
-    ) -> None:
+    def __init__(self, shards: Sequence[nn.Parameter], computes: Sequence[nn.Parameter]) -> None:
         with no_guard():
-            self._shards = [shard for shard in shards if _counts(shard)]
-        self._lent, self._own = tuple(lent), tuple(own)
-        self._at = tuple(compute._version for compute in self._lent)
-        self._is_open = True
+            self._shards = list(shards) if all(map(_counts, shards)) else []
+        self._computes = tuple(computes)
+        self._at = tuple(compute._version for compute in computes)
+        self._away = 0
         self._written: list[int] = []
 
     def mark(self, *, is_open: bool) -> None:
         """Let autograd read what it kept of weights in slots, or refuse it."""
-        if self._is_open is not is_open:
-            self._is_open = is_open
+        away = 0 if is_open else AWAY
+        if away != self._away:
+            self._away = away
             self._place()
 
     def see_writes(self) -> None:
-        """Refuse graphs from before the last write into a shard. Outside of the guard."""
+        """Refuse graphs from before the last writes into shards. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
             if self._written:
-                self.outdate()
+                self.outdate([new != old for new, old in zip(written, self._written, strict=True)])
             self._written = written
 
-    def outdate(self) -> None:
-        """Refuse all graphs so far."""
-        self._at = tuple(at + 1 for at in self._at)
+    def outdate(self, which: Sequence[bool]) -> None:
+        """Refuse all graphs so far that read some of the weights.
+
+        Args:
+            which: By weight.
+        """
+        self._at = tuple(at + is_new for at, is_new in zip(self._at, which, strict=True))
         self._place()
-        set_versions(self._own, tuple(compute._version + 1 for compute in self._own))
 
     def _place(self) -> None:
-        away = 0 if self._is_open else AWAY
-        set_versions(self._lent, tuple(at + away for at in self._at))
+        set_versions(self._computes, tuple(at + self._away for at in self._at))
 
 
 def _counts(shard: nn.Parameter) -> bool:

@@ -53,8 +53,8 @@ class Slice:
     """A box of a lane.
 
     Attributes:
-        what: forward, backward, gather, reduce, settle, wait, or publish (a shared home's wait of
-            the ranks for each other, and cast of weights).
+        what: forward, backward, update (inside of backward), gather, reduce, settle, wait, or
+            publish (a shared home's wait of the ranks for each other, and cast of weights).
         during: "forward" or "backward": the pass that needs it.
         waited_ns: How much of a message this rank waited for.
     """
@@ -131,6 +131,8 @@ def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
             yield Slice("compute", unit, "wait", what, entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.ACCUMULATE:
             yield Slice("compute", entry.unit, "wait", what, entry.start_ns, entry.stop_ns)
+        elif entry.kind == EventKind.UPDATE:
+            yield Slice("compute", entry.unit, "update", what, entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.PUBLISH:  # all ranks come to a forward; the weights are there
             yield Slice("compute", -1, "publish", "forward", entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.SETTLE:

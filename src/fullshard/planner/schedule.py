@@ -8,7 +8,7 @@ hook fires first.
     forward   enter(i):  GATHER i if it is not held, GATHER i+1 .. i+depth, FORWARD i
               leave(i):  RELEASE i, unless it is used again before anything takes its slot
     backward  enter(i):  RELEASE what is over, GATHER i, GATHER i-1 .. i-depth, BACKWARD i
-              complete(i):  REDUCE i in plan order, ACCUMULATE the one before it
+              complete(i):  REDUCE i in plan order, ACCUMULATE (and UPDATE) the one before it
 
 [Note: catching up]
 Gathers and reductions are issued in plan order: entering unit j first passes the units that this
@@ -119,6 +119,7 @@ class Scheduler:
         self._issued = self._position = self._reduced = 0
         self._stepped = False
         self._sync = Sync.ALL
+        self._updates = False
 
     # ---- forward
 
@@ -176,14 +177,18 @@ class Scheduler:
 
     # ---- backward
 
-    def begin_backward(self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL) -> None:
+    def begin_backward(
+        self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL, updates: bool = False
+    ) -> None:
         """A backward begins.
 
         Args:
             nothing_expected: Units that get no gradient from it on this rank.
             sync: What becomes of its gradients.
+            updates: Whether units are updated inside of it, where it sums over all ranks.
         """
         self._sync = sync
+        self._updates = updates and sync is Sync.ALL
         self._table.begun.clear()
         self._table.complete = set(nothing_expected)
         self._outstanding.clear()
@@ -217,7 +222,7 @@ class Scheduler:
             self._catch_up(events, backward=True)
             events += self._drain(force=True)
         while self._outstanding:
-            events.append(event_of(EventKind.ACCUMULATE, self._outstanding.popleft()))
+            self._land(events)
         events += self._table.release_all()
         self._stepped = True
         if reduce and self._sync is Sync.ALL:
@@ -295,8 +300,14 @@ class Scheduler:
             events.append(event_of(EventKind.REDUCE, unit, self._reduce_bytes[self._sync][unit]))
             self._outstanding.append(unit)
             if len(self._outstanding) > 1:
-                events.append(event_of(EventKind.ACCUMULATE, self._outstanding.popleft()))
+                self._land(events)
         return events
+
+    def _land(self, events: list[Event]) -> None:
+        unit = self._outstanding.popleft()
+        events.append(event_of(EventKind.ACCUMULATE, unit))
+        if self._updates:
+            events.append(event_of(EventKind.UPDATE, unit))
 
 
 def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:

@@ -288,4 +288,5 @@ def _settings(config: RunConfig, steps: StepPlan) -> LoopSettings:
         grad_reduction=config.sharding.grad_reduction,
         max_skipped_steps=training.max_skipped_steps,
         patience=Patience(training.early_stopping_patience, training.early_stopping_threshold),
+        updates_in_backward=training.optimizer_in_backward,
     )

@@ -11,6 +11,10 @@ their forwards and backwards. Two waits keep them apart:
     done    A rank's first write after a forward waits until no rank reads the weights of that
             forward any more. After a synchronised backward all know that already.
 
+In a backward that updates as it goes a unit's weights are written when its sum is there: every rank
+has handed in its gradients then, and its autograd refuses to read these weights any more (see
+[Note: step in backward] in engine/step_in_backward.py).
+
 A backward that begins after such a write (weights swapped for an evaluation, and back) publishes
 again, as it would gather again.
 
@@ -20,7 +24,8 @@ collected, `pulled` which it has read from everyone; a slot is filled again when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from mmap import PAGESIZE
 
 import torch
@@ -120,6 +125,15 @@ class SharedHome:
     def before_write(self) -> None:
         self.wrote = True
         self._await_readers()
+
+    @contextmanager
+    def writes_unread(self) -> Generator[None]:
+        reading, wrote = self._reading, self.wrote
+        self._reading = False
+        try:
+            yield
+        finally:
+            self._reading, self.wrote = reading, wrote
 
     def _await_readers(self) -> None:
         if self._reading:

@@ -1,0 +1,371 @@
+"""Units that are updated inside of backward end where one process's step after backward ends."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import EngineError
+from support.models import CASES, chain, mean_square, vectors
+from support.parity import whole_params
+from support.ranks import RankError
+from support.reference import difference, make_optimizer
+
+NUM_STEPS, TOLERANCE = 4, 1e-12
+
+
+def alone(name: str, kind: str, micro_batches: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One process on every rank's batches, which steps after backward."""
+    case, size = CASES[name], dist.get_world_size()
+    model = case.build()
+    optimizer = make_optimizer(kind, model.parameters())
+    norms = []
+    for step in range(NUM_STEPS):
+        for micro in range(micro_batches):
+            for rank in range(size):
+                loss = case.loss(model(**case.batch(10 * step + micro, rank)))
+                (loss / size).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}, norms
+
+
+def late(seconds: float) -> Any:
+    """A hook that keeps this rank's backward back."""
+
+    def wait(_: torch.Tensor) -> None:
+        time.sleep(seconds)
+
+    return wait
+
+
+def updated_in_backward(
+    name: str, kind: str, settings: dict[str, Any], micro_batches: int
+) -> tuple[list[str], list[float]]:
+    """What differs from one process, and by how much norms do."""
+    case, rank = CASES[name], dist.get_rank()
+    wanted, norms = alone(name, kind, micro_batches)
+    model = fs.shard(case.build(), poison=True, **settings)
+    optimizer = make_optimizer(kind, model.parameters())
+    far = []
+    for step in range(NUM_STEPS):
+        for micro in range(micro_batches - 1):
+            with fs.no_sync(model):
+                case.loss(model(**case.batch(10 * step + micro, rank))).backward()
+        output = model(**case.batch(10 * step + micro_batches - 1, rank))
+        loss = case.loss(output)
+        if rank == dist.get_world_size() - 1:
+            loss.register_hook(late(0.02))
+        with fs.step_in_backward(model, optimizer) as update:
+            loss.backward()
+        far.append(abs(float(update.grad_norm) / norms[step] - 1))
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step()  # and finds nothing to do
+    found = whole_params(model)
+    return [n for n in wanted if not difference(found[n], wanted[n]) <= TOLERANCE], far
+
+
+SHARED, DIRECT = {"transport": "shared"}, {"transport": "direct"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings", "micro_batches", "world_size"),
+    [
+        ("chain", "adamw", SHARED, 1, 3),
+        ("chain", "sgd", {**DIRECT, "strategy": "shard_grad_op"}, 2, 2),
+        ("tied llama", "adamw", SHARED, 2, 2),
+        ("tied llama", "sgd", {"transport": "c10d"}, 1, 2),
+        ("mixture of experts", "adamw", SHARED, 1, 2),
+        ("mixture of experts", "sgd", DIRECT, 1, 2),
+        ("albert", "adamw", SHARED, 1, 2),
+        ("chain", "adamw", {"strategy": "no_shard"}, 1, 2),
+        ("chain", "adamw", {"strategy": "hybrid_shard", "replicate": 2}, 2, 4),
+        ("chain", "adamw", {"offload": "cpu"}, 1, 2),
+    ],
+)
+def test_weights_are_those_of_a_step_after_backward(
+    ranks, name, kind, settings, micro_batches, world_size
+):
+    for wrong, far in ranks(world_size)(
+        updated_in_backward, name, kind, settings, micro_batches, timeout=60
+    ):
+        assert not wrong
+        assert max(far) < 1e-9
+
+
+class Choice(nn.Module):
+    """Vectors of which each forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((5,), 1.0 + i).double() for i in range(3))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for i in used:
+            x = (x * self.scales[i]).tanh()
+        return x
+
+
+USED = ([0, 1], [0])  # by rank: one vector is used by the first alone, one by nobody
+
+
+def chosen() -> list[str]:
+    """What differs from one process where ranks do not use the same parameters."""
+    x = torch.linspace(0.1, 0.9, 5, dtype=torch.float64)
+    one, model = Choice(), fs.shard(Choice(), poison=True)
+    theirs = make_optimizer("adamw", one.parameters())
+    ours = make_optimizer("adamw", model.parameters())
+    for _ in range(3):
+        for used in USED:
+            (one(x, used).sum() / 2).backward()
+        theirs.step()
+        theirs.zero_grad()
+        with fs.step_in_backward(model, ours):
+            model(x, USED[dist.get_rank()]).sum().backward()
+    found = whole_params(model)
+    wanted = {name: param.detach() for name, param in one.named_parameters()}
+    return [n for n in wanted if not difference(found[n], wanted[n]) <= TOLERANCE]
+
+
+def test_what_one_rank_did_not_use_is_updated_and_what_none_used_is_left(ranks):
+    assert ranks(2)(chosen) == [[], []]
+
+
+def order_of_updates() -> list[str]:
+    """What happens in one backward: reductions and updates by unit."""
+    seen: list[str] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            params = [p for g in self.param_groups for p in g["params"] if hasattr(p, "record")]
+            units = {".".join(p.record.piece.name.split(".")[:2]) for p in params}
+            seen.extend(units & BLOCKS)
+            return super().step(closure)
+
+    model = fs.shard(chain(), wrap=["Block"])
+    loss = mean_square(model(**vectors(0, dist.get_rank())))
+    with fs.step_in_backward(model, Watched(model.parameters(), lr=0.1)):
+        loss.backward()
+        seen.append("backward returns")
+    return seen
+
+
+BLOCKS = {f"blocks.{i}" for i in range(4)}
+
+
+def test_units_are_updated_one_after_another_while_backward_runs(ranks):
+    for seen in ranks(2)(order_of_updates):
+        assert seen == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "backward returns"]
+
+
+class Late(nn.Module):
+    """A block that reads its weight once more, detached, when the weight's gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight.detach()) @ self.weight
+
+
+class Frozen(Late):
+    """The same, with a second weight that the user froze after sharding, and that is read late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(0.3 * torch.eye(5, dtype=torch.float64) + 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.base) @ self.weight
+
+
+def read_late(kind: type[Late], transport: str) -> list[float]:
+    """How far weights are from one process's after two steps in backward."""
+    x = torch.linspace(0.1, 0.9, 10, dtype=torch.float64).view(2, 5).requires_grad_()
+    one = nn.Sequential(*(kind() for _ in range(4)))
+    model = fs.shard(copy.deepcopy(one), wrap=[kind.__name__], transport=transport)
+    for either in (one, model):
+        for name, param in either.named_parameters():
+            param.requires_grad_("base" not in name)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        one(x).sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+        with fs.step_in_backward(model, ours):
+            model(x).sum().backward()
+    found = whole_params(model)
+    return [difference(found[name], param.detach()) for name, param in one.named_parameters()]
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct"])
+def test_weights_that_are_read_when_they_are_updated_are_refused(ranks, transport):
+    """As where hooks step in one process: autograd's own error."""
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        ranks(2)(read_late, Late, transport, timeout=60)
+
+
+def test_one_process_refuses_them_too():
+    block = Late()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    block.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        block(x).sum().backward()
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct"])
+def test_frozen_weights_beside_updated_ones_are_read_as_ever(ranks, transport):
+    for far in ranks(2)(read_late, Frozen, transport, timeout=60):
+        assert max(far) < TOLERANCE
+
+
+def after_an_exception() -> list[float]:
+    """How far weights are after a backward that was left in the middle, and two steps."""
+    x = torch.linspace(0.1, 0.9, 10, dtype=torch.float64).view(2, 5)
+    model = fs.shard(nn.Sequential(*(Frozen() for _ in range(3))), wrap=["Frozen"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    output = model[1](model[0](x))
+    output.register_hook(fail)
+    with pytest.raises(ArithmeticError), fs.step_in_backward(model, optimizer):
+        model[2](output).sum().backward()
+    fs.reset(model)
+    one = nn.Sequential(*(Frozen() for _ in range(3)))
+    with torch.no_grad():
+        for param, value in zip(one.parameters(), whole_params(model).values(), strict=True):
+            param.copy_(value)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    for _ in range(2):
+        one(x).sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+        with fs.step_in_backward(model, optimizer):
+            model(x).sum().backward()
+    found = whole_params(model)
+    return [difference(found[name], param.detach()) for name, param in one.named_parameters()]
+
+
+def test_a_backward_that_raised_leaves_a_model_that_trains(ranks):
+    for far in ranks(2)(after_an_exception, timeout=60):
+        assert max(far) < TOLERANCE
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps where its settings are."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class Slowing(torch.optim.SGD):
+    """Counts its steps on itself, and slows down."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        return super().step(closure)
+
+
+def train(model: nn.Module, optimizer: Any) -> None:
+    """A step."""
+    loss = mean_square(model(**vectors(0, dist.get_rank())))
+    with fs.step_in_backward(model, optimizer):
+        loss.backward()
+
+
+def clips(model: nn.Module, optimizer: Any) -> None:
+    train(model, optimizer)
+    fs.clip_grad_norm_(model, 1.0)
+
+
+def older_graph(model: nn.Module, optimizer: Any) -> None:
+    losses = [mean_square(model(**vectors(i, dist.get_rank()))) for i in range(2)]
+    with fs.step_in_backward(model, optimizer):
+        losses[1].backward()
+        losses[0].backward()
+
+
+def counts(model: nn.Module, _: Any) -> None:
+    train(model, Counting(model.parameters(), lr=0.1))
+
+
+def slows(model: nn.Module, _: Any) -> None:
+    train(model, Slowing(model.parameters(), lr=0.1))
+
+
+def owned(model: nn.Module, _: Any) -> None:
+    train(model, fs.owned(model, partial(torch.optim.SGD, lr=0.1)))
+
+
+def no_optimizer(model: nn.Module, _: Any) -> None:
+    train(model, None)
+
+
+def hook_on_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+    train(model, optimizer)
+
+
+def hook_on_gradient(model: nn.Module, optimizer: Any) -> None:
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    train(model, optimizer)
+
+
+def nested(model: nn.Module, optimizer: Any) -> None:
+    with fs.step_in_backward(model, optimizer), fs.step_in_backward(model, optimizer):
+        pass
+
+
+def nothing(model: nn.Module, optimizer: Any) -> None:
+    with fs.step_in_backward(model, optimizer) as update:
+        pass
+    update.grad_norm  # noqa: B018
+
+
+REFUSED = {
+    clips: "Its grad_norm says their norm",
+    older_graph: "modified by an inplace operation",
+    counts: "of Counting on two tensors together and one after the other differ",
+    slows: "of Slowing on two tensors together and one after the other differ",
+    owned: "got one of fs.owned",
+    no_optimizer: "expected a torch.optim.Optimizer; got NoneType",
+    hook_on_step: "expected an optimizer without hooks on its steps",
+    hook_on_gradient: "expected no hooks on gradients",
+    nested: "one context at a time",
+    nothing: "expected a backward inside",
+}
+
+
+def said_of(program: Any) -> str:
+    """What is said of a program that would be wrong."""
+    model = fs.shard(chain())
+    try:
+        program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except (EngineError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+def test_what_would_be_wrong_is_refused(ranks, program):
+    for said in ranks(2)(said_of, program, timeout=60):
+        assert REFUSED[program] in said
