@@ -53,7 +53,7 @@ def runs(config, fullshard):
 
 def losses(run):
     rows = read_rows(run / "metrics.jsonl")
-    return [row.get("loss", row.get("eval_loss")) for row in rows if "save_s" not in row]
+    return [row.get("loss", row.get("eval_loss")) for row in rows]
 
 
 def test_twenty_steps_have_the_losses_of_torch(runs):

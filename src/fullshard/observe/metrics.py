@@ -1,4 +1,7 @@
-"""`metrics.jsonl`: an object a step, one an evaluation, one a save; `metrics.csv`: as a table."""
+"""`metrics.jsonl`: an object a step and one an evaluation; `metrics.csv`: the same as a table.
+
+Checkpoints have `saves.jsonl` beside it: who reads steps takes a row without a loss for a step.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +69,15 @@ class SaveRow:
     save_s: float
 
 
-COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss", "save_s"]
+COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss"]
+SAVES = "saves.jsonl"
 
 
 class MetricsWriter:
     """Appends rows to a file, and to the table beside it; they are on disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
+        self._saves = path.with_name(SAVES)
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._table_file = path.with_suffix(".csv").open("w", encoding="utf-8", newline="")
         self._table = csv.DictWriter(self._table_file, COLUMNS)
@@ -82,6 +87,10 @@ class MetricsWriter:
 
     def write(self, row: StepRow | EvalRow | SaveRow) -> None:
         values = asdict(row)
+        if isinstance(row, SaveRow):
+            with self._saves.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values, allow_nan=False) + "\n")
+            return
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
         self._table.writerow(values)
         self._file.flush()
@@ -106,14 +115,20 @@ def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
 
     Steps after the checkpoint that a run goes on from are taken again, and written again.
     """
-    rows = [row for row in read_rows(path) if row["step"] <= done]
-    if path.is_file():
-        aside = path.with_name(f".{path.name}")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        aside.replace(path)
+    rows = _keep(path, done)
+    _keep(path.with_name(SAVES), done)
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
     return (
         StepRow(**steps[-1]) if steps else None,
         EvalRow(**evaluations[-1]) if evaluations else None,
     )
+
+
+def _keep(path: Path, done: int) -> list[dict[str, Any]]:
+    rows = [row for row in read_rows(path) if row["step"] <= done]
+    if path.is_file():
+        aside = path.with_name(f".{path.name}")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        aside.replace(path)
+    return rows

@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a run, drawn from the files in its folder.
 
-It reads run.json, metrics.jsonl, plan.json, config.yaml and sample.txt; whatever is missing is
-left out, so a failed run has a report too, and it can be drawn again at any time.
+It reads run.json, metrics.jsonl, saves.jsonl, plan.json, config.yaml and sample.txt; whatever is
+missing is left out, so a failed run has a report too, and it can be drawn again at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
-from fullshard.observe.metrics import read_rows
+from fullshard.observe.metrics import SAVES, read_rows
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
@@ -59,7 +59,7 @@ def gather(run: Path) -> dict[str, Any]:
     rows = list(read_rows(run / "metrics.jsonl"))
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "eval_loss" in row]
-    saves = [row for row in rows if "save_s" in row]
+    saves = list(read_rows(run / SAVES))
     record["planned"] = record.get("planned") or {}
     return {
         "title": f"fullshard {record['command']}",

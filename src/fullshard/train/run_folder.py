@@ -3,7 +3,7 @@
 runs/train/
   config.yaml        resolved, with origins          plan.json      what the engine ran
   run.json           status, planned, measured       metrics.jsonl  one object a step
-                                                     metrics.csv    the same as a table
+  saves.jsonl        how long each save took         metrics.csv    the same as a table
   data/              tokens that the ranks map       report.html    drawn from the others
   model/             a Hugging Face folder           sample.txt     what the model writes
   model_ema/         its average over the run (ema_decay)
