@@ -86,7 +86,7 @@ def test_a_tracker_that_is_not_installed_is_said_once(run):
 def test_updates_inside_of_backward_are_those_after_it(tmp_path, fullshard):
     (tmp_path / "text.txt").write_text(seeded_text(300))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
-    words = ("max_steps=4", "max_grad_norm=0", "gradient_accumulation_steps=2", "ema_decay=none")
+    words = ("max_steps=4", "max_grad_norm=0", "gradient_accumulation_steps=2", "ema_decay=null")
     found = []
     for name, inside in (("after", "false"), ("inside", "true")):
         out = tmp_path / name
