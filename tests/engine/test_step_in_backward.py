@@ -103,12 +103,15 @@ def test_weights_are_those_of_a_step_after_backward(
         assert max(far) < 1e-9
 
 
+WIDE = 160  # so that both ranks hold some elements of each vector
+
+
 class Choice(nn.Module):
     """Vectors of which each forward uses some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(torch.full((5,), 1.0 + i).double() for i in range(3))
+        self.scales = nn.ParameterList(torch.full((WIDE,), 1.0 + i).double() for i in range(3))
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         for i in used:
@@ -121,7 +124,7 @@ USED = ([0, 1], [0])  # by rank: one vector is used by the first alone, one by n
 
 def chosen() -> list[str]:
     """What differs from one process where ranks do not use the same parameters."""
-    x = torch.linspace(0.1, 0.9, 5, dtype=torch.float64)
+    x = torch.linspace(0.1, 0.9, WIDE, dtype=torch.float64)
     one, model = Choice(), fs.shard(Choice(), poison=True)
     theirs = make_optimizer("adamw", one.parameters())
     ours = make_optimizer("adamw", model.parameters())
