@@ -107,7 +107,7 @@ WIDE = 160  # so that both ranks hold some elements of each vector
 
 
 class Choice(nn.Module):
-    """Vectors of which each forward uses some."""
+    """Vectors of which each forward uses some; the unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,13 +119,28 @@ class Choice(nn.Module):
         return x
 
 
-USED = ([0, 1], [0])  # by rank: one vector is used by the first alone, one by nobody
+class Choices(nn.Module):
+    """Some of them, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = nn.ModuleList(Choice() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: list[list[int]]) -> torch.Tensor:
+        for choice, here in zip(self.choices, used, strict=True):
+            x = choice(x, here)
+        return x
+
+
+# By rank and unit: some are used by the first rank alone, some by nobody, and of two units one rank
+# uses nothing at all.
+USED = ([[0, 1], [0], [], [2]], [[0], [], [1], [2]])
 
 
 def chosen() -> list[str]:
     """What differs from one process where ranks do not use the same parameters."""
     x = torch.linspace(0.1, 0.9, WIDE, dtype=torch.float64)
-    one, model = Choice(), fs.shard(Choice(), poison=True)
+    one, model = Choices(), fs.shard(Choices(), wrap=["Choice"], poison=True)
     theirs = make_optimizer("adamw", one.parameters())
     ours = make_optimizer("adamw", model.parameters())
     for _ in range(3):
@@ -141,7 +156,7 @@ def chosen() -> list[str]:
 
 
 def test_what_one_rank_did_not_use_is_updated_and_what_none_used_is_left(ranks):
-    assert ranks(2)(chosen) == [[], []]
+    assert ranks(2)(chosen, timeout=30) == [[], []]
 
 
 def order_of_updates() -> list[str]:
