@@ -132,9 +132,9 @@ class Choices(nn.Module):
         return x
 
 
-# By rank and unit: some are used by the first rank alone, some by nobody, and of two units one rank
-# uses nothing at all.
-USED = ([[0, 1], [0], [], [2]], [[0], [], [1], [2]])
+# By rank and unit: some are used by one rank alone, some by nobody, and of three units one rank uses
+# nothing at all, also of the one that is updated first.
+USED = ([[0, 1], [0], [], [2]], [[0], [], [1], []])
 
 
 def chosen() -> list[str]:
