@@ -132,9 +132,9 @@ class Choices(nn.Module):
         return x
 
 
-# By rank and unit: some are used by one rank alone, some by nobody, and of three units one rank uses
-# nothing at all, also of the one that is updated first.
-USED = ([[0, 1], [0], [], [2]], [[0], [], [1], []])
+# By rank and unit: some are used by one rank alone, some by nobody, and the second rank updates
+# nothing at first, while the first one does.
+USED = ([[0, 1], [0], [1], [2]], [[0], [1], [], []])
 
 
 def chosen() -> list[str]:
