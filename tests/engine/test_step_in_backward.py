@@ -156,7 +156,7 @@ def chosen() -> list[str]:
 
 
 def test_what_one_rank_did_not_use_is_updated_and_what_none_used_is_left(ranks):
-    assert ranks(2)(chosen, timeout=30) == [[], []]
+    assert ranks(2)(chosen, timeout=60) == [[], []]
 
 
 def order_of_updates() -> list[str]:
