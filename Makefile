@@ -32,13 +32,14 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs screenshots clean
+.PHONY: help setup train test test-long test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
 	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\";"
 	@echo "                BACKEND=jax runs it on XLA"
-	@echo "make test       all tests but the slow ones and those that need a GPU"
+	@echo "make test       all tests but the long and slow ones and those that need a GPU"
+	@echo "make test-long  whole runs, tens of seconds each; CI runs them after the others"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
@@ -116,7 +117,10 @@ train: $(VENV)/.stamp-$(if $(filter jax,$(BACKEND)),jax,train)
 	@$(BIN)/fullshard train $(ARGS) $(if $(filter torch,$(BACKEND)),,backend=$(BACKEND))
 
 test: $(VENV)/.stamp-setup
-	$(PYTEST) -m "not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "not long and not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-long: $(VENV)/.stamp-setup
+	$(PYTEST) -m "long and not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
 
 # examples/ as their first lines say, to the end: two ranks each
 test-tutorials: $(VENV)/.stamp-setup

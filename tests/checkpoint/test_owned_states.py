@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -98,6 +99,7 @@ def read_all(root: str) -> int:
     return count
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_goes_on_with_what_any_other_saved(ranks, tmp_path):
     for world_size in WORLDS:
         ranks(world_size)(write_all, str(tmp_path), timeout=100)

@@ -216,12 +216,12 @@ def swapped_for_an_evaluation(settings):
     kept = [param.detach().clone() for param in params]
     with torch.no_grad():
         for param in params:
-            param.mul_(2)
+            param.data.mul_(2)
         model(x)
         if dist.get_rank() == 1:
             time.sleep(HOLD_S)
         for param, value in zip(params, kept, strict=True):
-            param.copy_(value)
+            param.data.copy_(value)
     loss.backward()
     return whole_gradients(model)
 

@@ -61,6 +61,7 @@ def assert_same(found, wanted, tolerance):
         assert ours == pytest.approx(theirs, rel=tolerance)
 
 
+@pytest.mark.long
 def test_losses_norms_and_evaluation_are_those_of_one_process(runs):
     _, plain, sharded = runs
     # transformers sums losses in float32, whatever the model's dtype.
@@ -69,6 +70,7 @@ def test_losses_norms_and_evaluation_are_those_of_one_process(runs):
     assert sharded["trainer"]["parameters"] == plain["trainer"]["parameters"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_losses_in_16_bits_are_those_of_one_process_within_their_rounding(runs, kind):
     _, plain, sharded = runs
@@ -78,6 +80,7 @@ def test_losses_in_16_bits_are_those_of_one_process_within_their_rounding(runs, 
     assert sharded["bf16"] != sharded["fp16"]
 
 
+@pytest.mark.long
 def test_the_saved_folder_has_the_weights_of_one_process(runs):
     folder, _, _ = runs
     ours, theirs = (
@@ -90,11 +93,13 @@ def test_the_saved_folder_has_the_weights_of_one_process(runs):
     AutoModelForCausalLM.from_pretrained(folder / "sharded" / "trainer" / "final")
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_losses(runs):
     _, _, sharded = runs
     assert sharded["resumed"]["history"] == sharded["trainer"]["history"]
 
 
+@pytest.mark.long
 def test_old_checkpoints_go_and_ours_lies_beside_the_folder(runs):
     folder, _, _ = runs
     saved = sorted(path.name for path in (folder / "sharded" / "trainer").glob("checkpoint-*"))
@@ -104,6 +109,7 @@ def test_old_checkpoints_go_and_ours_lies_beside_the_folder(runs):
     assert not (newest / "optimizer.pt").exists()
 
 
+@pytest.mark.long
 def test_an_adapter_trains_as_in_one_process_and_is_saved_alone(runs):
     folder, plain, sharded = runs
     assert_same(sharded["sft"]["history"], plain["sft"]["history"], 1e-4)

@@ -121,6 +121,7 @@ def test_a_micro_batch_too_many_is_named(run):
     assert "expected all ranks to issue the same collectives" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("kill", "is gone"), pytest.param("sleep", "in read_batch", marks=pytest.mark.slow)],

@@ -115,6 +115,7 @@ def test_every_make_command_of_the_readme_exists(command: str):
     assert _succeed(f"{command} --dry-run --no-print-directory", ROOT)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(330)
 def test_the_training_commands_of_the_readme_work_one_after_another(reader: Path):
     long = "training.max_steps=300"

@@ -52,6 +52,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(fullshard, files):
     words = ("distill", files / "distill.yaml", "experts=2", "layers=2")
     run = files / "run"

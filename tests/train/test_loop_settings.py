@@ -83,6 +83,7 @@ def test_a_tracker_that_is_not_installed_is_said_once(run):
     assert said.count("training.report_to: wandb is not installed") == 1
 
 
+@pytest.mark.long
 def test_updates_inside_of_backward_are_those_after_it(tmp_path, fullshard):
     (tmp_path / "text.txt").write_text(seeded_text(300))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))

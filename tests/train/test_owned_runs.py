@@ -104,6 +104,7 @@ training: {{output_dir: {folder}/run, per_device_train_batch_size: 6, max_seq_le
 """
 
 
+@pytest.mark.long
 def test_a_run_goes_on_over_other_ranks(tmp_path, fullshard):
     (tmp_path / "text.txt").write_text(seeded_text(300))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))

@@ -90,6 +90,7 @@ def test_a_run_saves_its_last_step_and_every_few(calm):
     assert state["position"]["global_batch"] == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "whom", ["sigterm", *(pytest.param(w, marks=pytest.mark.slow) for w in KILLED)]
 )

@@ -77,6 +77,7 @@ def command(folder: Path) -> list[str]:
     return ["sft", "--config_file", config_file, "--config", recipe, "--output_dir"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
 def test_the_recipe_of_other_tools_trains_adapters_and_goes_on(fullshard, files, monkeypatch):
     from peft import PeftModel

@@ -112,6 +112,7 @@ def test_the_plan_says_what_is_the_teachers(folder):
     assert not any("gradient" in name for name in rows if name.startswith(TEACHER))
 
 
+@pytest.mark.long
 def test_what_is_left_to_the_planner_leaves_room_for_the_teacher(folder, monkeypatch):
     words = ["train_batch_size=16", "distill.chunk_size=100"]
     whole = [*words, "per_device_train_batch_size=8"]

@@ -56,12 +56,14 @@ def losses(run):
     return [row.get("loss", row.get("eval_loss")) for row in rows]
 
 
+@pytest.mark.long
 def test_twenty_steps_have_the_losses_of_torch(runs):
     wanted = losses(runs / "torch")
     assert len(wanted) == 22
     assert losses(runs / "jax") == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_replicas_on_two_processes_have_the_losses_of_shards(runs, config, fullshard):
     folder = runs / "copies"
@@ -71,11 +73,13 @@ def test_replicas_on_two_processes_have_the_losses_of_shards(runs, config, fulls
     assert losses(folder) == pytest.approx(losses(runs / "jax"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_torch_goes_on_from_a_checkpoint_of_jax(runs):
     wanted, found = losses(runs / "torch"), losses(runs / "joined")
     assert found == pytest.approx(wanted[11:], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_leaves_the_files_that_every_run_leaves(runs):
     names = [{path.name for path in (runs / name).iterdir()} for name in ("torch", "jax")]
     assert names[0] == names[1]

@@ -159,6 +159,7 @@ def check(devices, case, folder):
     assert found[2] == pytest.approx(told, rel=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_steps_have_the_losses_of_torchs_recipe(devices, tmp_path, case):
     check(devices, case, tmp_path)

@@ -38,6 +38,7 @@ def _plan_text(hash_seed: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_the_json_is_the_same_in_every_process_and_reads_back() -> None:
     one, two = _plan_text("1"), _plan_text("2")
     assert one == two
