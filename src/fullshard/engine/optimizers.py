@@ -116,6 +116,11 @@ def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None], owner: objec
     _WATCH.add(owner)
 
 
+def look_at(optimizer: torch.optim.Optimizer) -> None:
+    """What is done before its first step on shards, while its groups hold all of them."""
+    _WATCH._before_step(optimizer)
+
+
 def watch_optimizers(engine: Engine) -> None:
     """Probe every optimizer that steps on shards while this engine lives."""
     _WATCH.add(engine)
@@ -218,7 +223,8 @@ def steps_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer may be told of some parameters now and of others later in a step.
 
     It is tried on two tensors, with all of its groups' settings: its groups hold both at once, or
-    one after the other. What it writes and what it keeps in its groups must be the same bits.
+    one after the other. What it writes and what it keeps in its groups, on itself and in states of
+    no tensor must be the same bits.
 
     Raises:
         EngineError: It cannot be tried.
@@ -265,7 +271,9 @@ def _told(
             group["params"] = [params[index] for index in turn]
             optimizer.step()
     said = {key: _plain(value) for key, value in group.items() if key != "params"}
-    return [param.detach() for param in params], said
+    counts = {key: n for key, n in vars(optimizer).items() if isinstance(n, int | float)}
+    common = {key: x for key, x in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    return [p.detach() for p in params], {**said, "counts": counts, "common": repr(common)}
 
 
 def check_by_itself(

@@ -156,8 +156,7 @@ class Runtime:
             self._begin_step()
         elif not self._stack:
             self._run(self.scheduler.publish(index))
-        if not self._stack:
-            self._see_writes()
+        self._see_writes([unit])
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._begins[index] = lambda _: self._enter_backward(use)
         self._run(self.scheduler.enter_forward(index))
@@ -228,10 +227,10 @@ class Runtime:
         if not self.observed.done and torch.is_grad_enabled():
             self.observed = Observed(self._generation)
 
-    def _see_writes(self) -> None:
+    def _see_writes(self, units: Sequence[Unit]) -> None:
         """See [Note: versions] in engine/versions.py."""
         with no_guard():
-            for unit in self.units:
+            for unit in units:
                 for group in unit.groups:
                     group.versions.see_writes()
 
@@ -275,7 +274,7 @@ class Runtime:
                 "strategy no_shard without fullshard."
             )
         self._task = task
-        self._see_writes()
+        self._see_writes(self.units)
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         if self.gradients.transport.home.wrote:

@@ -28,7 +28,7 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.optimizers import steps_by_itself
+from fullshard.engine.optimizers import look_at, steps_by_itself
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.unit import Member, Unit
 from fullshard.errors import EngineError
@@ -131,6 +131,7 @@ def step_in_backward(
     if optimizer not in gradients.tried:
         _check(optimizer)
         gradients.tried.add(optimizer)
+    look_at(optimizer)  # its groups are narrowed when it steps
     _refuse_hooks(engine, optimizer)
     gradients.updates = StepInBackward(engine, optimizer)
     try:

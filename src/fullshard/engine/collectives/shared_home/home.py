@@ -128,12 +128,11 @@ class SharedHome:
 
     @contextmanager
     def writes_unread(self) -> Generator[None]:
-        reading, wrote = self._reading, self.wrote
-        self._reading = False
+        reading, self._reading = self._reading, False
         try:
             yield
         finally:
-            self._reading, self.wrote = reading, wrote
+            self._reading = reading
 
     def _await_readers(self) -> None:
         if self._reading:
