@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
 from fullshard.errors import EngineError
 from support.models import CASES, chain, mean_square, vectors
 from support.parity import whole_params
-from support.ranks import RankError
 from support.reference import difference, make_optimizer
 
 NUM_STEPS, TOLERANCE = 4, 1e-12
@@ -159,7 +161,7 @@ def test_what_one_rank_did_not_use_is_updated_and_what_none_used_is_left(ranks):
     assert ranks(2)(chosen, timeout=60) == [[], []]
 
 
-def order_of_updates() -> list[str]:
+def order_of_updates(transport: str) -> list[str]:
     """What happens in one backward: reductions and updates by unit."""
     seen: list[str] = []
 
@@ -170,7 +172,7 @@ def order_of_updates() -> list[str]:
             seen.extend(units & BLOCKS)
             return super().step(closure)
 
-    model = fs.shard(chain(), wrap=["Block"])
+    model = fs.shard(chain(), wrap=["Block"], transport=transport)
     loss = mean_square(model(**vectors(0, dist.get_rank())))
     with fs.step_in_backward(model, Watched(model.parameters(), lr=0.1)):
         loss.backward()
@@ -182,8 +184,14 @@ BLOCKS = {f"blocks.{i}" for i in range(4)}
 
 
 def test_units_are_updated_one_after_another_while_backward_runs(ranks):
-    for seen in ranks(2)(order_of_updates):
+    for seen in ranks(2)(order_of_updates, "direct"):
         assert seen == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "backward returns"]
+
+
+def test_masters_that_are_computed_with_are_updated_when_backward_ends(ranks):
+    for seen in ranks(2)(order_of_updates, "shared"):
+        assert sorted(seen[:-1]) == sorted(BLOCKS)
+        assert seen[-1] == "backward returns"
 
 
 class Late(nn.Module):
@@ -208,46 +216,75 @@ class Frozen(Late):
         return torch.tanh(x @ self.base) @ self.weight
 
 
-def read_late(kind: type[Late], transport: str) -> list[float]:
-    """How far weights are from one process's after two steps in backward."""
+class Kept(Late):
+    """The same, where what autograd keeps passes through hooks, of which it checks no versions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+            return super().forward(x)
+
+
+class Again(Late):
+    """The same, computed again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def read_late(kind: type[Late], settings: dict[str, Any]) -> list[float]:
+    """How far weights are from one process's after three steps in backward."""
     x = torch.linspace(0.1, 0.9, 10, dtype=torch.float64).view(2, 5).requires_grad_()
     one = nn.Sequential(*(kind() for _ in range(4)))
-    model = fs.shard(copy.deepcopy(one), wrap=[kind.__name__], transport=transport)
+    model = fs.shard(copy.deepcopy(one), wrap=[kind.__name__], **settings)
     for either in (one, model):
         for name, param in either.named_parameters():
             param.requires_grad_("base" not in name)
     theirs = torch.optim.SGD(one.parameters(), lr=0.1)
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
+    for _ in range(3):
         one(x).sum().backward()
         theirs.step()
         theirs.zero_grad()
+        loss = model(x).sum()
+        if dist.get_rank() == 1:
+            loss.register_hook(late(0.01))
         with fs.step_in_backward(model, ours):
-            model(x).sum().backward()
+            loss.backward()
     found = whole_params(model)
     return [difference(found[name], param.detach()) for name, param in one.named_parameters()]
 
 
-@pytest.mark.parametrize("transport", ["shared", "direct"])
-def test_weights_that_are_read_when_they_are_updated_are_refused(ranks, transport):
-    """As where hooks step in one process: autograd's own error."""
-    with pytest.raises(RankError, match="modified by an inplace operation"):
-        ranks(2)(read_late, Late, transport, timeout=60)
-
-
-def test_one_process_refuses_them_too():
-    block = Late()
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-    block.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    x = torch.ones(2, 5, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        block(x).sum().backward()
-
-
-@pytest.mark.parametrize("transport", ["shared", "direct"])
-def test_frozen_weights_beside_updated_ones_are_read_as_ever(ranks, transport):
-    for far in ranks(2)(read_late, Frozen, transport, timeout=60):
+@pytest.mark.parametrize("kind", [Late, Frozen, Kept, Again])
+@pytest.mark.parametrize("settings", [SHARED, DIRECT, {"strategy": "no_shard"}])
+def test_weights_that_are_read_when_their_gradients_are_there(ranks, kind, settings):
+    for far in ranks(2)(read_late, kind, settings, timeout=60):
         assert max(far) < TOLERANCE
+
+
+def deferred_inside(settings: dict[str, Any]) -> list[str]:
+    """What differs from one process where micro-batches are deferred inside of the context."""
+    case, size = CASES["chain"], dist.get_world_size()
+    one, model = case.build(), fs.shard(case.build(), **settings)
+    theirs = torch.optim.SGD(one.parameters(), lr=0.1)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with fs.step_in_backward(model, ours):
+            for micro in range(3):
+                for rank in range(size):
+                    (case.loss(one(**case.batch(10 * step + micro, rank))) / size).backward()
+                waits = fs.no_sync(model, outer_only=True) if micro < 2 else nullcontext()
+                with waits:
+                    case.loss(model(**case.batch(10 * step + micro, dist.get_rank()))).backward()
+        theirs.step()
+        theirs.zero_grad()
+    found = whole_params(model)
+    wanted = {name: param.detach() for name, param in one.named_parameters()}
+    return [n for n in wanted if not difference(found[n], wanted[n]) <= TOLERANCE]
+
+
+@pytest.mark.parametrize("settings", [SHARED, DIRECT])
+def test_deferred_micro_batches_inside_of_the_context_update_nothing(ranks, settings):
+    assert ranks(2)(deferred_inside, settings, timeout=60) == [[], []]
 
 
 def after_an_exception() -> list[float]:
@@ -353,6 +390,22 @@ def nested(model: nn.Module, optimizer: Any) -> None:
         pass
 
 
+def hook_inside(model: nn.Module, optimizer: Any) -> None:
+    loss = mean_square(model(**vectors(0, dist.get_rank())))
+    with fs.step_in_backward(model, optimizer):
+        next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+        loss.backward()
+
+
+def of_another_model(model: nn.Module, _: Any) -> None:
+    train(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def inside_of_no_sync(model: nn.Module, optimizer: Any) -> None:
+    with fs.no_sync(model):
+        train(model, optimizer)
+
+
 def nothing(model: nn.Module, optimizer: Any) -> None:
     with fs.step_in_backward(model, optimizer) as update:
         pass
@@ -368,6 +421,9 @@ REFUSED = {
     no_optimizer: "expected a torch.optim.Optimizer; got NoneType",
     hook_on_step: "expected an optimizer without hooks on its steps",
     hook_on_gradient: "expected no hooks on gradients",
+    hook_inside: "expected no hooks on gradients",
+    of_another_model: "expected an optimizer of the model's parameters",
+    inside_of_no_sync: "got it inside of fs.no_sync",
     nested: "one context at a time",
     nothing: "expected a backward inside",
 }

@@ -157,6 +157,12 @@ def check_supported(
             advice = "Its loss is scaled, and the update would wait for the whole gradient"
             got = "float16 with training.optimizer_in_backward"
             problems.append(Problem("sharding.param_dtype", "bfloat16 or none", got, advice))
+        if config.sharding.ignore and config.training.optimizer_in_backward:
+            advice = "What is left out has no part in the norm that is known then"
+            got = show(list(config.sharding.ignore))
+            problems.append(
+                Problem("sharding.ignore", "[] with optimizer_in_backward", got, advice)
+            )
         problems += [] if planning else _unwritable(config.sharding.offload)
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"

@@ -11,6 +11,7 @@ import torch
 from fullshard.engine._torch_compat import has_modes, is_profiling, outside_modes
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Unit
+from fullshard.errors import EngineError
 from fullshard.planner.events import Event, EventKind, Recorder
 
 WORKS = {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL, EventKind.UPDATE}
@@ -85,6 +86,12 @@ class Actions:
 
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]
+        if unit.is_updated:
+            raise EngineError(
+                f"{unit.plan.title}: expected its weights to be read before the last of its "
+                "gradients; they are wanted again, and fs.step_in_backward has updated them. Step "
+                "after backward."
+            )
         for group in unit.groups:
             if group.plan.slot is not None:
                 key = (group.plan.slot.ring, group.plan.slot.index)

@@ -61,6 +61,7 @@ class Gradients:
         self.transport = transport
         self.norms = norms
         self.sync = Sync.ALL
+        self.defers = False  # inside of no_sync
         self.expects_any = False
         self.divisor = divisor
         self._on_spill = on_spill
@@ -76,11 +77,12 @@ class Gradients:
     @contextmanager
     def no_sync(self, sync: Sync) -> Any:
         """Inside, every backward leaves its gradients unreduced: all of them, or over replicas."""
-        before, self.sync = self.sync, sync
+        before = self.sync, self.updates, self.defers
+        self.sync, self.updates, self.defers = sync, None, True
         try:
             yield
         finally:
-            self.sync = before
+            self.sync, self.updates, self.defers = before
 
     # ---- during backward
 
@@ -220,8 +222,6 @@ class Gradients:
                         buffer[member.offset : member.offset + member.numel].zero_()
             wire = torch_dtype(group.plan.dtypes.reduce)
             group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
-        if self.updates is not None and self.sync is Sync.ALL:
-            unit.outdate()
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
         unit.reduce(fulls)
 
@@ -305,7 +305,7 @@ class Gradients:
         squares = squares.clone()
         if self.updates is not None:
             shown = self._shown.finish(self.updates, touched.tolist(), squares)
-            self.consumed = True
+            self.consumed = not shown
         elif all(bits):  # nearly always; what this rank touched, one rank touched
             shown = self._shown.show_all()
         else:

@@ -55,11 +55,6 @@ _REENTRANT = (
     "activation_checkpointing=block."
 )
 
-_UPDATED = (
-    "{}: expected all reads of its weights before its gradients; forward code runs again after "
-    "fs.step_in_backward has updated them. Step after backward."
-)
-
 
 class Use:
     """One forward of one unit: what it made is watched for gradients.
@@ -145,8 +140,6 @@ class Runtime:
         unit.check_params()
         if graph_task_id() != -1:
             self._recomputed = graph_task_id()
-            if unit.is_outdated:
-                raise EngineError(_UPDATED.format(unit.plan.title))
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
             unit.mark(is_open=True)
@@ -325,7 +318,7 @@ class Runtime:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward(reduce=reduce))
         for unit in self.units:
-            unit.is_outdated = False
+            unit.is_updated = False
             if unit.in_backward:
                 unit.in_backward = False
                 unit.swap_out()
@@ -346,7 +339,7 @@ class Runtime:
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
-            unit.in_backward = unit.is_outdated = False
+            unit.in_backward = unit.is_updated = False
         self.gradients.reset(self.units)
         self.scheduler.reset()
         self._stack.clear()

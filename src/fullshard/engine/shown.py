@@ -75,10 +75,10 @@ class Shown:
     def finish(
         self, updates: Updates, bits: Sequence[float], squares: torch.Tensor
     ) -> dict[int, Any]:
-        """Update what other ranks alone have touched; returns the gradients that are left, by id.
+        """Update what was not updated early; returns the gradients that are left, by id.
 
         Args:
-            updates: Has updated what this rank touched.
+            updates: Has updated some of what this rank touched.
             bits: Whether some rank touched it, by parameter.
             squares: (num_params,), squared norms of all gradients.
         """

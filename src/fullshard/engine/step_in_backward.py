@@ -7,14 +7,15 @@
 The update reads a gradient that is still in the cache. Nothing may wait for all gradients then: no
 clipping, no scale of the loss, no step that is left out.
 
-Where ranks share the weights (`shared`), no rank may read a unit's weights when another writes its
-part. A rank that hands in its gradients of a unit first turns the weights' versions on (see [Note:
-versions]): whatever its backward would read of them afterwards is autograd's error, as it is where
-hooks step in one process. The sum is there when all ranks have handed in theirs, and then each
-writes its part.
+Backward may still read a unit's weights when its gradients are there (`x @ w.detach()`), on this
+rank or, where ranks share them, on another, and autograd does not check what passes through hooks
+on saved tensors (recompute). So only what no backward reads is updated early: masters whose weights
+are gathered into slots, or cast. A unit that is gathered once more after its update is an error.
+Where the masters themselves are computed with, the step is taken when backward has ended on all
+ranks.
 
 The user's own optimizer steps, with its groups narrowed to the unit: its states, rates and class
-are what they are. What a rank did not touch and another did is updated when backward ends.
+are what they are. What a rank did not touch and another did is updated when backward ends, too.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class StepInBackward:
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of the last backward's whole gradient, a plain float64 scalar.
 
+        Parameters that are left out of sharding have no part in it.
+
         Raises:
             EngineError: No backward has reduced inside of the context.
         """
@@ -68,23 +71,29 @@ class StepInBackward:
 
     def update(self, unit: Unit) -> None:
         """The unit's gradients have landed."""
+        if not self._shares:
+            _refuse_hooks(self._engine, self._optimizer)  # put there inside of the context
         grads = [member.grad.to_local() for member in unit.trainees if member.grad is not None]
         records = [member.param.record for member in unit.trainees]
         self._shares[unit.index] = self._engine.norms.local_squares(grads, records)
-        self._step([member for member in unit.trainees if member.touched])
+        early = [group for group in unit.trained if not group.computes_with_master]
+        members = [m for group in early for m in group.members if m.touched]
+        unit.is_updated = bool(members)
+        self._step(members)
 
     def squares(self, units: Iterable[Unit]) -> torch.Tensor:
         """(num_params,): this rank's shares of the squared norms, before the updates."""
         return torch.cat([self._shares[unit.index] for unit in units if unit.trainees])
 
     def finish(self, members: Sequence[Member], squares: torch.Tensor) -> None:
-        """Backward is done: update what some rank touched and this one did not.
+        """Backward is done on all ranks: update what was not yet.
 
         Args:
             members: These.
             squares: (num_params,), global sums of squares of all gradients.
         """
         self._squares = squares
+        self._shares.clear()
         self._step(members)
 
     def _step(self, members: Sequence[Member]) -> None:
@@ -128,11 +137,16 @@ def step_in_backward(
     gradients = engine.gradients
     if gradients.updates is not None:
         raise EngineError(f"{_NAME}: expected one context at a time; got it in itself.")
+    if gradients.defers:
+        raise EngineError(
+            f"{_NAME}: expected it around the last micro-batch; got it inside of fs.no_sync."
+        )
     if optimizer not in gradients.tried:
         _check(optimizer)
         gradients.tried.add(optimizer)
     look_at(optimizer)  # its groups are narrowed when it steps
     _refuse_hooks(engine, optimizer)
+    _refuse_strangers(engine, optimizer)
     gradients.updates = StepInBackward(engine, optimizer)
     try:
         yield gradients.updates
@@ -179,3 +193,17 @@ def _refuse_hooks(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
                 f"{_NAME}: expected no hooks on gradients; {member.piece.name} has one, and its "
                 "gradient is used before the hook is called. Step after backward."
             )
+
+
+def _refuse_strangers(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that has nothing to update.
+
+    Raises:
+        EngineError: None of its parameters is the model's.
+    """
+    theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(m.param) in theirs for unit in engine.units for m in unit.trainees):
+        raise EngineError(
+            f"{_NAME}: expected an optimizer of the model's parameters; it has none that is "
+            "trained."
+        )

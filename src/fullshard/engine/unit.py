@@ -115,6 +115,12 @@ class Group:
         return self.plan.slot is not None
 
     @property
+    def computes_with_master(self) -> bool:
+        """Whether forwards and backwards read the very memory that an update writes."""
+        dtypes = self.plan.dtypes
+        return not self.gathers and dtypes.compute is dtypes.master
+
+    @property
     def is_common(self) -> bool:
         """Whether what is computed with is no memory of this rank's alone, or a copy."""
         return self.gathers or self.plan.shared
@@ -153,7 +159,7 @@ class Unit:
         self._versions: list[int] = []
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
-        self.is_outdated = False  # the running backward updates it
+        self.is_updated = False  # inside of the running backward
         self.left = 0  # gradients still expected in this backward
         self.waiting: list[tuple[Group, Member]] = []  # whose gradients are final and not moved
         self.on_gradient: OnGradient = _unbound
@@ -175,12 +181,6 @@ class Unit:
         """Whether autograd may read what it kept of the weights, or the slot may hold others."""
         for group in self.gathered:
             group.versions.mark(is_open=is_open)
-
-    def outdate(self) -> None:
-        """What is trained is about to be updated: no backward may read it any more."""
-        self.is_outdated = True
-        for group in self.trained:
-            group.versions.outdate([member.compute.requires_grad for member in group.members])
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> None:
         """Start to sum gradients over ranks."""

@@ -49,17 +49,10 @@ class Versions:
         written = [shard._version for shard in self._shards]
         if written != self._written:
             if self._written:
-                self.outdate([new != old for new, old in zip(written, self._written, strict=True)])
+                new = [now != then for now, then in zip(written, self._written, strict=True)]
+                self._at = tuple(at + is_new for at, is_new in zip(self._at, new, strict=True))
+                self._place()
             self._written = written
-
-    def outdate(self, which: Sequence[bool]) -> None:
-        """Refuse all graphs so far that read some of the weights.
-
-        Args:
-            which: By weight.
-        """
-        self._at = tuple(at + is_new for at, is_new in zip(self._at, which, strict=True))
-        self._place()
 
     def _place(self) -> None:
         set_versions(self._computes, tuple(at + self._away for at in self._at))

@@ -11,9 +11,8 @@ their forwards and backwards. Two waits keep them apart:
     done    A rank's first write after a forward waits until no rank reads the weights of that
             forward any more. After a synchronised backward all know that already.
 
-In a backward that updates as it goes a unit's weights are written when its sum is there: every rank
-has handed in its gradients then, and its autograd refuses to read these weights any more (see
-[Note: step in backward] in engine/step_in_backward.py).
+A backward that updates as it goes (engine/step_in_backward.py) writes masters that nobody computes
+with, and the others when it has ended on all ranks: `writes_unread`.
 
 A backward that begins after such a write (weights swapped for an evaluation, and back) publishes
 again, as it would gather again.
