@@ -169,7 +169,7 @@ def order_of_updates(transport: str) -> list[str]:
         def step(self, closure: Any = None) -> Any:
             params = [p for g in self.param_groups for p in g["params"] if hasattr(p, "record")]
             units = {".".join(p.record.piece.name.split(".")[:2]) for p in params}
-            seen.extend(units & BLOCKS)
+            seen.append(" ".join(sorted(units & BLOCKS)))
             return super().step(closure)
 
     model = fs.shard(chain(), wrap=["Block"], transport=transport)
@@ -185,13 +185,13 @@ BLOCKS = {f"blocks.{i}" for i in range(4)}
 
 def test_units_are_updated_one_after_another_while_backward_runs(ranks):
     for seen in ranks(2)(order_of_updates, "direct"):
-        assert seen == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "backward returns"]
+        blocks = [name for name in seen if name]  # the root may have a call of its own
+        assert blocks == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "backward returns"]
 
 
 def test_masters_that_are_computed_with_are_updated_when_backward_ends(ranks):
     for seen in ranks(2)(order_of_updates, "shared"):
-        assert sorted(seen[:-1]) == sorted(BLOCKS)
-        assert seen[-1] == "backward returns"
+        assert seen == [" ".join(sorted(BLOCKS)), "backward returns"]
 
 
 class Late(nn.Module):
@@ -202,7 +202,10 @@ class Late(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight.detach()) @ self.weight
+        inner = torch.tanh(x @ self.weight.detach())
+        if inner.requires_grad and dist.get_rank() == 1:
+            inner.register_hook(late(0.005))  # other ranks are ahead by now
+        return inner @ self.weight
 
 
 class Frozen(Late):
