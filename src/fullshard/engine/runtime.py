@@ -130,6 +130,7 @@ class Runtime:
         self._task = -1  # the backward under way
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
+        self._num_writes = 0  # into shards, that were looked at
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
 
     # ---- forward
@@ -149,7 +150,10 @@ class Runtime:
             self._begin_step()
         elif not self._stack:
             self._run(self.scheduler.publish(index))
-        self._see_writes([unit])
+        home = self.gradients.transport.home
+        if home.num_writes != self._num_writes:
+            self._num_writes = home.num_writes
+            self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
         self._begins[index] = lambda _: self._enter_backward(use)
         self._run(self.scheduler.enter_forward(index))
@@ -220,10 +224,10 @@ class Runtime:
         if not self.observed.done and torch.is_grad_enabled():
             self.observed = Observed(self._generation)
 
-    def _see_writes(self, units: Sequence[Unit]) -> None:
+    def _see_writes(self) -> None:
         """See [Note: versions] in engine/versions.py."""
         with no_guard():
-            for unit in units:
+            for unit in self.units:
                 for group in unit.groups:
                     group.versions.see_writes()
 
@@ -267,7 +271,7 @@ class Runtime:
                 "strategy no_shard without fullshard."
             )
         self._task = task
-        self._see_writes(self.units)
+        self._see_writes()
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         if self.gradients.transport.home.wrote:

@@ -32,10 +32,10 @@ class Versions:
     def __init__(self, shards: Sequence[nn.Parameter], computes: Sequence[nn.Parameter]) -> None:
         with no_guard():
             self._shards = list(shards) if all(map(_counts, shards)) else []
+            self._written = [shard._version for shard in self._shards]
         self._computes = tuple(computes)
         self._at = tuple(compute._version for compute in computes)
         self._away = 0
-        self._written: list[int] = []
 
     def mark(self, *, is_open: bool) -> None:
         """Let autograd read what it kept of weights in slots, or refuse it."""
@@ -48,11 +48,10 @@ class Versions:
         """Refuse graphs from before the last writes into shards. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
-            if self._written:
-                new = [now != then for now, then in zip(written, self._written, strict=True)]
-                self._at = tuple(at + is_new for at, is_new in zip(self._at, new, strict=True))
-                self._place()
+            new = [now != then for now, then in zip(written, self._written, strict=True)]
+            self._at = tuple(at + is_new for at, is_new in zip(self._at, new, strict=True))
             self._written = written
+            self._place()
 
     def _place(self) -> None:
         set_versions(self._computes, tuple(at + self._away for at in self._at))

@@ -33,9 +33,11 @@ class Home(Protocol):
 
     Attributes:
         wrote: Whether this rank has written weights that others compute with since `publish`.
+        num_writes: How often this rank was about to write weights.
     """
 
     wrote: bool
+    num_writes: int
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Take the memory of the weights. A collective."""
@@ -75,6 +77,9 @@ class OwnHome:
 
     wrote = False
 
+    def __init__(self) -> None:
+        self.num_writes = 0
+
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Nothing."""
 
@@ -91,7 +96,7 @@ class OwnHome:
         """Nothing."""
 
     def before_write(self) -> None:
-        """Nothing."""
+        self.num_writes += 1
 
     def writes_unread(self) -> AbstractContextManager[None]:
         return nullcontext()

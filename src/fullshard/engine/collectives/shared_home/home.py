@@ -57,6 +57,7 @@ class SharedHome:
         self._reading = False
         self._pulled = 0
         self.wrote = False
+        self.num_writes = 0
         self._gradients: GradientSlots | None = None
         self._shown = 0
 
@@ -123,6 +124,7 @@ class SharedHome:
 
     def before_write(self) -> None:
         self.wrote = True
+        self.num_writes += 1
         self._await_readers()
 
     @contextmanager
