@@ -89,11 +89,11 @@ def build_ours(setup: Setup, transport: str = "auto") -> Step:
 
 
 def build_updating(setup: Setup) -> Step:
-    """The same on a shared home, each unit updated inside of backward; it cannot clip."""
+    """The same with parts sent directly, units updated inside of backward; it cannot clip."""
     import fullshard as fs
 
     assert setup.max_norm is None
-    model = shard_ours(setup)
+    model = shard_ours(setup, "direct")
     optimizer = setup.adamw(model.parameters())
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
