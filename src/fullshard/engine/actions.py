@@ -98,7 +98,7 @@ class Actions:
                 previous = self._filling.get(key)
                 if previous is not None:
                     previous.wait()  # gathered ahead and never entered
-                    previous.mark(is_open=False)
+                    previous.versions.mark(is_open=False)
                 self._filling[key] = unit
         unit.gather()
 
@@ -106,11 +106,11 @@ class Actions:
         unit = self._units[event.unit]
         unit.wait()
         if event.kind is EventKind.FORWARD or unit.plan.reads_weight_in_backward:
-            unit.mark(is_open=True)
+            unit.versions.mark(is_open=True)
 
     def _release(self, event: Event) -> None:
         unit = self._units[event.unit]
         unit.wait()
-        unit.mark(is_open=False)
+        unit.versions.mark(is_open=False)
         if self._poison:
             unit.poison()

@@ -143,7 +143,7 @@ class Runtime:
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
             unit.wait()
-            unit.mark(is_open=True)
+            unit.versions.mark(is_open=True)
             unit.swap_in()
             return
         if index == 0:
@@ -228,8 +228,7 @@ class Runtime:
         """See [Note: versions] in engine/versions.py."""
         with no_guard():
             for unit in self.units:
-                for group in unit.groups:
-                    group.versions.see_writes()
+                unit.versions.see_writes()
 
     def awaits_backward(self) -> bool:
         """Whether a forward's graph is alive whose backward has not begun."""

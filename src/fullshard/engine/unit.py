@@ -79,7 +79,6 @@ class Group:
         grads: Reduced gradients; None where frozen.
         grad_full: (numel,), reduce dtype: where gradients are collected now.
         deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
-        versions: Of its weights, by which autograd knows those that it kept.
     """
 
     plan: GroupPlan
@@ -94,7 +93,6 @@ class Group:
     padding: list[tuple[int, int]] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
-    versions: Versions = field(default_factory=lambda: Versions((), ()))
 
     def is_in_place(self) -> bool:
         """Whether all shards are where they were cut, and train as they did. Outside the guard."""
@@ -159,6 +157,7 @@ class Unit:
         self._versions: list[int] = []
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
+        self.versions = Versions()
         self.is_updated = False  # inside of the running backward
         self.left = 0  # gradients still expected in this backward
         self.waiting: list[tuple[Group, Member]] = []  # whose gradients are final and not moved
@@ -176,11 +175,6 @@ class Unit:
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
-
-    def mark(self, *, is_open: bool) -> None:
-        """Whether autograd may read what it kept of the weights, or the slot may hold others."""
-        for group in self.gathered:
-            group.versions.mark(is_open=is_open)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> None:
         """Start to sum gradients over ranks."""
@@ -292,14 +286,19 @@ class Unit:
                     member.node = get_gradient_edge(compute).node
                     hook = _gradient_hook(self, at, index)
                     member.node.register_hook(hook)  # also where autograd brings no gradient
-            computes = [member.compute for member in group.members]
-            group.versions = Versions([member.param for member in group.members], computes)
         self.places = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
         ]
         self._computes = [m.compute for group in self.groups for m in group.members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
+        pairs = {
+            gathers: [
+                (m.param, m.compute) for g in self.groups if g.gathers is gathers for m in g.members
+            ]
+            for gathers in (True, False)
+        }
+        self.versions = Versions(lent=pairs[True], own=pairs[False])
         self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
 
 

@@ -18,43 +18,48 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard, set_versions
 
+Pair = tuple[nn.Parameter, nn.Parameter]  # a shard, and what forward sees of it
 AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
 
 
 class Versions:
-    """Of one group's weights.
+    """Of one unit's weights.
 
     Args:
-        shards: The user's parameters.
-        computes: What forward sees of them.
+        lent: Shards and compute parameters of which these are views of slots.
+        own: Shards and compute parameters whose memory is always theirs.
     """
 
-    def __init__(self, shards: Sequence[nn.Parameter], computes: Sequence[nn.Parameter]) -> None:
+    def __init__(self, lent: Sequence[Pair] = (), own: Sequence[Pair] = ()) -> None:
         with no_guard():
-            self._shards = list(shards) if all(map(_counts, shards)) else []
+            shards = [shard for shard, _ in (*lent, *own)]
+            self._shards = shards if all(map(_counts, shards)) else []
             self._written = [shard._version for shard in self._shards]
-        self._computes = tuple(computes)
-        self._at = tuple(compute._version for compute in computes)
-        self._away = 0
+        self._lent = tuple(compute for _, compute in lent)
+        self._own = tuple(compute for _, compute in own)
+        self._is_open = True
+        self._at(tuple(compute._version for compute in (*self._lent, *self._own)))
 
     def mark(self, *, is_open: bool) -> None:
-        """Let autograd read what it kept of weights in slots, or refuse it."""
-        away = 0 if is_open else AWAY
-        if away != self._away:
-            self._away = away
-            self._place()
+        """Whether autograd may read what it kept of weights in slots, or these may hold others."""
+        if self._is_open is not is_open:
+            self._is_open = is_open
+            set_versions(self._lent, self._marks[is_open])
 
     def see_writes(self) -> None:
         """Refuse graphs from before the last writes into shards. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
-            new = [now != then for now, then in zip(written, self._written, strict=True)]
-            self._at = tuple(at + is_new for at, is_new in zip(self._at, new, strict=True))
+            now = (*self._marks[True], *self._of_own)
+            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
             self._written = written
-            self._place()
+            self._at(tuple(at + is_new for at, is_new in zip(now, wrote, strict=True)))
+            set_versions(self._lent, self._marks[self._is_open])
+            set_versions(self._own, self._of_own)
 
-    def _place(self) -> None:
-        set_versions(self._computes, tuple(at + self._away for at in self._at))
+    def _at(self, versions: tuple[int, ...]) -> None:
+        open_, self._of_own = versions[: len(self._lent)], versions[len(self._lent) :]
+        self._marks = {True: open_, False: tuple(at + AWAY for at in open_)}
 
 
 def _counts(shard: nn.Parameter) -> bool:
