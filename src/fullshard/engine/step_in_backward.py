@@ -77,9 +77,7 @@ class StepInBackward:
         records = [member.param.record for member in unit.trainees]
         self._shares[unit.index] = self._engine.norms.local_squares(grads, records)
         early = [group for group in unit.trained if not group.computes_with_master]
-        members = [m for group in early for m in group.members if m.touched]
-        unit.is_updated = bool(members)
-        self._step(members)
+        unit.is_updated = self._step([m for group in early for m in group.members if m.touched])
 
     def squares(self, units: Iterable[Unit]) -> torch.Tensor:
         """(num_params,): this rank's shares of the squared norms, before the updates."""
@@ -96,10 +94,11 @@ class StepInBackward:
         self._shares.clear()
         self._step(members)
 
-    def _step(self, members: Sequence[Member]) -> None:
+    def _step(self, members: Sequence[Member]) -> bool:
+        """Update those that the optimizer has; returns whether there are any."""
         members = [member for member in members if id(member.param) in self._group_of]
         if not members:
-            return
+            return False
         with no_guard():
             for member in members:
                 member.param.grad = member.grad
@@ -111,6 +110,7 @@ class StepInBackward:
             with no_guard():
                 for member in members:
                     member.param.grad = None
+        return True
 
     @contextmanager
     def _narrowed(self, members: Sequence[Member]) -> Generator[None]:
