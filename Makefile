@@ -39,7 +39,7 @@ help:
 	@echo "make train      train a small model on two local ranks; ARGS=\"CONFIG.yaml key=value\";"
 	@echo "                BACKEND=jax runs it on XLA"
 	@echo "make test       all tests but the long and slow ones and those that need a GPU"
-	@echo "make test-long  whole runs, tens of seconds each; CI runs them after the others"
+	@echo "make test-long  whole runs, tens of seconds each; CI runs them too"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"

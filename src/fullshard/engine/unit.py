@@ -292,13 +292,9 @@ class Unit:
         ]
         self._computes = [m.compute for group in self.groups for m in group.members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
-        pairs = {
-            gathers: [
-                (m.param, m.compute) for g in self.groups if g.gathers is gathers for m in g.members
-            ]
-            for gathers in (True, False)
-        }
-        self.versions = Versions(lent=pairs[True], own=pairs[False])
+        lent = [(m.param, m.compute) for g in self.gathered for m in g.members]
+        own = [(m.param, m.compute) for g in self.groups if not g.gathers for m in g.members]
+        self.versions = Versions(lent, own)
         self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
 
 
