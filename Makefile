@@ -141,23 +141,23 @@ test-torch:
 bench: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench step $(ARGS)
 
-bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-time: bench-%: $(VENV)/.stamp-setup
+bench-calibrate bench-comm bench-io: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
-bench-planner: $(VENV)/.stamp-setup
-	PYTHONPATH=src $(BIN)/python benchmarks/planner.py $(ARGS)
+bench-compile bench-copies bench-exact bench-host bench-jax bench-memory bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
+	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$*)) $(ARGS)
 
 bench-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 chaos: $(VENV)/.stamp-setup
 	$(BIN)/python tools/chaos.py $(ARGS)
 
 distill-study: $(VENV)/.stamp-setup
-	$(BIN)/python benchmarks/distill_study.py $(ARGS)
+	$(BIN)/python -m benchmarks.distill_study $(ARGS)
 
 long-parity: $(VENV)/.stamp-setup
-	$(BIN)/python benchmarks/long_parity.py $(ARGS)
+	$(BIN)/python -m benchmarks.long_parity $(ARGS)
 
 gpu:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \

@@ -1,6 +1,6 @@
 """Does a student learn more from its teacher than from the text alone? (`make distill-study`)
 
-python benchmarks/distill_study.py [--steps 200] [--out benchmarks/results]
+python -m benchmarks.distill_study [--steps 200] [--out benchmarks/results]
 
 A small mixture of experts is trained as the teacher, the student of the default distillation is cut
 out of it, and trained on the same tokens in the same order with the teacher and without: at each of
@@ -119,7 +119,7 @@ def page(
     return Page(
         "distill_study",
         "A student with its teacher and alone",
-        "python benchmarks/distill_study.py " + " ".join(sys.argv[1:]),
+        "python -m benchmarks.distill_study " + " ".join(sys.argv[1:]),
         [*rows, {"teacher_loss": found["teacher_loss"]}, verdict],
         ["student", "learning rate", "held-out loss by seed, nats", "mean", ""],
         cells,

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from math import log
 
 import numpy as np
-from forecast_fit import FOLDS, Sample, folds
 
+from benchmarks.forecast_fit import FOLDS, Sample, folds
 from fullshard.planner.forecast.memory import GIB
 
 Rule = Callable[[Sequence[Sample]], np.ndarray]

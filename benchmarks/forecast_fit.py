@@ -1,8 +1,8 @@
 """Fits the constants of `fullshard.planner.forecast` to published runs.
 
-    python benchmarks/forecast_fit.py              fit, and say how far from what is committed
-    python benchmarks/forecast_fit.py --write      ... and write constants.py
-    python benchmarks/forecast_fit.py --left-out   predict every row by constants that were
+    python -m benchmarks.forecast_fit              fit, and say how far from what is committed
+    python -m benchmarks.forecast_fit --write      ... and write constants.py
+    python -m benchmarks.forecast_fit --left-out   predict every row by constants that were
                                                    fitted without its group
 
 The last one writes benchmarks/results/planner_left_out.csv, and the intervals' widths.

@@ -1,11 +1,326 @@
-"""Blocks of Llama 3 8B on one GPU, as a rank of 8 and 64.
+"""`python -m benchmarks.gpu`: one GPU plays rank 0 of 8 or 64 that train blocks of Llama 3 8B.
 
-`python benchmarks/gpu.py` is `fullshard bench gpu`, with the same options: see README.md.
+Nothing travels; collectives take the time of a wire, on streams of their own. So one GPU shows what
+the engine itself costs beside plain compute: kernels that copy, waits, memory, host time.
 """
 
-import sys
+from __future__ import annotations
 
-from fullshard.cli.app import run
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import fullshard as fs
+from benchmarks.command import command_line, run_script
+from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
+from fullshard.bench.idle import make_idle
+from fullshard.bench.machine import Neighbours
+from fullshard.bench.page import Page
+from fullshard.cli.bench import OutFlag, say, show
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
+from fullshard.engine.collectives.delay import delayed, wire_of
+from fullshard.engine.engine import engine_of
+from fullshard.launch.machine import describe_machine
+
+NAME = "benchmarks.gpu"
+ENGINES = (PLAIN, OURS, REFERENCE)
+WIRES = {8: (20e-6, 400e9), 64: (40e-6, 50e9)}  # ranks: latency, bytes/s of one rank (NVLink, IB)
+NUM_WARM, MIB = 3, 1 << 20
+COLUMNS = (
+    "ranks",
+    "engine",
+    "step, ms",
+    "of plain",
+    "host, ms",
+    "allocated, MiB",
+    "reserved, MiB",
+    "copies",
+    "copying, ms",
+)
+METHOD = (
+    "One process is rank 0 of a fake world. Blocks have the shape of Llama 3 8B's (RMSNorm, "
+    "grouped queries, SwiGLU; no rotary embedding), masters are float32, compute is bf16, "
+    "gradients are reduced in float32. Plain is the same blocks in bf16, unsharded. A step is "
+    "forward and backward; the optimizer, whose work is 1/ranks of plain's, is left out.",
+    "Every collective takes latency + bytes / bandwidth on a stream of its own, gathers and "
+    f"reductions apart: {WIRES}. FSDP2 gets the same wires through its own interface for custom "
+    "collectives, and explicit prefetch of the next block in both directions.",
+    "Engines run one after another. Step is the median over the steps, each waited for; host is "
+    "how long the process took to queue one; memory is the peak of the steps; copies are kernels "
+    "whose names speak of copy or cat, of one step under the profiler.",
+)
+NO_GPU = "torch sees no CUDA device here, so nothing was measured. Nobody has run it on one yet."
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Blocks of a model."""
+
+    width: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    num_blocks: int
+    seq: int
+    batch: int = 1
+
+
+LLAMA = Shape(4096, 14336, 32, 8, num_blocks=8, seq=4096)
+TINY = Shape(64, 96, 4, 2, num_blocks=3, seq=16)
+
+
+class LlamaBlock(nn.Module):
+    """Attention with grouped queries and a gated feed-forward, pre-normalized."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, head = shape.width, shape.width // shape.num_heads
+        self.heads = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, n * head, bias=False) for n in self.heads)
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, shape.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, seq, width) to the same shape."""
+        normed, (batch, seq, width) = self.norm1(x), x.shape
+        q, k, v = (
+            linear(normed).view(batch, seq, heads, -1).transpose(1, 2)
+            for linear, heads in zip((self.q, self.k, self.v), self.heads, strict=True)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(batch, seq, width))
+        normed = self.norm2(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Sequential):
+    """Blocks alone; forward returns the mean square of what the last one makes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Maps (batch, seq, width) to a scalar."""
+        return super().forward(input).float().square().mean()
+
+
+def build(shape: Shape, device: torch.device) -> Llama:
+    """Builds the blocks in float32 on the device."""
+    torch.manual_seed(0)
+    with device:
+        return Llama(*(LlamaBlock(shape) for _ in range(shape.num_blocks)))
+
+
+def shard_ours(model: Llama, world: int) -> nn.Module:
+    """Shards over a fake world behind a wire."""
+    fs.shard(
+        model, transport="fake", shard=world, wrap=[LlamaBlock.__name__], param_dtype="bfloat16"
+    )
+    engine = engine_of(model)
+    make_idle(engine)
+    delayed(engine, *WIRES[world])
+    for unit in engine.units:  # nobody else fills the slots: zeros would spare the GPU power
+        for group in unit.gathered:
+            group.full.normal_(std=0.02)
+    return model
+
+
+class _Wired:
+    """A collective of FSDP2's that takes the time of a wire, and writes this rank's own part."""
+
+    def __init__(self, wire: Any, world: int) -> None:
+        self._wire, self._world = wire, world
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, *_: Any, **__: Any) -> None:
+        most = max(output_tensor.nbytes, input_tensor.nbytes)
+        if output_tensor.numel() < input_tensor.numel():  # a reduce-scatter
+            output_tensor.copy_(
+                input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor)
+            )
+        self._wire.send(most * (self._world - 1) // self._world).wait()
+
+
+def shard_fsdp2(model: Llama, world: int) -> nn.Module:
+    """torch's fully_shard on every block and the root, behind the same wires."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (world,))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    blocks: list[Any] = list(model)
+    modules = [fully_shard(module, mesh=mesh, mp_policy=mixed) for module in (*blocks, model)]
+    gathers, reductions = (_Wired(wire_of(device, *WIRES[world]), world) for _ in range(2))
+    for module in modules:
+        module.set_custom_all_gather(gathers)  # pyright: ignore[reportArgumentType]
+        module.set_custom_reduce_scatter(reductions)  # pyright: ignore[reportArgumentType]
+    for block, after in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([block])
+    return model
+
+
+def make(name: str, shape: Shape, world: int, device: torch.device) -> nn.Module:
+    """Builds one engine's model."""
+    model = build(shape, device)
+    if name == PLAIN:
+        return model.to(torch.bfloat16)
+    return shard_ours(model, world) if name == OURS else shard_fsdp2(model, world)
+
+
+class Clock:
+    """What a device says of time and memory; on the CPU there is no queue and no peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+
+    def wait(self) -> None:
+        """Returns when the device has done what was queued."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def peaks(self) -> Iterator[list[int]]:
+        """Fills the list with the block's peaks of allocated and reserved bytes."""
+        found: list[int] = []
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        yield found
+        if self.is_cuda:
+            found += torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+    def copies(self, step: Callable[[], object]) -> tuple[int, float]:
+        """Counts the kernels of a step that copy, and how many seconds they take."""
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.is_cuda
+        with profile(activities=activities) as profiler:
+            step()
+            self.wait()
+        kind = DeviceType.CUDA if self.is_cuda else DeviceType.CPU
+        found = [
+            event.time_range.elapsed_us()
+            for event in profiler.events() or ()
+            if event.device_type == kind and _copies(event.name.lower(), is_cuda=self.is_cuda)
+        ]
+        return len(found), sum(found) / 1e6
+
+
+def _copies(name: str, *, is_cuda: bool) -> bool:
+    if is_cuda:
+        return "copy" in name or "cat" in name.replace("scatter", "")
+    return name in ("aten::copy_", "aten::cat", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
+
+
+def measure(name: str, shape: Shape, world: int, num_rounds: int, device: torch.device) -> dict:
+    """Runs one engine alone and returns its row."""
+    model, clock = make(name, shape, world, device), Clock(device)
+    x = torch.randn(shape.batch, shape.seq, shape.width, device=device)
+    x = x.to(torch.bfloat16).requires_grad_()
+    times, hosts = [], []
+
+    def step() -> float:
+        start = time.perf_counter()
+        model(x).backward()
+        host_s = time.perf_counter() - start
+        model.zero_grad()
+        return host_s
+
+    for _ in range(NUM_WARM):
+        step()
+    clock.wait()
+    with clock.peaks() as peaks:
+        for _ in range(num_rounds):
+            start = time.perf_counter()
+            hosts.append(step())
+            clock.wait()
+            times.append(time.perf_counter() - start)
+    num_copies, copy_s = clock.copies(step)
+    return {
+        "name": name,
+        "world_size": world,
+        "device": torch.cuda.get_device_name() if clock.is_cuda else "cpu",
+        "step_s": median(times),
+        "host_s": median(hosts),
+        "peak_allocated_bytes": peaks[0] if peaks else None,
+        "peak_reserved_bytes": peaks[1] if peaks else None,
+        "num_copies": num_copies,
+        "copy_s": copy_s,
+    }
+
+
+def run(num_rounds: int, *, tiny: bool, command: str, say: Callable[[str], None]) -> Page:
+    """Measures all engines in both worlds; without a GPU only tiny shapes run, on the CPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[dict[str, Any]] = []
+    absent = {} if tiny or device.type == "cuda" else {"gpu": NO_GPU}
+    with Neighbours() as neighbours:
+        for world in () if absent else WIRES:
+            with fake_group(world):
+                for name in ENGINES:
+                    say(f"{name} as rank 0 of {world}")
+                    rows.append(measure(name, TINY if tiny else LLAMA, world, num_rounds, device))
+                    gc.collect()
+            plain_s = rows[-len(ENGINES)]["step_s"]
+            for row in rows[-len(ENGINES) :]:
+                row["ratio_to_plain"] = row["step_s"] / plain_s
+    notes = ["Tiny shapes: they show that the command runs, and nothing else."] if tiny else []
+    title = "Blocks of Llama 3 8B as one rank of many"
+    machine = describe_machine()
+    if device.type == "cuda":
+        machine["accelerators"] = torch.cuda.get_device_name()
+    return Page(
+        "gpu",
+        title,
+        command,
+        rows,
+        COLUMNS,
+        [_cells(row) for row in rows],
+        METHOD,
+        neighbours.share,
+        absent=absent,
+        notes=notes,
+        machine=machine,
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
+    return (
+        str(row["world_size"]),
+        row["name"],
+        f"{row['step_s'] * 1e3:.1f}",
+        f"{row['ratio_to_plain']:.3f}",
+        f"{row['host_s'] * 1e3:.1f}",
+        *("" if peak is None else f"{peak / MIB:.0f}" for peak in peaks),
+        str(row["num_copies"]),
+        f"{row['copy_s'] * 1e3:.2f}",
+    )
+
+
+def main(
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small blocks, on a CPU too.")] = False,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 15,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Measure blocks of Llama 3 8B on one GPU as a rank of 8 and 64, beside FSDP2."""
+    return show(run(rounds, tiny=tiny, command=command_line(NAME), say=say), out)
+
 
 if __name__ == "__main__":
-    sys.exit(run(["bench", "gpu", *sys.argv[1:]]))
+    run_script(NAME)

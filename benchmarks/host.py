@@ -1,11 +1,228 @@
-"""The engine's host time a unit beside FSDP2's.
+"""`python -m benchmarks.host`: what the engine itself takes of the processor, unit by unit.
 
-`python benchmarks/host.py` is `fullshard bench host`, with the same options: see README.md.
+One process plays one rank of many: nothing travels and tensors are tiny, so that a step is all
+bookkeeping; what the plain model takes for the same step is subtracted.
 """
 
-import sys
+from __future__ import annotations
 
-from fullshard.cli.app import run
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+
+import fullshard as fs
+from benchmarks.command import command_line, run_script
+from fullshard.bench.idle import make_idle
+from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.page import Page
+from fullshard.bench.statistics import Estimate, median_of
+from fullshard.bench.step import WAIT_LIMIT_S
+from fullshard.cli.bench import OutFlag, WaitFlag, say, show
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
+from fullshard.engine.engine import engine_of
+
+NAME = "benchmarks.host"
+PLAIN, OURS, REFERENCE = "plain", "fullshard", "fsdp2"
+PHASES = ("forward", "backward")
+UNITS = ((1, True), (9, False), (6, True), (24, True))  # Linear layers, and whether with a bias
+WIDTH, NUM_UNITS, NUM_WARM = 8, 16, 5
+GOAL_US, GOAL_PARAMETER_US = 50.0, 5.0
+COLUMNS = ("parameters a unit", "engine", "pass", "us a unit [95 %]", "goal, us", "within")
+METHOD = (
+    "One process is rank 0 of a fake world; no message is sent and none is played. A model of "
+    f"{NUM_UNITS} equal units (Linear layers of {WIDTH} x {WIDTH}; those of 9 parameters have no "
+    "biases) takes a step per round and engine, in turn.",
+    "A figure is the processor time of the thread above that of the same step of the plain model "
+    "in the same round, by units: the median over the rounds, with a 95 % bootstrap interval. What "
+    "comes once a step (root, settling of gradients) is in it.",
+    f"The goal is {GOAL_US:g} us and {GOAL_PARAMETER_US:g} us a parameter for a unit and pass.",
+)
+
+
+class Block(nn.Module):
+    """Linear layers one after another: the unit."""
+
+    def __init__(self, num_linears: int, width: int, *, bias: bool = True) -> None:
+        super().__init__()
+        layers = [nn.Linear(width, width, bias=bias) for _ in range(num_linears)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Stack(nn.Module):
+    """Blocks one after another; forward returns a scalar."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def shard_ours(model: nn.Module, world: int) -> nn.Module:
+    """Shards over a fake world whose messages cost nothing."""
+    fs.shard(model, transport="fake", shard=world, wrap=[Block.__name__])
+    make_idle(engine_of(model))
+    return model
+
+
+def shard_fsdp2(model: Any, world: int) -> nn.Module:
+    """torch's fully_shard on every block and the root, over the process group that there is."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """Inside, the default process group is one whose collectives do nothing."""
+    # A private name: torch has no public group without peers. There in 2.8 to 2.13.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes in the calling thread, whose clock is read."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def step_us(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """Returns the processor microseconds of this thread for forward and for backward."""
+    start = time.thread_time_ns()
+    loss = model(x)
+    middle = time.thread_time_ns()
+    loss.backward()
+    end = time.thread_time_ns()
+    model.zero_grad()
+    return (middle - start) / 1e3, (end - middle) / 1e3
+
+
+def overheads_us(
+    models: Mapping[str, nn.Module], x: torch.Tensor, num_rounds: int
+) -> dict[str, list[list[float]]]:
+    """Returns by model what forward and backward take above the plain model's, round by round."""
+    names = list(models)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for i in range(-NUM_WARM, num_rounds):
+        if i == 0:
+            gc.collect()
+        turn = i % len(names)
+        for name in names[turn:] + names[:turn]:
+            found = step_us(models[name], x)
+            if i >= 0:
+                times[name].append(found)
+    return {
+        name: [
+            [mine[at] - plain[at] for mine, plain in zip(times[name], times[PLAIN], strict=True)]
+            for at in range(len(PHASES))
+        ]
+        for name in names
+        if name != PLAIN
+    }
+
+
+def run(
+    world: int, num_rounds: int, *, wait: bool, say: Callable[[str], None]
+) -> dict[str, object]:
+    """Measures all units; returns the rows and what else a Page takes."""
+    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
+    rows: list[dict[str, object]] = []
+    with Neighbours() as neighbours, one_thread(), fake_group(world):
+        for num_linears, bias in UNITS:
+            num_parameters = num_linears * (1 + bias)
+            say(f"units of {num_parameters} parameters: {num_rounds} rounds")
+            plain, ours, theirs = (
+                Stack([Block(num_linears, WIDTH, bias=bias) for _ in range(NUM_UNITS)])
+                for _ in range(3)
+            )
+            models = {
+                PLAIN: plain,
+                OURS: shard_ours(ours, world),
+                REFERENCE: shard_fsdp2(theirs, world),
+            }
+            found = overheads_us(models, torch.ones(1, WIDTH), num_rounds)
+            for name, phases in found.items():
+                for phase, values in zip(PHASES, phases, strict=True):
+                    host = median_of([value / NUM_UNITS for value in values])
+                    rows.append(_row(name, phase, num_parameters, host, world))
+    return {"rows": rows, "others_share": neighbours.share, "became_idle": became_idle}
+
+
+def _row(
+    name: str, phase: str, num_parameters: int, host: Estimate, world: int
+) -> dict[str, object]:
+    goal = GOAL_US + GOAL_PARAMETER_US * num_parameters
+    return {
+        "name": name,
+        "strategy": "full_shard",
+        "pass": phase,
+        "num_parameters": num_parameters,
+        "num_units": NUM_UNITS,
+        "world_size": world,
+        "host_us": host.to_dict(),
+        "goal_us": goal,
+        "within_goal": host.value <= goal,
+    }
+
+
+def page_of(found: dict, command: str) -> Page:
+    """Returns the page of what `run` found."""
+    cells = [
+        (
+            str(row["num_parameters"]),
+            row["name"],
+            row["pass"],
+            "{value:.0f} [{low:.0f}, {high:.0f}]".format(**row["host_us"]),
+            f"{row['goal_us']:.0f}",
+            "yes" if row["within_goal"] else "NO",
+        )
+        for row in found["rows"]
+    ]
+    title = "Host time of a unit"
+    return Page("host", title, command, columns=COLUMNS, cells=cells, method=METHOD, **found)
+
+
+def main(
+    world: Annotated[int, typer.Option(min=2, help="Ranks of the fake world.")] = 64,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 61,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Measure the host time of a unit, forward and backward, beside FSDP2's."""
+    found = run(world, rounds, wait=wait, say=say)
+    return show(page_of(found, command_line(NAME)), out)
+
 
 if __name__ == "__main__":
-    sys.exit(run(["bench", "host", *sys.argv[1:]]))
+    run_script(NAME)

@@ -1,12 +1,12 @@
 """How well the planner tells time: published runs that the forecast was not fitted to, runs here.
 
-    python benchmarks/planner.py               from results/*.csv and results/time.json
-    python benchmarks/planner.py --ablation    each constant made neutral, the others fitted again
-    python benchmarks/planner.py --out FILE    into a file too
+    python -m benchmarks.planner               from results/*.csv and results/time.json
+    python -m benchmarks.planner --ablation    each constant made neutral, the others fitted again
+    python -m benchmarks.planner --out FILE    into a file too
 
 `make bench-planner` is the first. The predictions that it reads come from
-`python benchmarks/forecast_fit.py --left-out`: each row's constants were fitted without its group;
-those of runs on a calibrated machine from `fullshard bench time`.
+`python -m benchmarks.forecast_fit --left-out`: each row's constants were fitted without its group;
+those of runs on a calibrated machine from `python -m benchmarks.times`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from math import exp, log
 from pathlib import Path
 
 import numpy as np
-from forecast_baselines import RULES, boosted_trees, has_trees
-from forecast_fit import (
+
+from benchmarks.forecast_baselines import RULES, boosted_trees, has_trees
+from benchmarks.forecast_fit import (
     LEFT_OUT,
     MEASURED,
     MEMORY,
@@ -35,15 +36,14 @@ from forecast_fit import (
     read_rows,
     samples,
 )
-
-from fullshard.bench.times import summary
+from benchmarks.times import summary
 from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
 from fullshard.planner.forecast.table import familiarity, predict, spread
 from fullshard.planner.forecast.workload import Compiler, Mesh, Metric, Tuning, Workload
 
 TIMES = Path(__file__).parent / "results" / "time.json"
 TIMES_COMMAND = (
-    "fullshard bench time --wait --calibration benchmarks/results/calibration.json "
+    "python -m benchmarks.times --wait --calibration benchmarks/results/calibration.json "
     "--out benchmarks/results"
 )
 DRAWS = 2000  # of the bootstrap over groups
@@ -272,7 +272,7 @@ def unseen_lines() -> list[str]:
 
 
 def own_lines() -> list[str]:
-    """Runs on the machine that was calibrated, as `fullshard bench time` found them."""
+    """Runs on the machine that was calibrated, as `python -m benchmarks.times` found them."""
     if not TIMES.is_file():
         return [f"Not measured yet. {TIMES_COMMAND} writes results/{TIMES.name}."]
     found = json.loads(TIMES.read_text(encoding="utf-8"))
@@ -302,7 +302,7 @@ def page(*, ablation: bool) -> str:
     ran, of_ran, failed, of_failed = right_fits()
     parts = [
         "# The forecast against published runs",
-        "Written by `python benchmarks/planner.py --ablation --out`. Every row was predicted by "
+        "Written by `python -m benchmarks.planner --ablation --out`. Every row was predicted by "
         "constants that were fitted without its group (a publisher's runs of one model).",
         "\n".join(score_lines()),
         f"Which of two runs of a group, at least {APART - 1:.0%} apart, is faster: "

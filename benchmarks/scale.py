@@ -1,11 +1,195 @@
-"""Planning and bookkeeping of one rank over the world size.
+"""`python -m benchmarks.scale`: planning and bookkeeping time of one rank over the world size."""
 
-`python benchmarks/scale.py` is `fullshard bench scale`, with the same options: see README.md.
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.command import command_line, run_script
+from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
+from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.page import Page
+from fullshard.bench.statistics import bootstrap, median_of
+from fullshard.bench.step import WAIT_LIMIT_S
+from fullshard.cli.bench import OutFlag, WaitFlag, say, show
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
+from fullshard.config.schema import ShardConfig
+from fullshard.engine.model_spec import meta_model, spec_of
+from fullshard.errors import ConfigError
+from fullshard.observe.chart import Axes, Series, line_chart, standalone
+from fullshard.planner.mesh import Topology
+from fullshard.planner.plan import make_plan
+
+NAME = "benchmarks.scale"
+WORLDS = (8, 64, 512, 4096)
+LOCAL_WORLD_SIZE = 8
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+# Units whose flat buffers have the same length in every world up to LARGEST: none is padded.
+NUM_UNITS, NUM_LINEARS, WIDTH = 8, 4, 256
+LARGEST = NUM_LINEARS * WIDTH**2 // 64
+PLANNING, BOOKKEEPING = "planning", "bookkeeping"
+ROOM = 1.6  # an unseen point, so that the legend lies above the lines
+COLUMNS = ("ranks", "planning, ms", "to the first", "bookkeeping, us a unit", "to the first")
+METHOD = (
+    "Planning: processor time of make_plan and of one rank's view of it, for a Llama of 8B "
+    "parameters on meta, full_shard over all ranks.",
+    f"Bookkeeping: processor time of forward and backward above the plain model's, by units, of "
+    f"rank 0 of a fake world ({NUM_UNITS} units of {NUM_LINEARS} weights whose buffers are equally "
+    "long in every world; no message is sent and none is played).",
+    "All worlds take one turn a round; medians over the rounds with a 95 % bootstrap interval.",
+)
+STYLE = """\
+svg { font-family: system-ui, sans-serif; background: #fff; }
+.grid { stroke: #e4e7ec; fill: none; } .axis { stroke: #667085; fill: none; }
+.tick { fill: #667085; font-size: 11px; } .series { fill: none; stroke-width: 2; }
+.c0 { stroke: none; }
+.c1 { stroke: #2563eb; } .c2 { stroke: #d97706; } .dot { fill: #fff; stroke-width: 2; }
 """
 
-import sys
 
-from fullshard.cli.app import run
+def check(worlds: Sequence[int]) -> None:
+    """Refuses worlds whose ranks would not have equal parts of the same buffer.
+
+    Raises:
+        ConfigError: such a world.
+    """
+    for world in worlds:
+        if world < 1 or LARGEST % world:
+            nearest = min((2**i for i in range(LARGEST.bit_length())), key=lambda n: abs(n - world))
+            raise ConfigError(
+                f"world: expected a power of two up to {LARGEST}, got {world}. "
+                f"The nearest is {nearest}."
+            )
+
+
+def planning_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[float]]:
+    """Returns by world what planning takes, round by round."""
+    spec = spec_of(meta_model(LLAMA_8B))
+    config = ShardConfig.of(None)
+    times: dict[int, list[float]] = {world: [] for world in worlds}
+    for i in range(-1, num_rounds):
+        for world in worlds:
+            start = time.thread_time_ns()
+            make_plan(spec, config, Topology(world, min(world, LOCAL_WORLD_SIZE))).view(world - 1)
+            if i >= 0:
+                times[world].append((time.thread_time_ns() - start) / 1e3)
+    return times
+
+
+def bookkeeping_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[float]]:
+    """Returns by world what a step takes a unit above the plain model's, round by round."""
+
+    def model() -> Stack:
+        return Stack([Block(NUM_LINEARS, WIDTH, bias=False) for _ in range(NUM_UNITS)])
+
+    models = {str(world): shard_ours(model(), world) for world in worlds}
+    found = overheads_us({PLAIN: model(), **models}, torch.ones(1, WIDTH), num_rounds)
+    return {
+        world: [sum(both) / NUM_UNITS for both in zip(*found[str(world)], strict=True)]
+        for world in worlds
+    }
+
+
+def run(
+    worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Callable[[str], None]
+) -> dict[str, object]:
+    """Measures both; returns the rows and what else a Page takes.
+
+    Raises:
+        ConfigError: transformers, whose Llama is planned, is not installed.
+    """
+    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
+    rows = []
+    with Neighbours() as neighbours, one_thread():
+        for name, measure in ((PLANNING, planning_us), (BOOKKEEPING, bookkeeping_us)):
+            say(f"{name}: {num_rounds} rounds of {', '.join(map(str, worlds))} ranks")
+            rows += rows_of(name, measure(worlds, num_rounds))
+    return {"rows": rows, "others_share": neighbours.share, "became_idle": became_idle}
+
+
+def rows_of(name: str, times: dict[int, list[float]]) -> list[dict[str, object]]:
+    """Returns one row a world, each beside the first."""
+    first = next(iter(times.values()))
+    return [
+        {
+            "name": name,
+            "world_size": world,
+            "time_us": median_of(values).to_dict(),
+            "ratio_to_first": bootstrap(
+                len(values),
+                lambda rounds, values=values: (
+                    median(values[i] for i in rounds) / median(first[i] for i in rounds)
+                ),
+            ).to_dict(),
+            "num_rounds": len(values),
+        }
+        for world, values in times.items()
+    ]
+
+
+def plot(rows: Sequence[dict]) -> str:
+    """Both over the world size, as an SVG file of its own."""
+    series = []
+    for color, name in enumerate((PLANNING, BOOKKEEPING), start=1):
+        own = [row for row in rows if row["name"] == name]
+        exponents = [row["world_size"].bit_length() - 1 for row in own]
+        ratios = [row["ratio_to_first"]["value"] for row in own]
+        series.append(Series(name, exponents, ratios, color, "dots"))
+    series.append(Series("", series[0].xs[:1], [ROOM], 0))
+    axes = Axes("ranks, as a power of two", "cost beside the first", from_zero=True, width=720.0)
+    title = "cost of one rank, beside the first"
+    return standalone(line_chart(series, axes), [PLANNING, BOOKKEEPING], STYLE, title)
+
+
+def page_of(found: dict, command: str) -> Page:
+    """Returns the page of what `run` found, with the plot."""
+    by_world: dict[int, list[str]] = {}
+    for row in found["rows"]:
+        scale, digits = (1e3, 1) if row["name"] == PLANNING else (1.0, 0)
+        ratio = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["ratio_to_first"])
+        cells = by_world.setdefault(row["world_size"], [str(row["world_size"])])
+        cells += [f"{row['time_us']['value'] / scale:.{digits}f}", ratio]
+    return Page(
+        "scale",
+        "Cost of one rank over the world size",
+        command,
+        columns=COLUMNS,
+        cells=list(by_world.values()),
+        method=METHOD,
+        drawings={"scale.svg": plot(found["rows"])},
+        **found,
+    )
+
+
+def main(
+    world: Annotated[
+        list[int] | None, typer.Option(help="Ranks; may be given again. Default: 8 to 4096.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each world.")] = 21,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Measure planning and a step's bookkeeping of one rank over the size of the world."""
+    worlds = world or WORLDS
+    check(worlds)
+    found = run(worlds, rounds, wait=wait, say=say)
+    return show(page_of(found, command_line(NAME)), out)
+
 
 if __name__ == "__main__":
-    sys.exit(run(["bench", "scale", *sys.argv[1:]]))
+    run_script(NAME)

@@ -2,8 +2,8 @@
 
     python examples/19_fsdp_sharding.py
 
-The plan says before the run what each device holds and which collectives a step makes; the census
-of the compiled step finds the same. Eight devices that the CPU plays.
+The plan lists before the run what each device holds and which collectives a step runs; the census
+of the compiled step finds the same. Runs on eight simulated CPU devices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import optax
 
 import fullshard.jax as fj
 
-LAYERS, WIDTH, VOCABULARY, NUM_STEPS = 4, 64, 512, 5
+LAYERS, WIDTH, VOCABULARY, NUM_STEPS, DEVICES = 4, 64, 512, 40, 8
 
 
 def init_fn(key: Any) -> Any:
@@ -42,11 +42,32 @@ def block(layer: Any, x: jax.Array) -> jax.Array:
     return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
 
 
+def show_savings(shapes: Any) -> None:
+    """The arithmetic for any model, then what each strategy saves on this one."""
+    fj.analyze_memory(shapes, DEVICES)
+    whole = 0
+    print("\nstate per device (parameters and Adam's moments), by strategy")
+    for strategy, shard in (("no_shard", 1), ("hybrid_shard", 4), ("full_shard", 8)):
+        mesh = fj.make_mesh(replicate=DEVICES // shard, shard=shard)
+        num_bytes = fj.plan(
+            shapes, {"strategy": strategy}, mesh, blocks=["layers"]
+        ).table.state_bytes
+        whole = whole or num_bytes
+        print(f"  {strategy:<12}  {num_bytes / 1e6:5.2f} MB, saves {1 - num_bytes / whole:.1%}")
+
+
+def device_bytes(state: Any) -> int:
+    """What the first device holds of a state."""
+    shards = (x.addressable_shards for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    return sum(one.data.nbytes for found in shards for one in found if one.device.id == 0)
+
+
 def main() -> None:
     """Plan, train, compare the plan with the program, save, load on another mesh."""
-    jax.config.update("jax_num_cpu_devices", 8)
-    key, tx = jax.random.key(0), optax.adamw(1e-3)
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    key, tx = jax.random.key(0), optax.adamw(1e-2)
     shapes = jax.eval_shape(init_fn, key)
+    show_savings(shapes)
     config = {"strategy": "hybrid_shard", "activation_checkpointing": "block"}
     plan = fj.plan(shapes, config, fj.make_mesh(replicate=2, shard=4), blocks=["layers"])
     print(plan)
@@ -62,11 +83,13 @@ def main() -> None:
     step = fj.train_step(plan, loss_fn, tx, max_grad_norm=1.0)
     generator = np.random.default_rng(0)
     batch = {}
-    for _ in range(NUM_STEPS):
+    for number in range(NUM_STEPS):
         ids = generator.integers(0, VOCABULARY, (16, 32))
         batch = {"input_ids": ids, "labels": (ids + 1) % VOCABULARY}
         state, metrics = step(state, batch)
-        print(f"loss {metrics['loss']:.4f}")
+        if number % 10 == 0 or number == NUM_STEPS - 1:
+            print(f"step {number}: loss {metrics['loss']:.4f}")
+    print(f"state per device: planned {plan.table.state_bytes:,} B, held {device_bytes(state):,} B")
 
     found = fj.census(step.compile(state, step.place(batch)))
     planned = {kind: c for kind, c in plan.table.collectives().items() if c.count}

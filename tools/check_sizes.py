@@ -1,8 +1,8 @@
 """Checks the size limits of the house and prints how much code there is.
 
-    a file       <= 400 lines, all of them counted
+    a file       <= 700 lines, all of them counted
     a function   <=  60 lines, its docstring and decorators aside
-    a class      <=  20 methods
+    a class      <=  25 methods
 
 The compat facades are exempt from the limits, since their shape is not ours; their code counts.
 "Code" in the totals means lines that hold code: no blank lines, no comments, no docstrings.
@@ -18,13 +18,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
-MAX_METHODS = 20
+MAX_METHODS = 25
 CHECKED = ("src", "tests", "tools", "benchmarks", "examples", "docs")
 EXEMPT = ("src/fullshard/compat/",)
-# Lines of code that a package, and all of them together, are meant to stay below.
-BUDGETS = {"engine": 2_500, "compat": 2_000, "in all": 12_000}
+# Lines of code that a package, and all of them together, may have. The goal is 30,000: lower a
+# number when code goes, never raise one without a line in docs/log.md that says what it bought.
+BUDGETS = {"bench": 2_070, "in all": 39_000}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NO_CODE = {
@@ -119,6 +120,17 @@ def print_totals(totals: dict[str, int]) -> None:
         print(f"  {name:<14}{lines:>7,} lines of code{budget}")
 
 
+def check_budgets(totals: dict[str, int]) -> list[Finding]:
+    """Which packages have more code than their budget."""
+    inside = {name: lines for name, lines in totals.items() if name not in CHECKED}
+    inside["in all"] = sum(inside.values())
+    return [
+        Finding("src/fullshard", 1, f"{name}: expected <= {budget:,} lines of code, got {lines:,}")
+        for name, budget in BUDGETS.items()
+        if (lines := inside.get(name, 0)) > budget
+    ]
+
+
 def main(root: Path) -> int:
     """Checks every Python file below the folders named in CHECKED; 1 where a limit is broken."""
     totals: dict[str, int] = defaultdict(int)
@@ -131,7 +143,7 @@ def main(root: Path) -> int:
             if not path.startswith(EXEMPT):
                 found.extend(check_source(source, path))
     print_totals(totals)
-    for finding in found:
+    for finding in (found := found + check_budgets(totals)):
         print(finding)
     return 1 if found else 0
 

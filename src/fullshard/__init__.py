@@ -59,9 +59,6 @@ if TYPE_CHECKING:
         sharding as sharding,
     )
     from fullshard.api import (
-        step_in_backward as step_in_backward,
-    )
-    from fullshard.api import (
         unsharded as unsharded,
     )
     from fullshard.api import (
@@ -89,7 +86,6 @@ _HOMES = {
         "save",
         "shard",
         "sharding",
-        "step_in_backward",
         "unsharded",
         "wait",
     ),

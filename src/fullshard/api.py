@@ -21,11 +21,10 @@ from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.step_in_backward import step_in_backward as step_in_backward_
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
-from fullshard.planner.mesh import Topology
+from fullshard.planner.mesh import Topology, order_of
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
 
@@ -79,14 +78,20 @@ def shard(
     Raises:
         ConfigError: Something asked for is impossible; nothing was changed.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"fs.shard: expected a torch.nn.Module; got {type(model).__name__}. Shard each model "
+            "by itself, or put layers into a module whose forward calls them."
+        )
     settings = ShardConfig.of(config, **overrides)
     settings = _with_mesh(settings, mesh)
     check_supported(settings)
     ring = EventRing()
     is_path = isinstance(weights, str | PathLike)
     checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
-    given = engine_shard.Given(sample, None if checkpoint else weights)
-    engine = engine_shard.shard_model(model, settings, _topology(settings), ring, given)
+    given = engine_shard.Given(sample, None if checkpoint else weights, whole=True)
+    topology = _topology(settings, mesh)
+    engine = engine_shard.shard_model(model, settings, topology, ring, given)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     if checkpoint is not None:
         loading.load(checkpoint, model, None)
@@ -110,7 +115,7 @@ def plan(
         config: As for `shard`.
         world_size: Ranks in all.
         local_world_size: Ranks on one host; None: all.
-        optimizer_bytes: Of the optimizer's states, a trained element; None: those of AdamW.
+        optimizer_bytes: Bytes of optimizer state per trainable element; None: as AdamW.
         **overrides: Fields of ShardConfig.
     """
     settings = ShardConfig.of(config, **overrides)
@@ -169,28 +174,6 @@ def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
     return engine_shard.no_sync(model, outer_only=outer_only)
 
 
-def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Context: a backward inside updates each unit right after its gradients are reduced.
-
-    `optimizer.step()` is for what is left out of sharding then (and for schedulers, which want to
-    see it). Nothing may wait for all gradients: no clipping, no GradScaler; micro-batches before
-    the last come outside of the context, or under `no_sync`. A backward that raises in the middle
-    has updated some units.
-
-    Args:
-        model: Sharded.
-        optimizer: Of its parameters; steps each by itself.
-
-    Returns:
-        The context; what it yields has `grad_norm`, the 2-norm of the whole gradient (float64).
-
-    Raises:
-        EngineError: The optimizer would step otherwise, or hooks on its steps or on gradients would
-            not see what they expect.
-    """
-    return step_in_backward_(model, optimizer)
-
-
 def unsharded(model: nn.Module, writeback: bool = True) -> Any:  # noqa: FBT001, FBT002 contract
     """Context: every parameter is whole inside. A collective at both ends."""
     return state.unsharded(model, writeback=writeback)
@@ -222,7 +205,7 @@ def save(
     Args:
         folder: On a file system that all ranks see.
         model: Sharded.
-        optimizer: Of its parameters.
+        optimizer: Optimizer of its parameters.
         step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
         wait: Return when it is complete. False: when its state is copied; the rest happens in the
             background, at most one save at a time, and `fs.wait()` or the next save raises what
@@ -259,7 +242,7 @@ def load(
         path: A checkpoint, or a folder of step-*: its newest complete and undamaged one; what is
             skipped is said.
         model: Sharded, of any strategy over any number of ranks.
-        optimizer: Of the class and groups that were saved. With it the ranks' random generators
+        optimizer: Same class and groups as the saved one. With it the ranks' random generators
             go on where they were, if there are as many ranks.
 
     Returns:
@@ -326,7 +309,7 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
     )
 
 
-def _topology(settings: ShardConfig) -> Topology:
+def _topology(settings: ShardConfig, mesh: Any) -> Topology:
     """The ranks that there are, by process group or environment; those asked for under fake."""
     import torch.distributed as dist
 
@@ -338,4 +321,6 @@ def _topology(settings: ShardConfig) -> Topology:
     else:
         world = environment.world_size if environment else 1
     local = environment.local_world_size if environment else None
-    return Topology(world, local if local and world % local == 0 else None)
+    local = local if local and world % local == 0 else None
+    ranks = getattr(mesh, "mesh", None)
+    return Topology(world, local, order_of(ranks.flatten().tolist()) if ranks is not None else ())

@@ -23,11 +23,32 @@ Messages follow one grammar: what was expected, what came, what to do.
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+_BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+def printable(text: str) -> str:
+    """A text that no terminal obeys: control, direction and surrogate characters are escaped."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(char: str) -> str:
+    obeyed = unicodedata.category(char) in ("Cc", "Cs") or char in _BIDI
+    return char.encode("unicode_escape").decode() if obeyed and char not in "\n\t" else char
+
 
 class FullshardError(Exception):
     """Base of all errors that fullshard raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """The message; names and paths in it may come from a stranger's file."""
+        return printable(super().__str__())
 
 
 class ConfigError(FullshardError, ValueError):
@@ -45,9 +66,14 @@ class UnsupportedModelError(ConfigError):
 
 
 class WillNotFitError(FullshardError):
-    """The plan needs more memory than the device or host has."""
+    """The plan needs more memory than the device or host has, or more disk.
+
+    Attributes:
+        planned: What run.json says of the plan; None where no run was refused.
+    """
 
     exit_code = 3
+    planned: dict[str, Any] | None = None
 
 
 class OutOfMemoryError(FullshardError):
@@ -109,3 +135,36 @@ class EngineError(FullshardError, RuntimeError):
 
 class SlotError(EngineError):
     """A slot is wanted by two units at once, or holds another unit's data."""
+
+
+@contextmanager
+def untrusted(
+    origin: object,
+    expected: str,
+    error: type[FullshardError] = CheckpointError,
+    advice: str = "Copy it again, or take another one.",
+) -> Generator[None]:
+    """Whatever malformed input raises inside the block becomes one typed error.
+
+    Parsers of other people's bytes fail in more ways than a list of exceptions can name
+    (RecursionError, OverflowError, UnicodeError, AttributeError, ...).
+
+    Args:
+        origin: File, or file and key, that is read.
+        expected: What it should be.
+        error: Type to raise.
+        advice: What the user can do.
+
+    Raises:
+        FullshardError: Errors that are typed already, and running out of memory, pass unchanged.
+    """
+    try:
+        yield
+    except FullshardError:
+        raise
+    except Exception as caught:
+        if type(caught).__name__ == "OutOfMemoryError":  # torch's, of a device
+            raise
+        why = (str(getattr(caught, "strerror", None) or caught).strip().splitlines() or [""])[0]
+        got = f"{type(caught).__name__}: {why}"[:300]
+        raise error(f"{origin}: expected {expected}; got {got}. {advice}") from caught

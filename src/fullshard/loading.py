@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
-from fullshard.checkpoint.read import Checkpoint, damaged_files
+from fullshard.checkpoint.read import Checkpoint, first_whole
 from fullshard.checkpoint.retain import Found, candidates
-from fullshard.checkpoint.values import decode
 from fullshard.config.values import nearest
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import holds_whole
@@ -38,7 +37,7 @@ from fullshard.engine.state_tensors import (
     restore_optimizer,
 )
 from fullshard.engine.together import agree, tell
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, untrusted
 from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS
 
 logger = logging.getLogger(__name__)
@@ -82,51 +81,19 @@ def choose(engine: Engine, path: Path) -> Found:
     """
 
     def look() -> list[Found]:
-        return list(candidates(path)) if engine.rank == 0 else []
+        return candidates(path) if engine.rank == 0 else []
 
     found = tell(engine, agree(engine, look))[0]
-    skipped: list[str] = []
-    for entry in found:
-        why = entry.why
-        if entry.manifest is not None:
-            here = _damaged(entry, engine.rank, engine.plan.mesh.world_size)
-            damaged = sorted(name for part in tell(engine, here) for name in part)
-            if not damaged:
-                return entry
-            why = f"{damaged[0]} has other bytes than were written"
-        skipped.append(f"{entry.path.name}: {why}")
-        if engine.rank == 0 and len(found) > 1:
-            logger.warning("skipped checkpoint %s: %s", entry.path, why)
-    raise CheckpointError(
-        f"checkpoint: expected a complete one in '{path}'; skipped {'; '.join(skipped)}. "
-        "Start from an older folder, or from the beginning."
-    )
-
-
-def _damaged(entry: Found, rank: int, world_size: int) -> list[str]:
-    try:
-        return damaged_files(entry, rank, world_size)
-    except OSError as error:
-        return [f"{error.filename} ({error.strerror})"]
+    seat = (engine.rank, engine.plan.mesh.world_size)
+    return first_whole(path, found, seat, partial(tell, engine))
 
 
 def _load_from(
     found: Found, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    with Checkpoint.open(found) as checkpoint:
-        wanted = model_tensors(model)
-        keys = _keys_of(checkpoint, wanted)
-        states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
-        engine.home.before_write()
-        others: dict[str, Any] = {}
-        for key, held in zip(keys, wanted, strict=True):
-            if held.whole:  # the module knows where it belongs
-                held = replace(held, local=torch.empty_like(held.local))
-                others[held.names[0]] = held.local.view(held.shape)
-            read_into(checkpoint, key, held)
-        for target in [] if states is None else states.tensors:
-            if not target.opaque:  # those were read with their shapes
-                read_into(checkpoint, key_of(Kind.OPTIMIZER, "/".join(target.names)), target)
+    wanted = untrusted(f"checkpoint '{found.path}'", "what fs.save wrote")
+    with wanted, Checkpoint.open(found, checked=True) as checkpoint:
+        states, others = _read_tensors(checkpoint, engine, model, optimizer)
         extra = _value(checkpoint, engine, EXTRA, checkpoint.state["extra"])
         others |= {} if extra is _LEFT_OUT else extra
         if others:
@@ -135,11 +102,34 @@ def _load_from(
             restore_optimizer(model, optimizer, states)
         saved = checkpoint.state["state"]
         found_values = {n: _value(checkpoint, engine, n, coded) for n, coded in saved.items()}
-    values = {name: value for name, value in found_values.items() if value is not _LEFT_OUT}
-    generators = values.pop(RANDOM, None)
-    if optimizer is not None and generators is not None:
-        set_random_state(generators)
-    return {**values, "step": checkpoint.state["step"]}
+        values = {name: value for name, value in found_values.items() if value is not _LEFT_OUT}
+        generators = values.pop(RANDOM, None)
+        if optimizer is not None and generators is not None:
+            set_random_state(generators)
+        return {**values, "step": checkpoint.state["step"]}
+
+
+def _read_tensors(
+    checkpoint: Checkpoint,
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[OptimizerState | None, dict[str, Any]]:
+    """Fill shards and optimizer states; returns the states, and values that modules place."""
+    wanted = model_tensors(model)
+    keys = _keys_of(checkpoint, wanted)
+    states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
+    engine.home.before_write()
+    others: dict[str, Any] = {}
+    for key, held in zip(keys, wanted, strict=True):
+        if held.whole:  # the module knows where it belongs
+            held = replace(held, local=torch.empty_like(held.local))
+            others[held.names[0]] = held.local.view(held.shape)
+        read_into(checkpoint, key, held)
+    for target in [] if states is None else states.tensors:
+        if not target.opaque:  # those were read with their shapes
+            read_into(checkpoint, key_of(Kind.OPTIMIZER, "/".join(target.names)), target)
+    return states, others
 
 
 def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
@@ -270,11 +260,11 @@ def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any
     """A value of state.json; one that was each rank's own only where there are as many ranks."""
     get_tensor = partial(state_tensor, checkpoint, engine.rank)
     if not (isinstance(coded, dict) and set(coded) == {OWN}):
-        return decode(coded, get_tensor)
+        return checkpoint.value(name, coded, get_tensor)
     if checkpoint.index.world_size == engine.plan.mesh.world_size:
         own = checkpoint.read_own(key_of(Kind.STATE, name, OWN), engine.rank)
         assert own is not None, name
-        return decode(json.loads(own[1].decode()), get_tensor)
+        return checkpoint.value(name, json.loads(own[1].decode()), get_tensor)
     if engine.rank == 0:
         logger.warning(
             "%s: left out of %r, because each of %d ranks saved its own and there are %d now",

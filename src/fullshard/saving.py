@@ -7,6 +7,7 @@ the caller's values ---> JSON, once where all ranks have the same
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from torch import nn
 
 from fullshard.checkpoint import commit
 from fullshard.checkpoint.background import Saves
+from fullshard.checkpoint.examine import remove, superfluous
 from fullshard.checkpoint.files import Piece, Written, write_tensors
 from fullshard.checkpoint.format import (
     CONFIG,
@@ -31,7 +33,7 @@ from fullshard.checkpoint.format import (
     kind_of,
     step_name,
 )
-from fullshard.checkpoint.retain import prune, tidy
+from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer
@@ -55,6 +57,8 @@ RANDOM, EXTRA = "$random", "$extra"
 GROUPS, SCALARS = "$optimizer.groups", "$optimizer.scalars"
 
 SAVES = Saves()
+
+logger = logging.getLogger(__name__)
 
 Stage = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -169,7 +173,7 @@ class _Parts:
     """What one rank has to save, before the ranks have compared their values.
 
     Attributes:
-        pieces: Of model and optimizer.
+        pieces: Slices of model and optimizer.
         kind: The optimizer's class; empty where there is none.
         values: What the caller gave, and what else is no tensor of model or optimizer, by name.
     """
@@ -321,16 +325,17 @@ def write_files(
     """Write this rank's files, and see the checkpoint complete. No collective: see commit.py."""
     rank, world_size = seat
     outcome: list[Written] | CheckpointError = []
-    stopped: PreemptedError | None = None
+    stopped: BaseException | None = None
     try:
         for kind in Kind:
             of_kind = [piece for piece in pieces if kind_of(piece.key) is kind]
             if of_kind:
                 path = place.aside / file_name(kind, rank)
                 outcome.append(write_tensors(path, of_kind, rank))
-    except Exception as error:  # noqa: BLE001  the other ranks wait for what this one says
+    except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
         outcome = commit.failure(place.target, rank, error)
-        stopped = error if isinstance(error, PreemptedError) else None
+        if isinstance(error, PreemptedError) or not isinstance(error, Exception):
+            stopped = error  # an interrupt is no failure to write
     commit.report(place, rank, outcome)
     try:
         if rank != 0:
@@ -340,4 +345,7 @@ def write_files(
     except CheckpointError as error:
         raise stopped or error from error
     if keep is not None and documents.step is not None:
-        prune(place.target.parent, keep, documents.step)
+        try:
+            remove(superfluous(place.target.parent, keep, documents.step))
+        except CheckpointError as error:  # this one is complete: no reason to end a run
+            logger.warning("older checkpoints stay: %s", error)

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
+from benchmarks import times
+from benchmarks.times import find_cases, summary
 
 from fullshard.bench.calibrate import crowded, host_of
 from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
-from fullshard.bench.times import find_cases, summary
 from fullshard.engine.operations import KINDS
 from fullshard.errors import ConfigError
 from fullshard.planner.calibration import Ceilings, Host, Table, read_calibration
@@ -81,9 +82,8 @@ def test_a_tiny_calibration_is_written_and_read(tmp_path):
 
 
 def test_times_without_a_calibration_say_what_to_run(tmp_path):
-    done = run("time", "--calibration", str(tmp_path / "none.json"), timeout=60)
-    assert done.returncode == 2
-    assert "fullshard bench calibrate" in done.stderr
+    with pytest.raises(ConfigError, match="fullshard bench calibrate"):
+        times.main(calibration=tmp_path / "none.json")
 
 
 def test_an_unknown_run_is_refused_with_those_there_are():

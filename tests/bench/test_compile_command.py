@@ -1,4 +1,4 @@
-"""`fullshard bench compile`: every engine's blocks are one graph, and none is compiled twice."""
+"""`python -m benchmarks.compile`: blocks of every engine are one graph and compile once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch._dynamo
+from benchmarks.compile import Job
+from benchmarks.compile_rank import measure
 
 from fullshard.bench.cases import find_case
-from fullshard.bench.compile import Job
-from fullshard.bench.compile_rank import measure
 
 
 def measured() -> dict:

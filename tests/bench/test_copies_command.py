@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks import copies
+from benchmarks.copies_rank import measure
 
-from fullshard.bench import copies
 from fullshard.bench.cases import find_case
-from fullshard.bench.copies_rank import measure
 
 SMALL_SUMS_BYTES = 16_384  # touched bits and squared norms, a step's only other copies
 

@@ -1,11 +1,10 @@
-"""`fullshard bench exact`: what its rows say, and one real case."""
+"""`python -m benchmarks.exact`: what its rows say, and one real case."""
 
 from __future__ import annotations
 
 import pytest
+from benchmarks import exact
 
-from fullshard.bench import exact
-from fullshard.cli.app import run
 from fullshard.errors import FullshardError
 
 
@@ -20,7 +19,7 @@ def found(error: float, *, same: bool = True):
 
 def page(*errors: float):
     rows = [exact.row_of(case, found(e)) for case, e in zip(exact.CASES, errors, strict=False)]
-    return exact.page_of(rows, None, 0.0, "fullshard bench exact")
+    return exact.page_of(rows, None, 0.0, "python -m benchmarks.exact")
 
 
 def test_the_median_is_of_absolute_errors_and_judged_by_the_goal():
@@ -40,7 +39,7 @@ def test_collectives_that_differ_are_said():
 def test_a_case_is_planned_and_compiled(monkeypatch, capfd, tmp_path):
     small = exact.Case("tiny", 64, 2, 256, "full_shard", "block", 64)
     monkeypatch.setattr(exact, "CASES", (small,))
-    assert run(["bench", "exact", "--out", str(tmp_path)]) == 0
+    exact.main(out=tmp_path)
     assert "tiny, full_shard, block, 64 tokens" in capfd.readouterr().err
     assert "| tiny (" in (tmp_path / "exact.md").read_text()
 

@@ -1,4 +1,4 @@
-"""`fullshard bench gpu`: it runs where there is no GPU, and says that it measured nothing there."""
+"""`python -m benchmarks.gpu`: it runs without a GPU and says that it measured nothing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-
-from fullshard.bench import gpu
+from benchmarks import gpu
 
 
 def test_tiny_blocks_run_in_both_worlds_under_every_engine():
-    command = [sys.executable, "-m", "fullshard", "bench", "gpu", "--tiny", "--rounds", "3"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--rounds", "3"]
     done = subprocess.run(
         [*command, "--json"], capture_output=True, text=True, timeout=110, check=False
     )

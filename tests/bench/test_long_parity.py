@@ -6,8 +6,7 @@ import math
 import xml.etree.ElementTree as ET
 
 import pytest
-
-from fullshard.bench import long_parity
+from benchmarks import long_parity
 
 
 @pytest.mark.slow

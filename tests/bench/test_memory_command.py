@@ -6,9 +6,9 @@ from dataclasses import astuple
 
 import pytest
 import torch
+from benchmarks.memory import MIB, MemoryCase, all_cases, find_cases, summary
+from benchmarks.memory_rank import live_peak_bytes, measure
 
-from fullshard.bench.peaks import MIB, MemoryCase, all_cases, find_cases, summary
-from fullshard.bench.peaks_rank import live_peak_bytes, measure
 from fullshard.errors import ConfigError
 
 TOLERANCE = 0.03

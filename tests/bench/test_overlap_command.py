@@ -1,4 +1,4 @@
-"""`fullshard bench overlap`: what its rows and its trace say. No times."""
+"""`python -m benchmarks.overlap`: what its rows and its trace say. No times."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from benchmarks.overlap import Step
 
-from fullshard.bench.overlap import Step
 from fullshard.observe.timeline import LANES, Slice
 
 SHARES = (
@@ -23,7 +23,7 @@ SHARES = (
 @pytest.mark.slow
 def test_overlap_has_a_row_a_depth_and_a_trace_of_both_ranks(tmp_path):
     arguments = ("--layers", "4", "--rounds", "3", "--json", "--out", str(tmp_path))
-    command = [sys.executable, "-m", "fullshard", "bench", "overlap", *arguments]
+    command = [sys.executable, "-m", "benchmarks.overlap", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -32,7 +32,7 @@ def test_overlap_has_a_row_a_depth_and_a_trace_of_both_ranks(tmp_path):
         assert all(0 <= row[share] <= 1 for share in SHARES)
         assert row["wire_s"] > 0
         assert row["step_s"] > 0
-    assert "`fullshard bench overlap --layers 4" in (tmp_path / "overlap.md").read_text()
+    assert "`python -m benchmarks.overlap --layers 4" in (tmp_path / "overlap.md").read_text()
     text = (tmp_path / "overlap_trace.json").read_text()
     assert len(text) < 1e6
     trace = json.loads(text)

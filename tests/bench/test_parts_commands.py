@@ -1,4 +1,4 @@
-"""`fullshard bench comm|host|scale`: what their rows say, and what they refuse. No times."""
+"""`fullshard bench comm`, `benchmarks.host` and `benchmarks.scale`: rows and refusals. No times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from benchmarks import scale
 
-from fullshard.bench import scale
 from fullshard.bench.comm_rank import resolve
 from fullshard.bench.page import Page
 from fullshard.errors import ConfigError
 
 
-def run(*arguments: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fullshard", "bench", *arguments]
+def run(name: str, *arguments: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+    command = ["fullshard", "bench", name] if name == "comm" else [f"benchmarks.{name}"]
+    command = [sys.executable, "-m", *command, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -27,7 +28,7 @@ def found_by(tmp_path, name: str, *arguments: str) -> list[dict]:
     found = json.loads(done.stdout)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == found
     page = (tmp_path / f"{name}.md").read_text()
-    assert f"`fullshard bench {name} --rounds 3" in page
+    assert f"{name} --rounds 3" in page
     assert ("LOADED" in page) is found["rows"][0]["loaded"]
     return found["rows"]
 

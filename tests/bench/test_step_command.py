@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -74,6 +75,7 @@ def test_an_unknown_engine_is_refused_before_a_rank_starts():
 def test_a_dry_run_lists_what_would_run_and_imports_no_torch():
     done = run("step", "--dry-run", "--json", timeout=60)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"6 case\(s\) of \d engines: about \d+ minute", done.stderr)
     found = json.loads(done.stdout)
     assert found["cases"] == ["29M", "109M", "29M-4", "109M-bf16", "moe", "lora"]
     assert "fsdp2" in found["engines"]

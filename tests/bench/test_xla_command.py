@@ -1,4 +1,4 @@
-"""`fullshard bench jax`: what its rows say. No times."""
+"""`python -m benchmarks.xla`: what its rows say. No times."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from fullshard.bench import xla
+from benchmarks import xla
 
 
 def results(slow_down=1.0, other_loss=2.0):
@@ -31,7 +30,7 @@ def results(slow_down=1.0, other_loss=2.0):
 
 def page(found):
     job = xla.Job(xla.find_shape("tiny"), 3)
-    return xla.page_of(job, found, {}, (0.0, True), "fullshard bench jax")
+    return xla.page_of(job, found, {}, (0.0, True), "python -m benchmarks.xla")
 
 
 def test_rows_have_paired_ratios_to_one_process_and_to_auto():
@@ -64,7 +63,7 @@ def test_goals_and_unequal_losses_are_said():
 @pytest.mark.timeout(600)
 def test_three_engines_train_the_same_on_two_processes(tmp_path):
     words = ("--case", "tiny", "--rounds", "2", "--json", "--out", str(tmp_path))
-    command = [sys.executable, "benchmarks/jax.py", *words]
+    command = [sys.executable, "-m", "benchmarks.xla", *words]
     env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, check=False, env=env

@@ -176,8 +176,30 @@ def test_prune_keeps_the_newest_and_removes_what_crashes_left(fullshard, run_dir
     assert [p.name for p in folder.iterdir()] == ["step-00000003"]
 
 
+def test_prune_never_removes_the_only_good_one(fullshard, run_dir, caplog):
+    folder = run_dir / "checkpoints"
+    for step in (2, 3):
+        flip(folder / f"step-0000000{step}" / "model-00000.safetensors", -1)
+    done = fullshard("ckpt", "prune", run_dir, "--keep", 1)
+    assert done.exit_code == 0
+    assert f"{folder / 'step-00000003'} stays, but does not count" in caplog.text
+    assert len(list(folder.iterdir())) == 3
+    flip(folder / "step-00000001" / "optimizer-00000.safetensors", -1)
+    done = fullshard("ckpt", "prune", run_dir, "--keep", 1)
+    assert done.exit_code == 7
+    assert "expected a complete one" in done.err
+    assert len(list(folder.iterdir())) == 3
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune"])
 def test_a_folder_without_checkpoints_is_a_checkpoint_error(fullshard, tmp_path, command):
     done = fullshard("ckpt", command, tmp_path / "nothing")
     assert done.exit_code == 7
     assert "CheckpointError: checkpoint: expected a checkpoint or a folder of step-*" in done.err
+
+
+def test_a_mistyped_folder_is_told_its_neighbour(fullshard, run_dir):
+    done = fullshard("ckpt", "ls", run_dir.with_name("rum"))
+    assert f"which does not exist. Did you mean '{run_dir}'?" in done.err
+    assert "ckpt ls" not in done.err
+    assert fullshard("ckpt", "ls", "x" * 5000).exit_code == 7

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.checkpoint.retain import prune
+from fullshard.checkpoint.examine import remove, superfluous
 from support.scripts import error_of
 
 
@@ -203,7 +203,7 @@ def test_pruning_counts_from_the_step_that_was_saved_and_leaves_what_is_not_ours
     (tmp_path / "step-00000005").mkdir()
     (tmp_path / "step-00000005" / "precious.txt").write_text("mine")
     (tmp_path / ".step-00000010.saving-abc").mkdir()
-    removed = prune(tmp_path, 1, newest=20)
+    removed = remove(superfluous(tmp_path, 1, newest=20))
     assert sorted(path.name for path in removed) == [".step-00000010.saving-abc", "step-00000010"]
     left = sorted(path.name[-2:] for path in tmp_path.iterdir())
     assert left == ["05", "20", "30", "40"]

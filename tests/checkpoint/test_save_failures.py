@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard import saving
+from fullshard.doors.dcp import write_dcp
+from fullshard.doors.detect import open_source
+from fullshard.doors.ours import write_checkpoint
 from fullshard.errors import CheckpointError
 from support.models import perturbed
 from support.scripts import Tiny, error_of
@@ -116,6 +121,93 @@ def test_a_full_disk_at_any_call_is_one_error_on_all_ranks(ranks, tmp_path, wait
     found = ranks(2)(fails_at_every_call, str(tmp_path), wait)
     assert found[0] == found[1]
     assert found[0] > 25
+
+
+def meet_everywhere(
+    act: Callable[[Path], None], root: Path, seed: Path | None = None
+) -> list[tuple[Path, str]]:
+    """Do something in one folder after another, each time with a full disk at the next call."""
+    found: list[tuple[Path, str]] = []
+    for number in range(1, MANY):
+        folder, said = root / str(number), ""
+        if seed is not None:
+            shutil.copytree(seed, folder)
+        with at_call(number, disk_full) as made:
+            try:
+                act(folder)
+            except CheckpointError as error:
+                said = str(error)
+        found.append((folder, said))
+        if len(made) < number:
+            assert not said
+            return found
+        if said:
+            assert "No space left on device" in said
+    raise AssertionError("more calls than were expected")
+
+
+def test_a_full_disk_while_older_steps_are_removed_ends_no_save_that_is_complete(tmp_path):
+    model, optimizer = model_and_optimizer()
+    for step in (1, 2):
+        fs.save(tmp_path / "seed", model, optimizer, step=step)
+
+    def save(folder: Path) -> None:
+        saving.save(folder, model, optimizer, {}, saving.SaveSettings(step=3, keep=1))
+
+    found = meet_everywhere(save, tmp_path / "all", tmp_path / "seed")
+    kept = 0
+    for folder, said in found:
+        if (folder / "step-00000002").exists():
+            assert fs.load(folder, model, optimizer)["step"] in ((2, 3) if said else (3,))
+            kept += not said
+    assert kept > 0  # of a complete save, after which something could not be removed
+    assert left_in(found[-1][0]) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("door", ["import", "dcp"])
+def test_a_full_disk_in_a_door_is_typed_and_leaves_nothing(tmp_path, door):
+    model, optimizer = model_and_optimizer()
+    fs.save(tmp_path / "ours", model, optimizer, step=1)
+
+    def convert(folder: Path) -> None:
+        with open_source(tmp_path / "ours") as source:
+            if door == "import":
+                write_checkpoint(source, folder, lambda _count: None)
+            else:
+                write_dcp(source, folder, None, lambda _count: None)
+
+    found = meet_everywhere(convert, tmp_path / "out")
+    assert len(found) > 8
+    for folder, said in found:
+        assert said or folder.exists()
+        if folder.exists():  # the disk was full after the last rename, or not at all
+            with open_source(folder if door == "import" else tmp_path / "ours") as source:
+                assert all(entry.read().numel() for entry in source.tensors.values())
+    assert sum(folder.exists() for folder, _ in found) < len(found) / 2
+    assert all(name.isdecimal() for name in left_in(tmp_path / "out"))
+
+
+def interrupted(root: str) -> tuple[str, float]:
+    """Rank 1 is interrupted from the keyboard while it writes."""
+    model, optimizer = model_and_optimizer()
+    began = time.monotonic()
+
+    def interrupt(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    with at_call(3 if dist.get_rank() == 1 else 0, interrupt):
+        try:
+            fs.save(Path(root) / "c", model, optimizer)
+        except (CheckpointError, KeyboardInterrupt) as error:
+            return type(error).__name__, time.monotonic() - began
+    return "", 0.0
+
+
+def test_an_interrupted_rank_ends_the_save_of_all(ranks, tmp_path):
+    (zero, waited), (one, _) = ranks(2)(interrupted, str(tmp_path))
+    assert (zero, one) == ("CheckpointError", "KeyboardInterrupt")
+    assert waited < 60
+    assert left_in(tmp_path) == []
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -46,6 +47,20 @@ def test_help_lists_every_command_and_none_of_those_to_come(fullshard):
     lines = done.stdout.splitlines()
     listed = [words[1] for line in lines if len(words := line.split()) > 2 and words[0] == "\u2502"]
     assert [word for word in listed if word in COMMANDS] == list(COMMANDS)
+
+
+def test_help_wraps_whole_paragraphs_and_ends_with_an_example_and_where_keys_are(
+    fullshard, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = [line.strip() for line in fullshard("distill", "--help").stdout.splitlines()]
+    first = next(i for i, line in enumerate(shown) if line.startswith("Without a configuration"))
+    paragraph = shown[first : shown.index("", first)]
+    assert len(paragraph) > 1
+    for line, following in itertools.pairwise(paragraph):
+        assert len(f" {line} {following.split()[0]} ") > 80 - 2
+    assert "Example: fullshard distill teacher=FOLDER student=FOLDER data=texts/" in shown
+    assert any("fullshard config schema" in line for line in shown)
 
 
 def test_the_version_is_told(fullshard):

@@ -63,6 +63,22 @@ def test_explain_prints_what_json_has(folder, capsys):
     assert any(line.startswith("fsdp.yaml:6: use_cpu: lost: ") for line in lines)
 
 
+def test_explain_shows_what_was_set_and_with_all_every_default(folder, capsys):
+    words = ["config", "explain", "fsdp.yaml", "max_steps=5"]
+    invoke(words)
+    assert "# missing: give model=FOLDER" in capsys.readouterr().out
+    words.append("model=FOLDER")
+    invoke(words)
+    shown = capsys.readouterr().out
+    assert "  max_steps: 5" in shown
+    assert "# default" not in shown
+    invoke([*words, "--all"])
+    every = capsys.readouterr().out
+    num_defaults = sum(line.endswith("# default") for line in every.splitlines())
+    assert f"--all adds {num_defaults} defaults" in shown
+    assert set(shown.splitlines()[1:]) < set(every.splitlines())
+
+
 def test_explain_takes_two_files(folder):
     (folder / "recipe.yaml").write_text("model_name_or_path: x\nmax_steps: 7\n")
     words = ["--config_file", "fsdp.yaml", "--config", "recipe.yaml", "--output_dir", "DIR"]

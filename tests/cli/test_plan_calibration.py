@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.times import CASES
 
-from fullshard.bench.times import CASES
 from fullshard.cli.app import invoke
 from fullshard.config.environment import cache_folder
 from fullshard.config.load import load_config
@@ -20,6 +20,7 @@ from fullshard.planner.calibration import (
     Table,
     to_json,
 )
+from fullshard.planner.mesh import Topology
 from fullshard.train.outlook import model_of, view_of
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
 def time_of_a_run() -> float | None:
     """What `fullshard train` notes as planned."""
     config = load_config(None, []).config
-    return view_of(config, model_of(config), 2).outlook.step_time_s
+    return view_of(config, model_of(config), Topology(2)).outlook.step_time_s
 
 
 def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file):

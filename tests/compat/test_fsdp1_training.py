@@ -210,7 +210,7 @@ def scaled_float16() -> None:
     model = FSDP(build(), mixed_precision=half, auto_wrap_policy=BLOCKS)
     with pytest.warns(UserWarning, match="no gradient scaler"):
         loss_of(model, 0, dist.get_rank())
-    scaler = ShardedGradScaler(device="cpu", init_scale=256.0)
+    scaler = ShardedGradScaler(init_scale=256.0)
     model = FSDP(build(), mixed_precision=half, auto_wrap_policy=BLOCKS)
     reference = train_alone(build())
     optimizer = adamw(model)

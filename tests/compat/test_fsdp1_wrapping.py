@@ -15,6 +15,7 @@ from fullshard.compat import fsdp1
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.compat.fsdp1 import MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.errors import ConfigError
 from support.compat import (
     Net,
     TransformerBlock,
@@ -239,6 +240,21 @@ def hooks() -> None:
 
 def test_hooks_on_modules_and_parameters(ranks):
     ranks(2)(hooks)
+
+
+def words_for_strategies() -> list[str]:
+    model = FSDP(build(), sharding_strategy="FULL_SHARD", auto_wrap_policy=BLOCKS)
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    with pytest.raises(ConfigError, match=r"sharding_strategy: .*Did you mean 'full_shard'"):
+        FSDP(build(), sharding_strategy="FULL_SHRAD")
+    loss_of(model, 0, rank()).backward()
+    return [repr(param) for param in model.parameters()]
+
+
+def test_strategies_are_words_too_and_shards_have_the_names_that_users_know(ranks):
+    for texts in ranks(2)(words_for_strategies):
+        assert texts
+        assert not any("_fsdp_wrapped_module" in text for text in texts)
 
 
 def test_every_name_of_torch_is_there():

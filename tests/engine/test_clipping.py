@@ -128,7 +128,38 @@ def write_out(model: nn.Module) -> Any:
     return total_norm_by_stacking(model)
 
 
+def grads_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def first_replaced_and_all_scaled(model: nn.Module) -> Any:
+    model.embed.weight.grad = model.embed.weight.grad.clone()
+    torch._foreach_mul_(grads_of(model), 0.25)
+    return [g.norm() for g in grads_of(model)][1:]
+
+
+def scaled_by_keyword(model: nn.Module) -> Any:
+    torch._foreach_mul_(scalar=0.25, self=grads_of(model))
+    return clip_norm(model)
+
+
+def written_by_an_option(model: nn.Module) -> Any:
+    nn.functional.hardtanh(model.head.weight.grad, -1e-3, 1e-3, inplace=True)
+    return clip_norm(model)
+
+
+def written_through_lists_as_out(model: nn.Module) -> Any:
+    grads = grads_of(model)
+    with torch.no_grad():
+        torch.add(grads[-1], grads[-1], out=grads[-1])
+    return clip_norm(model)
+
+
 LINES = {
+    "the first one replaced, all scaled": first_replaced_and_all_scaled,
+    "scaled by keyword": scaled_by_keyword,
+    "written by an option": written_by_an_option,
+    "written as out": written_through_lists_as_out,
     **{
         f"clip_grad_norm_, order {order}, foreach {foreach}": partial(
             clip_norm, norm_type=order, foreach=foreach
@@ -317,6 +348,63 @@ def test_a_norm_that_is_not_finite_is_said_on_every_rank(ranks):
     assert texts[0] == texts[1]
     assert "The total norm of order 2.0 for gradients" in texts[0][0]
     assert texts[0][1:] == ["tensor(nan, dtype=torch.float64)", "True"]
+
+
+# ---- several models ---------------------------------------------------------------------------
+
+
+def several_models(run: Run, strategies: tuple[str, str], **config: Any) -> Any:
+    """One optimizer and one list for two models; unscaled, clipped apart and together."""
+    models = [run.shard(run.model(), strategy=kind, **config) for kind in strategies]
+    params = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=1e-2, foreach=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    logged = []
+    for step in range(2):
+        loss = run.loss(models[0], step) + 2 * run.loss(models[1], step + 5)
+        scaler.scale(loss).backward()
+        before = [nn_utils.clip_grad_norm_(model.parameters(), 1e9) for model in models]
+        scaler.unscale_(optimizer)
+        after = [nn_utils.clip_grad_norm_(model.parameters(), CLIP) for model in models]
+        together = [nn_utils.clip_grad_norm_(params, CLIP / 2)]
+        together += map(torch.norm, grads_of(models[1]))
+        whole = nn_utils.get_total_norm([p.detach() for p in params])
+        logged.append([before, after, together, whole])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if run.sharded:
+        torch.testing.assert_close(fs.global_norm(params), whole_norm(models))
+    return [run.result(model, logged=logged) for model in models]
+
+
+def whole_norm(models: list[nn.Module]) -> torch.Tensor:
+    wholes = [w for m in models for w in fs.full_state_dict(m, rank0_only=False).items()]
+    names = {name for name, _ in models[0].named_parameters()}
+    return nn_utils.get_total_norm([w for name, w in wholes if name in names])
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct", "c10d", "no_shard", "one of each"])
+def test_lists_of_shards_of_several_models_are_right_for_each(ranks, transport):
+    kinds = {"no_shard": ("no_shard",) * 2, "one of each": ("no_shard", "full_shard")}
+    config = {} if transport in kinds else {"transport": transport}
+    strategies = kinds.get(transport, ("full_shard",) * 2)
+    ranks(2)(compare, partial(several_models, strategies=strategies, **config))
+
+
+def fused_with_a_scale(run: Run) -> Any:
+    """A fused optimizer writes the gradients that it unscales."""
+    model = run.shard(run.model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(run.loss(model, 0)).backward()
+    before = nn_utils.get_total_norm(grads_of(model))
+    scaler.step(optimizer)
+    return run.result(model, norms=[before, nn_utils.get_total_norm(grads_of(model))])
+
+
+def test_a_norm_after_a_fused_step_is_that_of_the_unscaled_gradients(ranks):
+    ranks(2)(compare, fused_with_a_scale)
 
 
 # ---- one rank alone ---------------------------------------------------------------------------

@@ -114,17 +114,13 @@ def test_elementwise_functions_give_the_shard_of_the_result(ranks):
 # ---- the whole tensor -------------------------------------------------------------------------
 
 NEEDS_THE_WHOLE: dict[str, Function] = {
-    "sum": lambda p: p.sum(),
-    "mean": lambda p: p.mean(),
-    "max": lambda p: p.max(),
-    "std": lambda p: p.std(),
+    "sum along a dimension": lambda p: p.sum(0),
+    "mean along a dimension": lambda p: p.mean(dim=1, keepdim=True),
     "argmax": lambda p: p.argmax(),
     "cumsum": lambda p: p.cumsum(0),
     "sort": lambda p: p.sort(),
     "topk": lambda p: p.view(-1).topk(3),
     "softmax": lambda p: p.softmax(0),
-    "isnan().any()": lambda p: p.isnan().any(),
-    "isfinite().all()": lambda p: torch.isfinite(p).all(),
     "item": lambda p: p.item(),
     "bool": lambda p: bool(p > 0),
     "float": lambda p: float(p),
@@ -145,8 +141,8 @@ NEEDS_THE_WHOLE: dict[str, Function] = {
     "einsum": lambda p: torch.einsum("ij->i", p),
     "layer_norm": lambda p: functional.layer_norm(p, (1,)),
     "mse_loss": lambda p: functional.mse_loss(p, p),
-    "norm": lambda p: p.norm(),
-    "linalg.norm": lambda p: torch.linalg.norm(p),
+    "norm along a dimension": lambda p: p.norm(dim=1),
+    "linalg.norm of an order": lambda p: torch.linalg.norm(p, 2),
     "linalg.svdvals": lambda p: torch.linalg.svdvals(p),
     "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p]),
     "dropout": lambda p: functional.dropout(p),
@@ -179,7 +175,7 @@ def refusals() -> dict[str, str]:
     before = weight.detach().to_local().clone()
     texts = {name: error_of(partial(f, weight)) for name, f in NEEDS_THE_WHOLE.items()}
     assert torch.equal(weight.to_local(), before)
-    for name in ("sum", "isnan().any()", "indexing", "assigning a slice"):
+    for name in ("sum along a dimension", "indexing", "assigning a slice"):
         texts[f"{name}, of a gradient"] = error_of(partial(NEEDS_THE_WHOLE[name], weight.grad))
     dims = [lambda: weight.grad.norm(dim=0), lambda: weight.grad.norm("nuc")]
     dims += [lambda: weight.grad.norm(0), lambda: torch.linalg.matrix_norm(weight.grad)]
@@ -226,7 +222,7 @@ def test_shards_of_other_elements_do_not_mix(ranks):
 # ---- where nothing is cut ---------------------------------------------------------------------
 
 RANDOM = ("dropout", "randn_like", "normal_", "nn.init.normal_", "nn.init.xavier_uniform_")
-AUTOGRAD = ("backward", "autograd.grad", "iteration", "sum")
+AUTOGRAD = ("backward", "autograd.grad", "iteration")
 
 
 @torch.no_grad()
@@ -253,16 +249,148 @@ def losses_of_parameters() -> list[str]:
     texts = []
     for strategy in ("full_shard", "no_shard"):
         run, model = trained(strategy=strategy)
-        texts.append(error_of(lambda: sum(p.pow(2).sum() for p in model.parameters())))  # noqa: B023
+        for loss in (lambda p: p.pow(2).sum(), lambda p: p.norm(), lambda p: p[None].mean()):
+            texts.append(error_of(lambda: sum(map(loss, model.parameters())).backward()))  # noqa: B023
         assert model.scale.detach().pow(2).dim() == (0 if strategy == "no_shard" else 1)
         run.loss(model, 1).backward()
     return texts
 
 
-def test_a_loss_of_parameters_at_rest_is_refused(ranks):
-    for cut, whole in ranks(2)(losses_of_parameters):
-        assert cut.startswith("ShardedTensorError: sum: expected a whole tensor")
-        assert whole.startswith("ShardedTensorError: sum: expected tensors that take part in auto")
+def test_a_loss_of_parts_at_rest_is_refused(ranks):
+    for texts in ranks(2)(losses_of_parameters):
+        cut, whole = texts[:3], texts[3:]
+        for name, text in zip(["sum", "norm", "__getitem__"], cut, strict=True):
+            wanted = "a whole tensor" if text == cut[2] else "tensors that take part in autograd"
+            assert text.startswith(f"ShardedTensorError: {name}: expected {wanted}")
+        assert all(text.startswith("NO ERROR") for text in whole)  # see test_programs.py
+
+
+@torch.no_grad()
+def writes_without_the_guard(run: Run) -> Any:
+    """Rows and views of parameters that no rank cuts are written between steps."""
+    model = run.shard(run.model(), strategy="no_shard")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model.head.weight[0].zero_()
+        model.embed.weight[1:2] = 3.0
+        model.blocks[0].mid.weight.t().add_(0.1)
+        with torch.enable_grad():
+            run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.result(model)
+
+
+def test_rows_of_parameters_that_are_not_cut_may_be_written_between_steps(ranks):
+    ranks(2)(compare, writes_without_the_guard)
+
+
+# ---- numbers of the whole ---------------------------------------------------------------------
+
+NUMBERS: dict[str, Function] = {
+    "sum": lambda x: x.sum(),
+    "mean": lambda x: torch.mean(x),
+    "abs().mean()": lambda x: x.abs().mean(),
+    "abs().max()": lambda x: x.abs().max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: torch.amax(x),
+    "std": lambda x: x.std(),
+    "var": lambda x: torch.var(x),
+    "isnan().any()": lambda x: x.isnan().any(),
+    "isinf().any()": lambda x: torch.isinf(x).any(),
+    "isfinite().all()": lambda x: torch.isfinite(x).all(),
+    "(x > 0).any()": lambda x: (x > 0).any(),
+    "count_nonzero": lambda x: torch.count_nonzero(x > 0.01),
+    "(x > 0).sum()": lambda x: (x > 0).sum(),
+    "pow(2).sum()": lambda x: x.pow(2).sum(),
+    "pow(exponent=3).sum()": lambda x: torch.pow(x, exponent=3).sum(),
+    "(2**x).sum()": lambda x: (2**x).sum(),
+    "square().mean()": lambda x: x.square().mean(),
+    "(x * 3).pow(2).sum()": lambda x: (x * 3).pow(2).sum(),
+    "norm": lambda x: x.norm(),
+    "norm of order 1": lambda x: torch.linalg.vector_norm(x, 1),
+    "linalg.norm": lambda x: torch.linalg.norm(x),
+    "max of two": lambda x: torch.max(x, -x).sum(),
+    "item": lambda x: torch.tensor(x.sum().detach().item() + float(x.data.abs().max())),
+}
+
+
+def numbers_of(run: Run, **config: Any) -> Any:
+    """All numbers of parameters and gradients, whole, with NaN, and with infinities."""
+    model = run.shard(run.model(), **config)
+    run.loss(model, 0).backward()
+    tensors = [model.blocks[1].mid.weight, model.blocks[1].up.bias, model.scale]
+    tensors += [p.grad for p in tensors]
+    found = {}
+    for bad in (None, math.nan, math.inf):
+        for tensor in tensors:
+            if bad is not None:
+                with torch.no_grad():
+                    tensor[tensor == tensor.detach().abs().max()] = bad
+            for name, function in NUMBERS.items():
+                if name in ("std", "var") and (tensor is tensors[2] or tensor is tensors[5]):
+                    continue  # of one element torch warns
+                value = function(tensor).detach()
+                assert type(value) is torch.Tensor, name
+                found.setdefault(f"{name} {bad}", []).append([str(value.dtype), value])
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct", "c10d", "no_shard", "replicas"])
+def test_numbers_of_parameters_and_gradients_are_those_of_the_whole(ranks, transport):
+    strategies = {"no_shard": "no_shard", "replicas": "hybrid_shard"}
+    config: dict[str, Any] = {"transport": transport}
+    if transport in strategies:
+        config = {"strategy": strategies[transport]}
+        config |= {"replicate": 2, "shard": 2} if transport == "replicas" else {}
+    ranks(4 if transport == "replicas" else 2)(compare, partial(numbers_of, **config))
+
+
+def logged_on_one_rank() -> None:
+    """What the cached norms know is told on one rank alone: another's question would hang."""
+    _, model = trained()
+    if rank() == 0:
+        for p in model.parameters():
+            if p.grad is not None:
+                assert not p.grad.isnan().any()
+                assert torch.isfinite(p.grad.data).all()
+                torch.testing.assert_close(p.grad.pow(2).sum(), p.grad.norm() ** 2)
+
+
+def test_finite_gradients_and_sums_of_squares_are_known_on_one_rank_alone(ranks):
+    ranks(2)(logged_on_one_rank)
+
+
+def asked_alone(num_steps: int) -> str:
+    """Rank 0 asks for what no rank knows by itself; the other goes on to its next forward."""
+    run, model = trained()
+    for _ in range(num_steps - 1):
+        run.loss(model, 0).backward()
+
+    def ask_and_train() -> None:
+        if rank() == 0:
+            model.head.weight.detach().abs().mean()
+        run.loss(model, 1).backward()
+
+    return error_of(ask_and_train)
+
+
+def test_a_question_that_one_rank_asks_alone_is_refused_on_all(ranks):
+    for text in ranks(2)(asked_alone, 1):  # the other one asks for the order of units
+        assert "expected the same call on every rank" in text
+    for text in ranks(2)(asked_alone, 2):
+        assert "where this rank has not been" in text
+
+
+def other_questions() -> str:
+    _, model = trained()
+    weight = model.head.weight.detach()
+    return error_of(lambda: weight.sum() if rank() == 0 else weight.abs().max())
+
+
+def test_questions_that_differ_between_ranks_are_refused_on_all(ranks):
+    for text in ranks(2)(other_questions):
+        assert "expected the same call on every rank" in text
 
 
 # ---- what a shard shows -----------------------------------------------------------------------

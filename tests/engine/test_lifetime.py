@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import engine_of
+from fullshard.errors import ShardedTensorError
 
 
 def _trained(transport: str) -> nn.Module:
@@ -46,5 +49,25 @@ def test_deleted_model_is_freed_with_its_groups_and_threads(ranks: Any) -> None:
 
 def test_deleted_model_is_freed_without_a_process_group() -> None:
     engine = weakref.ref(engine_of(_trained("auto")))
+    gc.collect()
+    assert engine() is None
+
+
+def _thawed(*, backward: bool) -> weakref.ref[Any]:
+    """Its frame has the model when the error is raised."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    weight = model[0].weight.requires_grad_(False)
+    engine = weakref.ref(engine_of(fs.shard(model)))
+    loss = (weight.requires_grad_(True) * 2).sum()
+    if backward:
+        with contextlib.suppress(ShardedTensorError):
+            loss.backward()
+            raise AssertionError("no error")
+    return engine
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_was_made_of_a_thawed_parameter_keeps_no_model_alive(backward: bool) -> None:
+    engine = _thawed(backward=backward)
     gc.collect()
     assert engine() is None

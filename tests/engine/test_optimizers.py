@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import optim
 
+from fullshard.engine import optimizers
 from support.scripts import Run, compare, differences, error_of, train
 
 MODES: dict[str, dict[str, Any]] = {
@@ -162,15 +164,18 @@ def test_whole_matrix_optimizers_are_right_where_nothing_is_cut(ranks):
 # ---- states that were made whole --------------------------------------------------------------
 
 
-def unsharded_state_loaded(run: Run, when: str) -> Any:
+def unsharded_state_loaded(
+    run: Run, when: str, kind: Any = optim.AdamW, settings: Any = None
+) -> Any:
     """Two steps unsharded, then the optimizer's own state dict into one over shards."""
     alone = Run(run.world_size, None)
     model = alone.model()
-    first = optim.AdamW(model.parameters(), lr=1e-2)
+    settings = settings or {"lr": 1e-2}
+    first = kind(model.parameters(), **settings)
     train(alone, model, first, 2)
     saved = first.state_dict()
     run.shard(model)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), **settings)
     if when == "later":
         run.loss(model, 5).backward()
         optimizer.step()
@@ -198,6 +203,154 @@ def test_an_optimizer_state_of_shards_is_carried_to_a_second_optimizer(ranks):
 @pytest.mark.parametrize("when", ["at the start", "later"])
 def test_an_optimizer_state_of_an_unsharded_run_is_cut(ranks, when):
     ranks(2)(compare, partial(unsharded_state_loaded, when=when))
+
+
+def reloaded(run: Run, kind: Any, settings: dict[str, Any], strategy: str) -> Any:
+    """State dicts go round between steps, as they are and as deep copies."""
+    model = run.shard(run.model(), strategy=strategy)
+    optimizer = kind(model.parameters(), **settings)
+    for step in range(5):
+        run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(copy.deepcopy(state) if step % 2 else state)
+    return run.result(model, types=[sorted(state) for state in optimizer.state.values()])
+
+
+def compare_reloaded(name: str, strategy: str) -> None:
+    for kind, settings in SETTINGS[name]:
+        compare(partial(reloaded, kind=kind, settings=settings, strategy=strategy))
+        compare(partial(unsharded_state_loaded, when="later", kind=kind, settings=settings))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_optimizers_go_on_from_their_own_state_dicts(ranks, name):
+    ranks(2)(compare_reloaded, name, "full_shard")
+
+
+class OwnShapes(optim.Optimizer):
+    """Momentum in tensors that it makes of this rank's shape."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            momentum = self.state[p].setdefault("momentum", torch.zeros(p.shape, dtype=p.dtype))
+            momentum.mul_(0.9).add_(p.grad)
+            p.add_(momentum, alpha=-0.1)
+
+
+def test_states_of_this_ranks_shape_go_round_too(ranks):
+    ranks(2)(compare, partial(reloaded, kind=OwnShapes, settings={}, strategy="full_shard"))
+
+
+# ---- the probe ----
+
+
+def probes(schedule: str) -> int:
+    """How often classes are probed in a schedule's steps."""
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    cycle = optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = optimizers.probe
+        patch.setattr(optimizers, "probe", lambda *args: found.append(1) or real(*args))
+        for step in range(10):
+            run.loss(model, step).backward()
+            optimizer.step()
+            cycle.step()
+            if schedule == "zeroed" and step == 5:
+                optimizer.param_groups[0]["weight_decay"] = 0.0
+    return len(found)
+
+
+def test_a_schedule_of_numbers_is_probed_once_and_a_number_turned_off_again(ranks):
+    assert ranks(2)(probes, "moved") == [1, 1]
+    assert ranks(2)(probes, "zeroed") == [2, 2]
+
+
+def test_the_probe_is_where_the_parameters_are():
+    seen = []
+
+    class Here(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.extend(p.device.type for group in self.param_groups for p in group["params"])
+            return super().step(closure)
+
+    with pytest.raises(RuntimeError, match="meta"):  # which has no values to compare
+        optimizers.probe(Here, {"lr": 0.1}, torch.device("meta"))
+    assert set(seen) == {"meta"}
+
+
+class OneRateForAll(optim.SGD):
+    """As Prodigy does: a rate of the whole model, from dot products of flattened tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        rate = sum(torch.dot(p.grad.flatten(), p.grad.flatten()) for p in params)
+        for p in params:
+            p.sub_(p.grad * float(rate))
+
+
+def wholes_in_step() -> str:
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model())
+    run.loss(model, 0).backward()
+    return error_of(OneRateForAll(model.parameters(), lr=0.1).step)
+
+
+def test_what_a_step_needs_of_whole_tensors_is_refused_by_the_optimizers_name(ranks):
+    for text in ranks(2)(wholes_in_step):
+        assert text.startswith("NotElementwiseError: OneRateForAll.step calls flatten: expected")
+        assert "fs.owned(model" in text
+        assert "no_shard" in text
+
+
+# ---- ranks that leave something out ----
+
+
+def left_out(what: str, strategy: str) -> str:
+    """Rank 1 leaves out a part of step 1."""
+    rank = torch.distributed.get_rank()
+    run = Run(2, rank)
+    model = run.shard(run.model(), strategy=strategy)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for step in range(4):
+            skips = what if (step, rank) == (1, 1) else ""
+            loss = run.loss(model, step)
+            if skips not in ("backward", "both"):
+                loss.backward()
+            if skips not in ("step", "both"):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    return error_of(steps)
+
+
+@pytest.mark.parametrize(
+    ("what", "strategy"),
+    [("step", "full_shard"), *((what, "no_shard") for what in ("step", "backward", "both"))],
+)
+def test_a_rank_that_leaves_out_a_step_or_a_backward_is_named(ranks, what, strategy):
+    number = "forwards that train" if what == "both" else "optimizer steps"
+    for text in ranks(2)(left_out, what, strategy):
+        assert text.startswith(f"EngineError: backward: expected as many {number} on every rank")
+        assert "rank 1 has made" in text
+
+
+@pytest.mark.parametrize("what", ["backward", "both"])
+def test_ranks_that_share_weights_do_not_wait_for_what_never_comes(ranks, what):
+    for text in ranks(2)(left_out, what, "full_shard"):
+        assert text.startswith("EngineError: ")
+        assert "where this rank has not been" in text
 
 
 # ---- the fast paths ---------------------------------------------------------------------------

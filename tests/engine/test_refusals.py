@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.errors import ConfigError, UnsupportedModelError
 from support.scripts import Block, Run, Tiny, differences, error_of, tokens_of
 
 Part = Callable[[], nn.Module]
@@ -85,6 +87,12 @@ def with_a_sharded_part() -> nn.Module:
     return model
 
 
+def with_a_block_of_a_sharded_model() -> nn.Module:
+    model = Tiny()
+    fs.shard(nn.Sequential(model.blocks[0]))
+    return model
+
+
 def sharded_already() -> nn.Module:
     return fs.shard(Tiny())
 
@@ -105,6 +113,7 @@ MODELS: list[Part] = [
     with_a_lazy_module,
     partly_on_meta,
     with_a_sharded_part,
+    with_a_block_of_a_sharded_model,
     sharded_already,
     with_sparse,
 ]
@@ -153,6 +162,11 @@ def refused_configs() -> dict[str, str]:
     texts = {n: error_of(partial(fs.shard, model, **config)) for n, config in CONFIGS.items()}
     assert all(type(param) is nn.Parameter for param in model.parameters())
     return texts
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(ConfigError, match=r"fs\.shard: expected a torch\.nn\.Module; got list"):
+        fs.shard([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
 def test_a_configuration_that_cannot_be_had_is_refused_by_name(ranks):
@@ -273,18 +287,19 @@ class Clamping(Tiny):
         self.blocks[1] = Clamped()
 
 
-def writes_in_forward() -> list[str]:
+def writes_in_forward(settings: dict[str, Any]) -> list[str]:
     texts = []
     for kind in (Renormed, Clamping):
         run = Run(2, rank())
-        model = run.shard(run.model(kind))
+        model = run.shard(run.model(kind), **settings)
         texts.append(error_of(partial(run.loss, model, 0)))
         assert texts[-1] == error_of(partial(run.loss, model, 0))  # and again
     return texts
 
 
-def test_a_forward_that_writes_into_its_parameters_is_refused(ranks):
-    for first, second in ranks(2)(writes_in_forward):
+@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}])
+def test_a_forward_that_writes_into_its_parameters_is_refused(ranks, settings):
+    for first, second in ranks(2)(writes_in_forward, settings):
         assert first.startswith("EngineError: embed.weight: expected a forward that leaves")
         assert second.startswith("EngineError: blocks.1.up.weight: expected a forward that leaves")
 
@@ -351,3 +366,10 @@ def copy_before() -> None:
     assert all(param.grad is None for param in teacher.parameters())
     for ours, theirs in zip(model.parameters(), teacher.parameters(), strict=True):
         theirs.data.lerp_(ours.data, 0.5)
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name():
+    model = Tiny()
+    model.register_buffer("shadow", model.head.weight.data)
+    with pytest.raises(UnsupportedModelError, match=r"shadow: .*shares that of 'head\.weight'"):
+        fs.shard(model)

@@ -128,6 +128,24 @@ def test_a_write_waits_until_no_rank_reads(ranks, grad):
     assert not after
 
 
+def write_to_two_models_while_another_reads():
+    """Rank 0 is slow in the second model; rank 1 steps one optimizer over both."""
+    models, x = [chain(), chain()], vectors(0, 0)["x"]
+    optimizer = torch.optim.AdamW([p for m in models for p in m.parameters()], lr=0.1, fused=True)
+    sum(model(x).square().mean() for model in models).backward()
+    if dist.get_rank() == 0:
+        models[1].blocks[0].register_forward_pre_hook(lambda *_: time.sleep(HOLD_S))
+    with torch.no_grad():
+        found = models[1](x)
+    optimizer.step()
+    return found
+
+
+def test_a_write_into_two_models_waits_for_the_readers_of_each(ranks):
+    first, second = ranks(2)(write_to_two_models_while_another_reads)
+    assert torch.equal(first, second)
+
+
 def forward_before_another_has_written():
     """Rank 0 is slow to write its part; rank 1 begins its forward meanwhile."""
     model, x = chain(), vectors(0, 0)["x"]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
+from fullshard.config import host_memory
 from fullshard.engine.collectives.shared_home import segment
 from fullshard.engine.collectives.shared_home.board import Mark
 from fullshard.errors import OutOfMemoryError
@@ -30,16 +31,16 @@ def chain():
 def too_large():
     """The first rank says that there is no memory: all ranks hear it, and none hangs."""
     if dist.get_rank() == 0:
-        segment._available_bytes = lambda: 0
+        host_memory.available_bytes = lambda: 0
     try:
         with pytest.raises(OutOfMemoryError, match=r"rank 0 of them got: .*Cannot allocate memory"):
             chain()
     finally:
-        segment._available_bytes = AVAILABLE
+        host_memory.available_bytes = AVAILABLE
     return whole_params(chain())["head.bias"].shape
 
 
-AVAILABLE = segment._available_bytes
+AVAILABLE = host_memory.available_bytes
 
 
 def test_a_host_without_memory_is_said_on_all_ranks_at_once(ranks):

@@ -366,6 +366,58 @@ def test_an_average_of_shards_is_the_shard_of_the_average(ranks, update):
     ranks(2)(compare, partial(averaged, update=update))
 
 
+def taught_by_an_average(run: Run, update: str) -> Any:
+    """A frozen teacher that follows a student of which a part is frozen."""
+    student, teacher = run.model(), run.model()
+    for part in (student.embed, student.blocks[1].mid):
+        part.requires_grad_(False)
+    if update == "lerp":  # elements meet: both are cut alike, and frozen after that
+        for part in (teacher.embed, teacher.blocks[1].mid):
+            part.requires_grad_(False)
+    else:
+        teacher.requires_grad_(False)
+    run.shard(student)
+    run.shard(teacher).requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        with torch.no_grad():
+            run.loss(teacher, step)
+        run.loss(student, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if update == "load":
+            teacher.load_state_dict(student.state_dict())
+            continue
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+    return [run.result(student), run.result(teacher)]
+
+
+@pytest.mark.parametrize("update", ["load", "lerp"])
+def test_a_teacher_follows_a_student_that_is_frozen_in_part(ranks, update):
+    ranks(2)(compare, partial(taught_by_an_average, update=update))
+
+
+def met_while_cut_otherwise() -> list[str]:
+    """Elements of two models that are cut in other places."""
+    run = Run(2, rank())
+    student, teacher = run.model(), run.model()
+    student.blocks[1].mid.requires_grad_(False)
+    run.shard(student)
+    run.shard(teacher)
+    pairs = zip(teacher.parameters(), student.parameters(), strict=True)
+    texts = [error_of(lambda: t.data.lerp_(s.data, 0.1)) for t, s in pairs]  # noqa: B023
+    return [text for text in texts if not text.startswith("NO ERROR")]
+
+
+def test_shards_that_are_cut_otherwise_are_refused_on_all_ranks_with_a_cure(ranks):
+    first, second = ranks(2)(met_while_cut_otherwise)
+    assert first
+    assert len(first) == len(second)
+    assert all("freeze parameters after fs.shard" in text for text in first + second)
+
+
 def copies() -> dict[str, str]:
     run, model, _ = sharded()
     weight = model.blocks[0].mid.weight
@@ -383,7 +435,7 @@ def copies() -> dict[str, str]:
         "copy.deepcopy(block)": error_of(lambda: copy.deepcopy(model.blocks[0])),
         "copy.deepcopy(linear)": error_of(lambda: copy.deepcopy(model.blocks[0].up)),
         "AveragedModel(model)": error_of(lambda: swa(model)),
-        "sum of a copy": error_of(copied.sum),
+        "sum of a copy along a dimension": error_of(lambda: copied.sum(0)),
     }
 
 

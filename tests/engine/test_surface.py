@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fullshard as fs
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.shard import plan_of
 from support.scripts import Run, Tiny, compare, error_of
 
@@ -312,7 +313,7 @@ def test_a_dropped_model_leaves_nothing_behind(ranks):
 
 
 def watched_optimizers() -> tuple[int, int]:
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
+    from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 
     gc.collect()
     run = Run(2, rank())
@@ -321,8 +322,10 @@ def watched_optimizers() -> tuple[int, int]:
     del first
     gc.collect()
     assert len(_global_optimizer_pre_hooks) == alive
+    assert ShardedParameter in _foreach_supported_types
     del second
     gc.collect()
+    assert ShardedParameter not in _foreach_supported_types
     return alive, len(_global_optimizer_pre_hooks)
 
 

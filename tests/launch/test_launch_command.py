@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -56,9 +57,9 @@ def launch(tmp_path, monkeypatch):
     def launch(text, *words, arguments=()):
         script = tmp_path / "script.py"
         script.write_text(text)
-        command = [sys.executable, "-m", "fullshard", "launch", "--nproc-per-node", "2"]
+        own = () if "--config_file" in words else ("--nproc-per-node", "2")
         return subprocess.Popen(
-            [*command, *words, str(script), *arguments],
+            [sys.executable, "-m", "fullshard", "launch", *own, *words, str(script), *arguments],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -91,6 +92,63 @@ def test_launchers_of_two_machines_meet(launch, tmp_path):
         _, err = node.communicate(timeout=90)
         assert node.returncode == 0, err
     assert (tmp_path / "logs_1" / "rank_3.log").read_text() == "sum 10.0 of local rank 1\n"
+
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+num_machines: 2
+num_processes: 2
+main_process_ip: 127.0.0.1
+main_process_port: {port}
+machine_rank: {node}
+"""
+
+
+def test_a_file_of_accelerates_says_which_machine_this_is(launch, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for node in (1, 0):
+        file = tmp_path / f"machine_{node}.yaml"
+        file.write_text(ACCELERATE.format(port=port, node=node))
+        nodes.append(launch(MEETS, "--config_file", file, "--log-dir", f"logs_{node}"))
+    for node in nodes:
+        _, err = node.communicate(timeout=90)
+        assert node.returncode == 0, err
+    for node in (0, 1):
+        log = tmp_path / f"logs_{node}" / f"rank_{node}.log"
+        assert log.read_text() == "sum 3.0 of local rank 0\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "ranks 8 to 15 of 16"),
+        (["--machine_rank", "0"], "ranks 0 to 7 of 16"),
+        (["--num_machines", "4", "--num_processes", "8"], "ranks 2 to 3 of 8"),
+        (["--nproc-per-node", "3"], "ranks 3 to 5 of 6"),
+        (["--nnodes", "1", "--node-rank", "0"], "ranks 0 to 15 of 16"),
+    ],
+)
+def test_flags_replace_what_the_file_says_of_machines(words, said, tmp_path, capfd):
+    from fullshard.cli.app import run
+
+    file = tmp_path / "machines.yaml"
+    text = ACCELERATE.replace("num_processes: 2", "num_processes: 16")
+    file.write_text(text.format(port=29500, node=1))
+    assert run(["launch", "--config_file", str(file), *words, "--dry-run", "-m", "x"]) == 0
+    assert f"as {said}" in capfd.readouterr().out
+
+
+def test_a_file_of_two_machines_without_an_address_is_refused(tmp_path, capfd):
+    from fullshard.cli.app import run
+
+    file = tmp_path / "machines.yaml"
+    file.write_text(ACCELERATE.replace("main_process_ip: 127.0.0.1\n", "").format(port=1, node=1))
+    assert run(["launch", "--config_file", str(file), "-m", "x"]) == 2
+    assert "main_process_ip, main_process_port" in capfd.readouterr().err
 
 
 def test_all_ranks_start_again_after_a_failure_as_often_as_is_allowed(launch, tmp_path):
@@ -192,8 +250,9 @@ def endless(tmp_path, monkeypatch):
 def test_a_terminated_run_is_recorded_as_preempted(endless):
     process, end = endless
     process.send_signal(signal.SIGTERM)
-    code, record, _ = end()
+    code, record, err = end()
     assert code == 75
+    assert re.search(r"Stopped\. The last saved step is \d+, in .*step-\d+\. The same command", err)
     assert (record["status"], record["exit_code"]) == ("interrupted", 75)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, HangError
 from fullshard.launch import rendezvous
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +83,20 @@ def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeyp
         ConfigError, match=r"MASTER_PORT: expected a free port on gpu07 under slurm"
     ):
         rendezvous.init_process_group()
+
+
+def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch):
+    with socket.socket() as closed:  # bound and not listening: connections are refused
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x"}
+        ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for name, value in (place | ranks).items():
+            monkeypatch.setenv(name, value)
+        began = time.monotonic()
+        with pytest.raises(HangError, match=f"rank 0's store at 127.0.0.1:{port}, got Connection"):
+            rendezvous.init_process_group(timeout_s=1.0)
+        assert time.monotonic() - began < 30
 
 
 def test_a_process_that_nobody_launched_has_no_group():

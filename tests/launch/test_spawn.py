@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigError
+from fullshard.launch import memory_kill
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
 from support.processes import assert_all_end, read_pids
 
@@ -87,14 +89,24 @@ def test_the_traceback_begins_with_the_users_own_code(run, capfd):
     assert "launch_job.py" in first_frame
 
 
-def test_an_error_for_the_user_has_no_traceback_and_its_own_exit_code(run, tmp_path, capfd):
-    assert run("raise_on_rank_one", "data") == 6
+def test_an_error_of_configuration_has_no_traceback_and_its_own_exit_code(run, tmp_path, capfd):
+    assert run("raise_on_rank_one", "config") == 2
     assert capfd.readouterr().err == (
-        "rank 1 of 2 failed (exit code 6):\n"
-        "DataError: rank one says no\n"
+        "rank 1 of 2 failed (exit code 2):\n"
+        "ConfigError: rank one says no\n"
         f"Its log: {tmp_path}/logs/rank_1.log\n"
     )
-    assert log(tmp_path, 1) == "DataError: rank one says no\n"
+    assert log(tmp_path, 1) == "ConfigError: rank one says no\n"
+
+
+@pytest.mark.parametrize(("kind", "code"), [("engine", 1), ("data", 6)])
+def test_any_other_error_shows_the_line_of_the_users_program(run, capfd, kind, code):
+    assert run("raise_on_rank_one", kind) == code
+    err = capfd.readouterr().err
+    assert 'launch_job.py", line' in err
+    assert "in raise_on_rank_one" in err
+    assert "rank_entry.py" not in err
+    assert "Error: rank one says no\n" in err
 
 
 def test_the_cause_is_shown_before_the_ranks_that_lost_their_peer(run, capfd):
@@ -119,6 +131,46 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
     err = capfd.readouterr().err
     assert "HangError: rank 1: expected to reach its end, but it was killed by SIGKILL" in err
     assert "  the last words of rank 1\n" in err
+
+
+def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monkeypatch, capfd):
+    counter = tmp_path / "memory.events"
+    counter.write_text("low 0\noom_kill 3\n")
+    monkeypatch.setattr(memory_kill, "_SYSTEM", counter)
+    assert run("die_without_memory", counter) == 4
+    err = capfd.readouterr().err
+    assert "OutOfMemoryError: rank 1: expected to reach its end, but it was killed by" in err
+    assert "because memory ran out. Lower what a rank needs" in err
+
+
+def test_a_full_temporary_folder_does_not_hide_the_cause(run, monkeypatch, capfd):
+    """What ranks leave for the launcher is cut short; their logs are elsewhere."""
+    assert run("raise_on_a_full_disk") == 1
+    assert "ValueError: what really happened" in capfd.readouterr().err
+
+
+def test_a_vanished_private_folder_does_not_hide_the_cause(run, tmp_path, capfd):
+    assert run("raise_without_the_folder") == 2
+    err = capfd.readouterr().err
+    assert "rank 1 of 2 failed (exit code 2)" in err
+    assert "ConfigError: what really happened" in err
+    assert "Traceback" not in err
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, live = tmp_path / "fullshard-launch-a", tmp_path / "fullshard-launch-b"
+    older = tmp_path / "fullshard-launch-c"  # of a version that locked nothing: it may live
+    for folder in (abandoned, live, older):
+        folder.mkdir()
+        if folder is not older:
+            (folder / "lock").touch()
+        os.utime(folder, (1e9, 1e9))
+    held = os.open(live / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert run("exit_with", 0) == 0
+    os.close(held)
+    assert sorted(tmp_path.glob("fullshard-launch-*")) == [live, older]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path):

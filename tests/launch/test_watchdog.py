@@ -63,6 +63,12 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
     assert "last events: " in report
 
 
+def test_garbage_in_the_side_store_does_not_end_the_watch(run):
+    result, err, _ = run("garbage")
+    assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
+    assert "in read_batch" in err
+
+
 @pytest.mark.slow
 def test_a_rank_that_waits_for_others_weights_says_so(run):
     result, err, _ = run("sleep", "shared")

@@ -20,7 +20,7 @@ from fullshard.observe.chart import (
     mean_of_windows,
     ticks,
 )
-from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, read_rows
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows, read_rows
 from fullshard.observe.report import write_report
 
 
@@ -174,6 +174,18 @@ def test_metrics_that_were_cut_off_by_a_crash_are_read_up_to_there(run):
     rows = list(read_rows(run / "metrics.jsonl"))
     assert len(rows) == 21
     assert rows[-1] == {"step": 20, "eval_loss": 3.25}
+    page_of(run)
+
+
+def test_torn_rows_are_left_out_and_said_when_a_run_goes_on(run, caplog):
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    torn = [b'{"step": 2, "lo\n', b"\xff\x00\n", b"[1, 2]\n", b'{"step": 3, "loss": 1.0}\n']
+    path.write_bytes(b"".join([*lines[:3], *torn, *lines[3:], b"[" * 100_000 + b"\n"]))
+    step, evaluation = keep_rows(path, 20)
+    assert (step.step, evaluation.step) == (20, 20)
+    assert len(list(read_rows(path))) == 21
+    assert f"{path}: left out 5 torn line(s)" in caplog.text
     page_of(run)
 
 

@@ -67,11 +67,12 @@ def draw():
 
 def raise_on_rank_one(kind):
     """Fail on rank 1 while the others sleep."""
-    from fullshard.errors import DataError
+    from fullshard.errors import ConfigError, DataError, EngineError
 
+    kinds = {"value": ValueError, "data": DataError, "engine": EngineError, "config": ConfigError}
     if RANK == 1:
         time.sleep(0.2)
-        raise {"value": ValueError, "data": DataError}[kind]("rank one says no")
+        raise kinds[kind]("rank one says no")
     time.sleep(600)
 
 
@@ -105,6 +106,34 @@ def die(name):
         print("the last words of rank 1")
         os.kill(os.getpid(), signal.Signals[name])
     time.sleep(600)
+
+
+def die_without_memory(counter):
+    """Have rank 1 killed as the kernel does where memory runs out, and counted."""
+    if RANK == 1:
+        Path(counter).write_text("low 1\noom_kill 4\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def raise_on_a_full_disk():
+    """Fail where files of the launch's private folder can no more be written whole."""
+    folder = Path(os.environ["FULLSHARD_LAUNCH_DIR"])
+    for kind in ("failure_", "events_"):
+        (folder / f"{kind}{RANK}").write_bytes(b"")
+    (folder / f"failure_{RANK}.partial").mkdir()
+    (folder / f"failure_{RANK}.json").write_bytes(b"")
+    raise ValueError("what really happened")
+
+
+def raise_without_the_folder():
+    """Fail where somebody has removed the launch's private folder."""
+    from fullshard.errors import ConfigError
+
+    shutil.rmtree(os.environ["FULLSHARD_LAUNCH_DIR"], ignore_errors=True)
+    if RANK == 0:
+        time.sleep(600)
+    raise ConfigError("what really happened")
 
 
 def ignore_sigterm(folder):

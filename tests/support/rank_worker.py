@@ -27,6 +27,7 @@ import types
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ class Seat:
     rank: int
     world_size: int
     folder: Path
-    parent: int
     warning_filters: tuple[str, ...]
+    environment: dict[str, str]  # the fork server has that of its start
 
     @property
     def dump_file(self) -> Path:
@@ -67,7 +68,9 @@ class Body:
 
 def serve(seat: Seat, pipe: Connection) -> None:
     """Join the process group, then run bodies until the pipe closes."""
-    _die_with(seat.parent)
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(seat.environment)
     with seat.dump_file.open("w") as dump:
         faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
         _join_group(seat, "start")
@@ -83,10 +86,18 @@ def serve(seat: Seat, pipe: Connection) -> None:
     os._exit(0)  # threads of gloo or of a test must not keep an ended pool alive
 
 
-def _die_with(parent: int) -> None:
+def _die_with_parent() -> None:
+    """End with the fork server, which ends when nobody holds the pipe that its starter made.
+
+    Ranks inherit that pipe, so that they could use the server too; they let go of it here.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() == 1:
         os._exit(1)
 
 

@@ -7,9 +7,9 @@
     def test_something(ranks):
         values = ranks(2)(body, 16)       # one value a rank, in rank order
 
-Starting a rank costs seconds (importing torch), a call costs a millisecond. The body is sent as
-(file, name) and imported on the rank. When a rank raises, hangs or dies, every other rank is heard
-or shown, the pool is killed, and the next call starts a new one.
+Ranks are forked from a server that has imported torch (support/preload.py), so starting one takes
+milliseconds. The body is sent as (file, name) and imported on the rank. When a rank raises, hangs
+or dies, every other rank is heard or shown, the pool is killed, and the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -57,6 +58,8 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._num_calls = 0
+        multiprocessing.set_forkserver_preload(["support.preload"])
+        forkserver.ensure_running()
 
     def __call__(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0
@@ -117,10 +120,12 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         for rank in range(self.world_size):
-            seat = Seat(rank, self.world_size, self._folder, os.getpid(), self._warning_filters)
+            seat = Seat(
+                rank, self.world_size, self._folder, self._warning_filters, dict(os.environ)
+            )
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(seat, theirs), daemon=True)
             process.start()

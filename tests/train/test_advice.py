@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from benchmarks.memory import MemoryCase
+from benchmarks.memory_rank import live_peak_bytes, train
 
 import fullshard as fs
-from fullshard.bench.peaks import MemoryCase
-from fullshard.bench.peaks_rank import live_peak_bytes, train
 from fullshard.config.load import load_config
 from fullshard.config.values import Command
 from fullshard.planner.hardware import Fit
 from fullshard.planner.homes import Place
+from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Machine, Outlook, look
 from fullshard.planner.search import Advice, advise
 from fullshard.train import outlook as train_outlook
 from fullshard.train import start
 from fullshard.train.build import model_on_meta
-from fullshard.train.outlook import job_of, with_choices
+from fullshard.train.outlook import job_of, view_of
 from fullshard.train.prepare import given_model_config
 
 TOLERANCE = 0.03
@@ -99,8 +99,7 @@ def chosen(share: float) -> dict[str, Any]:
     limit = round(share * needed.peak_bytes[Place.DEVICE])
     config = load_config(None, [w for w in words if "batch_size" not in w] + AUTO).config
     model = model_on_meta(config, given_model_config(config))
-    with mock.patch.object(train_outlook, "this_machine", return_value=Machine(None, limit)):
-        config = with_choices(config, model, dist.get_world_size())
+    config = view_of(config, model, Topology(dist.get_world_size()), Machine(None, limit)).config
     training = config.training
     return {
         "limit": limit,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+
+from fullshard.train.run_folder import begin
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 
@@ -12,13 +17,23 @@ CASES = {
     "missing data": (["data.path=txet.txt"], 6, "txet.txt"),
     "empty data": (["data.path=empty.txt"], 6, "got none in 'empty.txt'"),
     "missing column": (["data.path=a.jsonl"], 6, "expected a column 'text', got 'body'"),
+    "deep data": (["data.path=deep.jsonl"], 6, "RecursionError"),
+    "a long number": (["data.path=long.jsonl"], 6, "got one that cannot be read at long.jsonl:1"),
+    "half a character": (["data.path=half.jsonl"], 6, "surrogates not allowed"),
+    "over-long data": (["data.path=" + "x" * 300], 6, "File name too long"),
+    "negative size": (["model.config.hidden_size=-32"], 2, "model"),
+    "over-long output": (["output_dir=" + "x" * 300], 2, "folder that can be made"),
     "too few tokens": (["max_seq_length=64", "data.path=short.txt"], 6, "at least 64 training"),
     "too few held out": (
         ["data.path=short.txt", "max_seq_length=4", "data.validation_fraction=0.01"],
         6,
         "at least 4 held-out tokens",
     ),
-    "too few sequences": (["per_device_train_batch_size=100000"], 6, "at least 200,000 sequences"),
+    "too few sequences": (
+        ["per_device_train_batch_size=1", "gradient_accumulation_steps=100000"],
+        6,
+        "at least 200,000 sequences",
+    ),
     "unknown key": (["training.max_stepz=3"], 2, "Did you mean 'max_steps'?"),
     "unknown model type": (["model.config.model_type=llamma"], 2, "Did you mean 'llama'?"),
     "unknown model key": (["model.config.hiden_size=8"], 2, "Did you mean 'hidden_size'?"),
@@ -42,6 +57,9 @@ def test_bad_input_is_said_before_any_rank_starts(
     config = write_config(tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("A few words only.")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "long.jsonl").write_text('{"text": "a", "n": ' + "9" * 5000 + "}")
+    (tmp_path / "half.jsonl").write_text('{"text": "a \\ud83d b"}')
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
@@ -51,6 +69,42 @@ def test_bad_input_is_said_before_any_rank_starts(
     assert expected in done.err
     assert done.out == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["train", "nowhere.yaml"], 2),
+        (["train", "CONFIG", "data.path=nowhere.txt"], 6),
+        (["train", "CONFIG", "model=nowhere"], 2),
+        (["train", "CONFIG", "data.tokenizer=nowhere"], 2),
+        (["plan", "CONFIG", "model=nowhere"], 2),
+        (["verify", "CONFIG", "model=nowhere"], 2),
+    ],
+)
+def test_missing_paths_are_found_before_torch_is_imported(tmp_path, write_config, words, code):
+    words = [str(write_config(tmp_path)) if word == "CONFIG" else word for word in words]
+    program = (
+        "import sys; from fullshard.cli.app import run; "
+        f"code = run({words!r}); print('torch' in sys.modules, code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert done.stdout == f"False {code}\n"
+    assert "nowhere" in done.stderr
+
+
+def test_a_second_start_leaves_a_live_run_alone(tmp_path, fullshard, write_config):
+    config = write_config(tmp_path)
+    with begin(tmp_path / "run", "train") as (folder, _):
+        before = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
+        for words in ((), ("--dry-run",), ("--resume", "never")):
+            done = fullshard("train", config, *words)
+            assert done.exit_code == 2
+            assert f"whose run is still going on (process {os.getpid()} on host" in done.err
+        after = {file: file.read_bytes() for file in folder.path.rglob("*") if file.is_file()}
+        assert after == before
 
 
 def test_message_names_the_line_of_the_file(tmp_path, fullshard, write_config):

@@ -15,12 +15,22 @@ def test_a_strategy_in_any_spelling_makes_a_configuration():
         create_fsdp_config("ful")
 
 
-def test_the_table_has_what_was_measured(capsys):
+def test_the_table_has_what_was_measured_under_its_own_and_the_documents_keys(capsys):
     found = {"memory_gb": 1.25, "samples_per_sec": 7.0, "tokens_per_sec": 3200.0}
-    print_comparison_table({"NO_SHARD": found | {"step_time_s": 0.0125}})
-    head, line = capsys.readouterr().out.splitlines()
-    assert line.split() == ["NO_SHARD", "1.250", "7.0", "3,200", "12.5"]
-    assert len(head) == len(line)
+    found |= {"step_time_s": 0.0125, "loss": 2.5, "strategy": "no_shard", "run_dir": "runs/a"}
+    picked = {"memory": found["memory_gb"], "throughput": found["samples_per_sec"]}
+    print_comparison_table({"NO_SHARD": found, "picked": picked, "mine": {"time": 61.25}})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        *("configuration", "memory", "(GB)", "samples/s", "tokens/s", "step", "(ms)"),
+        *("loss", "time"),
+    ]
+    assert [line.split() for line in lines[1:]] == [
+        ["NO_SHARD", "1.250", "7.0", "3,200", "12.5", "2.5000", "-"],
+        ["picked", "1.250", "7.0", "-", "-", "-", "-"],
+        ["mine", "-", "-", "-", "-", "-", "61.25"],
+    ]
+    assert len({len(line) for line in lines}) == 1
 
 
 def test_too_few_steps_to_measure_are_refused():

@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from fullshard.config.files import JOBS
+from fullshard.config.load import load_config
+from fullshard.config.values import IntervalStrategy
 from fullshard.observe.metrics import read_rows
 from fullshard.train.tokenizer import train_tokenizer
 from support.text import seeded_text
@@ -69,6 +72,13 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(job):
+    """The teacher that `distill` trains by itself was not: an interrupt lost all of its steps."""
+    training = load_config(None, default=job).config.training
+    assert training.saves is not IntervalStrategy.NO
+
+
 def test_logits_that_were_kept_train_without_the_teacher(fullshard, files):
     config = files / "distill.yaml"
     cache = files / "logits"

@@ -83,47 +83,6 @@ def test_a_tracker_that_is_not_installed_is_said_once(run):
     assert said.count("training.report_to: wandb is not installed") == 1
 
 
-@pytest.mark.long
-def test_updates_inside_of_backward_are_those_after_it(tmp_path, fullshard):
-    (tmp_path / "text.txt").write_text(seeded_text(300))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
-    words = ("max_steps=4", "max_grad_norm=0", "gradient_accumulation_steps=2", "ema_decay=null")
-    found = []
-    for name, inside in (("after", "false"), ("inside", "true")):
-        out = tmp_path / name
-        done = fullshard(
-            "train", tmp_path / "config.yaml", *words, f"output_dir={out}",
-            f"optimizer_in_backward={inside}",
-        )  # fmt: skip
-        assert done.exit_code == 0, done.err
-        rows = [row for row in read_rows(out / "metrics.jsonl") if "loss" in row]
-        model = AutoModelForCausalLM.from_pretrained(out / "model")
-        found.append((rows, model.state_dict()))
-    (rows, weights), (rows_inside, weights_inside) = found
-    assert [row["loss"] for row in rows_inside] == [row["loss"] for row in rows]
-    norms = [row["grad_norm"] for row in rows]
-    assert [row["grad_norm"] for row in rows_inside] == pytest.approx(norms, rel=1e-6)
-    assert len(rows) == 4
-    assert all(torch.equal(weights_inside[name], weights[name]) for name in weights)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((), "max_grad_norm: expected 0, got 1.0"),
-        (("max_grad_norm=0", "max_skipped_steps=2"), "max_skipped_steps: expected 0, got 2"),
-        (("max_grad_norm=0", "fp16=true"), "fp16: expected bfloat16 or none, got float16"),
-        (("max_grad_norm=0", "ema_decay=0.9"), "ema_decay: expected 0, got 0.9"),
-        (("max_grad_norm=0", "optim=muon"), "optim: expected an optimizer that steps on shards"),
-        (("max_grad_norm=0", "backend=jax"), "optimizer_in_backward: true is not yet supported"),
-    ],
-)
-def test_what_would_wait_for_the_whole_gradient_is_refused(words, says, fullshard):
-    done = fullshard("train", "optimizer_in_backward=true", *words, "--dry-run")
-    assert done.exit_code == 2
-    assert says in done.err
-
-
 @pytest.mark.slow
 def test_a_new_run_from_its_checkpoint_counts_anew(run, fullshard):
     """The patience that the first run lost is not the new run's; nor is the average, unasked."""

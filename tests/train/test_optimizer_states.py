@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.memory_rank import live_peak_bytes
 from torch import nn
 from transformers.optimization import Adafactor
 
 import fullshard as fs
-from fullshard.bench.peaks_rank import live_peak_bytes
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
 from fullshard.planner.memory import WHOLES

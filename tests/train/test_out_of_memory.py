@@ -11,9 +11,10 @@ from transformers import LlamaConfig
 
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import OutOfMemoryError
+from fullshard.planner.mesh import Topology
 from fullshard.train import job
-from fullshard.train.model import build_on_meta
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import view_of
 from fullshard.train.seat import Seat
@@ -30,7 +31,7 @@ SHAPE = LlamaConfig(
 
 def view():
     config = RunConfig(model="x", strategy="full_shard")
-    return view_of(config, build_on_meta(SHAPE), 2)
+    return view_of(config, build_on_meta(SHAPE), Topology(2))
 
 
 def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilty_row():
@@ -55,7 +56,7 @@ def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):
         config=None,
         model_config=None,
         folder=None,
-        seat=Seat(0, 1, torch.device("cpu")),
+        seat=Seat(1, 2, torch.device("cpu")),
         command=Command.TRAIN,
         recipe=lambda: None,
     )

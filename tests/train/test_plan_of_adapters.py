@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.memory import MemoryCase
+from benchmarks.memory_rank import live_peak_bytes, train
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
-from fullshard.bench.peaks import MemoryCase
-from fullshard.bench.peaks_rank import live_peak_bytes, train
 from fullshard.cli.app import invoke
 from fullshard.config.load import load_config
 from fullshard.planner.homes import Place

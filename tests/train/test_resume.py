@@ -146,6 +146,35 @@ def test_more_steps_other_ranks_and_a_damaged_checkpoint(calm, tmp_path):
     assert found["loss 17"] == pytest.approx(wanted["loss 17"], abs=1e-5)
 
 
+def unusable(folder: Path, how: str) -> dict[str, bytes]:
+    """Make every checkpoint of a later format, or flip a bit of it; returns all that is there."""
+    for path in (folder / "checkpoints").iterdir():
+        last = path / "COMPLETE.json"
+        if how == "newer":
+            last.write_text(last.read_text().replace('"version": 1', '"version": 2'))
+        else:
+            weights = bytearray((path / "model-00000.safetensors").read_bytes())
+            weights[-1] ^= 1
+            (path / "model-00000.safetensors").write_bytes(weights)
+    found = {str(p.relative_to(folder)): p for p in folder.glob("checkpoints/*/*")}
+    return {name: path.read_bytes() for name, path in found.items()}
+
+
+@pytest.mark.parametrize("how", ["newer", pytest.param("damaged", marks=pytest.mark.slow)])
+def test_a_run_never_trains_over_checkpoints_that_it_cannot_read(calm, tmp_path, how):
+    config = write(tmp_path, calm.parent / "text.txt")
+    shutil.copytree(calm.parent / "run", tmp_path / "run")
+    before = unusable(tmp_path / "run", how)
+    said = finish(config, "max_steps=26", code=7)
+    assert "`fullshard train --resume never` starts again and moves this run aside" in said
+    assert unusable(tmp_path / "run", "newer") == before or how == "damaged"
+    if how == "damaged":
+        assert "has other bytes than were written" in said
+        finish(config, "max_steps=2", "save_steps=2", "--resume", "never")
+        assert len(list((tmp_path / "run.1" / "checkpoints").iterdir())) == 3
+        assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
 @pytest.mark.slow
 def test_a_run_begins_from_another_runs_checkpoint(calm, tmp_path):
     config = write(tmp_path)

@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.memory import MemoryCase
+from benchmarks.memory_rank import NUM_STEPS, live_peak_bytes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fullshard as fs
-from fullshard.bench.peaks import MemoryCase
-from fullshard.bench.peaks_rank import NUM_STEPS, live_peak_bytes
 from fullshard.config.load import load_config
 from fullshard.config.supported import check_command
 from fullshard.config.values import Command
 from fullshard.planner.hardware import HEADROOM, Fit
 from fullshard.planner.homes import Place
+from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import TEACHER
-from fullshard.train import outlook as train_outlook
 from fullshard.train.build import model_on_meta
 from fullshard.train.loop import Recipe
 from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at, with_choices
+from fullshard.train.outlook import look_at, view_of
 from fullshard.train.prepare import given_model_config
 from fullshard.train.seat import Seat
 from fullshard.train.teaching import Teaching, build_teacher
@@ -113,17 +113,17 @@ def test_the_plan_says_what_is_the_teachers(folder):
 
 
 @pytest.mark.long
-def test_what_is_left_to_the_planner_leaves_room_for_the_teacher(folder, monkeypatch):
+def test_what_is_left_to_the_planner_leaves_room_for_the_teacher(folder):
     words = ["train_batch_size=16", "distill.chunk_size=100"]
     whole = [*words, "per_device_train_batch_size=8"]
     most = look_at(config_of(folder, "full_shard", whole), 2, Machine(None, None))
     theirs = sum(row.num_bytes for row in most.rows if row.name.startswith(TEACHER))
     # With the headroom, all samples at once would fit beside half of the teacher.
     limit = round((most.peak_bytes[Place.DEVICE] - theirs / 2) / (1 - HEADROOM))
-    monkeypatch.setattr(train_outlook, "this_machine", lambda _: Machine(None, limit))
     asked = config_of(folder, "auto", [*words, "per_device_train_batch_size=auto"])
     check_command(asked, Command.DISTILL)
-    chosen = with_choices(asked, model_on_meta(asked, given_model_config(asked)), 2)
+    model = model_on_meta(asked, given_model_config(asked))
+    chosen = view_of(asked, model, Topology(2), Machine(None, limit)).config
     assert chosen.training.per_device_train_batch_size == 4
     assert chosen.training.gradient_accumulation_steps == 2
     taken = look_at(chosen, 2, Machine(None, limit))

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.config.load import load_config
+from fullshard.launch.run_lock import LOCK
 from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.planner.plan import Plan
 from fullshard.train.loss import causal_lm_loss
@@ -85,7 +86,8 @@ def test_run_leaves_every_file_of_the_contract(two_ranks):
         "logs/rank_0.log",
         "logs/rank_1.log",
     }
-    assert not [name for name in names if Path(name).name.startswith(".")]
+    # The lock stays: who removed it would take it from under a run that just opened it.
+    assert {name for name in names if Path(name).name.startswith(".")} == {LOCK}
 
 
 def test_written_configuration_is_the_one_that_ran(two_ranks):
@@ -286,9 +288,12 @@ def test_diverged_run_ends_with_code_9_and_says_where(tmp_path, fullshard, write
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same_run(tmp_path, write_config):
+def test_torchrun_starts_the_same_run(tmp_path, write_config, fullshard):
+    """Also where rank 0's checks complete the configuration: here with the model's length."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
     config = write_config(tmp_path)
+    config.write_text(config.read_text().replace("  max_seq_length: 32\n", ""))
+    dry = fullshard("train", config, "max_steps=1", "--dry-run", "--json")
     words = ("-m", "fullshard", "train", config, "max_steps=1", "eval_strategy=no")
     done = subprocess.run(
         [*torchrun, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
@@ -297,6 +302,8 @@ def test_torchrun_starts_the_same_run(tmp_path, write_config):
     assert run.exit_code == 0, run.err
     assert run.record["status"] == "finished"
     assert run.record["planned"]["world_size"] == 2
+    expected = json.loads(dry.out)["planned"]["expected_peak_bytes"]
+    assert run.record["planned"]["expected_peak_bytes"] == expected
     assert len(run.steps) == 1
     assert run.out.count("step 1/1  loss") == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import metadata
 
 import pytest
@@ -48,6 +49,7 @@ def runs(config, fullshard):
         ):
             done = fullshard("train", str(config), f"training.output_dir={folder / name}", *words)
             assert done.exit_code == 0, done.err
+            assert "Gloo" not in done.out, "the library's own line, which means nothing to a user"
     return folder
 
 
@@ -77,6 +79,20 @@ def test_replicas_on_two_processes_have_the_losses_of_shards(runs, config, fulls
 def test_torch_goes_on_from_a_checkpoint_of_jax(runs):
     wanted, found = losses(runs / "torch"), losses(runs / "joined")
     assert found == pytest.approx(wanted[11:], rel=1e-5)
+
+
+@pytest.mark.long
+def test_jax_never_trains_over_checkpoints_that_it_cannot_read(runs, config, fullshard, tmp_path):
+    folder = shutil.copytree(runs / "jax", tmp_path / "run")
+    for weights in folder.glob("checkpoints/*/model-00000.safetensors"):
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    words = ("backend=jax", f"training.output_dir={folder}", "training.max_steps=22")
+    done = fullshard("train", str(config), *words)
+    assert done.exit_code == 7, done.err
+    assert "has other bytes than were written" in done.err + done.out
+    assert len(list((folder / "checkpoints").iterdir())) == 2
 
 
 @pytest.mark.long

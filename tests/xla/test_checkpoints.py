@@ -98,7 +98,7 @@ def bytes_read(folder):
     plan = fj.plan(shapes, None, mesh)
     fj.save(folder, fj.init(plan, lambda _: shapes))
     found = {}
-    with Checkpoint.open(look_at(folder)) as checkpoint:
+    with Checkpoint.open(look_at(folder), checked=True) as checkpoint:
         for array in plan.table.arrays:
             before = checkpoint.bytes_read[0]
             part = plan.shardings[array.name].devices_indices_map(array.shape)[jax.devices()[3]]

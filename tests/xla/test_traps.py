@@ -143,10 +143,10 @@ def partitioned():
     """Where the partitioner leaves a weight's gradient: gathered by us, and as jax derives it."""
     import jax
     import jax.numpy as jnp
+    from benchmarks.xla_auto import whole
     from jax import lax
 
     import fullshard.jax as fj
-    from fullshard.bench.xla_auto import whole
 
     shapes = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
     plan = fj.plan(shapes, None, fj.make_mesh(1, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,12 @@ def test_the_examples_run(name):
         [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[-1] < losses[0] / 4
+    accuracies = re.findall(r"accuracy (\d\.\d+)", done.stdout)
+    assert float((accuracies or ["1"])[-1]) > 0.9  # of ten classes
+    assert "Savings: 87.5%" in done.stdout
+    assert " 0.00 GB" not in done.stdout
 
 
 def nnx_training():
@@ -65,7 +72,10 @@ def nnx_training():
         shapes = {"w": jax.ShapeDtypeStruct((1_000_000_000,), "float32")}
         found = fj.analyze_memory(shapes, 8)
         mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-        fj.selective_fsdp({"small": np.ones(8), "large": np.ones((8, 8))}, 50, mesh=mesh)
+        tree = {"a": {"small": np.ones(8)}, "large": np.ones((32, 32))}
+        placed = fj.selective_fsdp(tree, 1000, mesh=mesh)
+        fj.print_sharding(placed)
+        jax.tree_util.tree_map_with_path(fj.print_sharding, placed)  # as the tutorial calls it
     one = losses(1, lambda _: nnx.ModelAndOptimizer(model(), optax.adam(1e-2)))
     return losses(8, sharded), one, found, out.getvalue()
 
@@ -76,10 +86,15 @@ def test_a_sharded_nnx_model_trains_as_on_one_device(devices):
     assert stays
     assert num_like_embedding >= 3  # the embedding and both of its moments
     assert memory["without_bytes"] == 16_000_000_000
-    for text in ("WITHOUT FSDP", "Per device: 16.00 GB", "Savings: 87.5%", "8.0\u00d7"):
+    for text in ("Memory Analysis:", "Total parameters: 1,000,000,000", "Model size: 4.00 GB"):
         assert text in printed
-    assert "Replicating small: 8 params" in printed
-    assert "Sharding large: 64 params" in printed
+    for text in ("WITHOUT FSDP:", "Per device: 16.00 GB (", "Total: 128.00 GB (8 devices)"):
+        assert text in printed
+    for text in ("WITH FSDP:", "Per device: 2.00 GB", "Savings: 87.5%", "8.0\u00d7 larger model!"):
+        assert text in printed
+    assert "Replicating: a/small (8 elements)\nSharding: large (1,024 elements)\n" in printed
+    line = f"{'a/small':50s} {'(8,)':20s} P()\n{'large':50s} {'(32, 32)':20s} P('fsdp',)\n"
+    assert printed.endswith(line + line)
 
 
 def refusals():
@@ -96,6 +111,8 @@ def refusals():
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    state = nnx.ModelAndOptimizer(model, optax.sgd(0.1))
+    step = fj.create_fsdp_train_step(mesh)
     for do in (
         lambda: fj.shard_fsdp({"w": np.ones(8)}),
         lambda: fj.create_fsdp_train_step(mesh)(optimizer, {}),
@@ -103,6 +120,11 @@ def refusals():
         lambda: fj.plan({"w": np.ones(8, int)}),
         lambda: fj.make_mesh(3, 3),
         lambda: fj.plan({"w": np.ones(8)}, None, mesh),
+        lambda: fj.plan({"w": np.ones(8)}, blocks=["layers"]),
+        lambda: fj.create_fsdp_train_step(fj.make_mesh()),
+        lambda: fj.analyze_memory({}, 0),
+        lambda: step(state, {"input_ids": np.ones(16)}),
+        lambda: step(state, {"input_ids": np.ones(15), "label": np.ones(15)}),
     ):
         try:
             do()
@@ -120,5 +142,12 @@ def test_mistakes_are_named_with_the_way_out(devices):
         "w",
         "replicate x shard",
         "mesh",
+        "blocks",
+        "mesh",
+        "num_devices",
+        "batch",
+        "batch['input_ids']",
     ]
+    assert "'label' or 'labels', got 'input_ids'. Add the missing one, or give" in said[-2]
+    assert "that 8 devices divide, got 15. Drop 7 of them (drop_last of your loader)" in said[-1]
     assert "nnx.ModelAndOptimizer(model, tx)" in said[1]

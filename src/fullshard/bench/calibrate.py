@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fullshard.bench.job import JOB_FILE
 from fullshard.bench.machine import IDLE_SHARE, Neighbours, wait_until_idle
 from fullshard.bench.ranks import run_ranks
 from fullshard.bench.step import WAIT_LIMIT_S
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from fullshard.planner.operations import Work
     from fullshard.planner.plan import Plan
 
-RANK_MODULE = "fullshard.bench.calibrate_rank"
+MEASURE = "fullshard.bench.calibrate_rank:measure"
 DEFAULT_RANKS = (1, 2, 4)
 DEPTHS = (2, 6)  # blocks of the tiny models that show the host's time
 
@@ -36,7 +34,7 @@ class Job:
     Attributes:
         is_tiny: Few small sizes, which show only that it runs.
         has_kernels: Whether kernels and the host are measured, too.
-        depths: Of the tiny models.
+        depths: Depths of the tiny models.
     """
 
     is_tiny: bool = False
@@ -49,16 +47,6 @@ class Job:
         from fullshard.bench.ceilings import TINY, Sizes
 
         return TINY if self.is_tiny else Sizes()
-
-    def write(self, folder: Path) -> None:
-        """Writes the job where its ranks look for it."""
-        (folder / JOB_FILE).write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: Path) -> Job:
-        """Reads what `write` wrote."""
-        fields = json.loads((folder / JOB_FILE).read_text())
-        return Job(fields["is_tiny"], fields["has_kernels"], tuple(fields["depths"]))
 
 
 @dataclass(frozen=True)
@@ -139,7 +127,7 @@ def run(options: Options, say: Callable[[str], None]) -> Found:
             say(f"{num_ranks} rank(s): {'kernels, the host, ' * has_kernels}messages")
             job = Job(options.is_tiny, has_kernels)
             what = f"bench calibrate: {num_ranks} ranks"
-            ranks = run_ranks(RANK_MODULE, job, num_ranks, what=what, timeout_s=options.timeout_s)
+            ranks = run_ranks(MEASURE, job, num_ranks, what=what, timeout_s=options.timeout_s)
             if has_kernels:
                 found[num_ranks] = _ceilings(num_ranks, ranks, machine)
             else:
@@ -153,7 +141,7 @@ def crowded(whole: Ceilings, num_ranks: int, transfers: Mapping[str, Table]) -> 
     """Of more ranks than cores: each takes the turns of those that share its core.
 
     Args:
-        whole: Of one rank a core.
+        whole: Measured with one rank per core.
         num_ranks: More than that.
         transfers: As they were measured with so many.
     """

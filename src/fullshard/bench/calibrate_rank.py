@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,8 +18,7 @@ from fullshard.bench import ceilings
 from fullshard.bench.calibrate import Job, host_config
 from fullshard.bench.ceilings import Sizes
 from fullshard.bench.comm_rank import Exchange, plan_buffer, resolve
-from fullshard.bench.host import make_idle
-from fullshard.bench.rank import write_result
+from fullshard.bench.idle import make_idle
 from fullshard.engine.collectives import make_transport
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
@@ -155,13 +152,3 @@ def measure(job: Job) -> dict[str, Any]:
     if job.has_kernels:
         found |= {"operations": kernels(job.sizes), "host": host(job.depths)}
     return found
-
-
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    write_result(folder, lambda: measure(job))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

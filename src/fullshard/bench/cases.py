@@ -112,7 +112,6 @@ PEERS = {
         Peer("fullshard", "full_shard", "fullshard", "ours, (C) shared home"),
         Peer("fullshard-direct", "full_shard", "fullshard", "ours, (B) parts sent directly"),
         Peer("fullshard-c10d", "full_shard", "fullshard", "ours, (A) gloo's own collectives"),
-        Peer("fullshard-updating", "full_shard", "fullshard", "(B), units updated in backward"),
         Peer("fsdp2", "full_shard", "torch", "fully_shard a block, reshard_after_forward=True"),
         Peer("fsdp2-zero2", "shard_grad_op", "torch", "the same, reshard_after_forward=False"),
         Peer("fsdp1", "full_shard", "torch", "FullyShardedDataParallel, use_orig_params=True"),

@@ -40,7 +40,7 @@ class Sizes:
         lengths, widths: Of attention's sequences and heads.
         updates: Parameters that are updated at once.
         transfers: Bytes of buffers that ranks exchange.
-        most_flops: Of a product; larger ones are measured on a part of their rows.
+        most_flops: Limit per product; larger ones are measured on a part of their rows.
     """
 
     num_rounds: int = 5

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
-from fullshard.bench.job import JOB_FILE
 from fullshard.bench.machine import Neighbours, available_bytes, wait_until_idle
 from fullshard.bench.page import Page
 from fullshard.bench.ranks import run_ranks
@@ -16,7 +13,7 @@ from fullshard.bench.statistics import paired_ratio
 from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.errors import ConfigError, WillNotFitError
 
-RANK_MODULE = "fullshard.bench.comm_rank"
+MEASURE = "fullshard.bench.comm_rank:measure_all"
 MIB = 2**20
 TRANSPORTS = ("c10d", "direct", "shared")  # those that move bytes between processes
 COPY, FETCH, REDUCE = "copy", "fetch", "reduce"
@@ -47,17 +44,6 @@ class Job:
     transports: tuple[str, ...]
     sizes: tuple[int, ...]
     num_rounds: int
-
-    def write(self, folder: Path) -> None:
-        """Writes the job where its ranks look for it."""
-        (folder / JOB_FILE).write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: Path) -> Job:
-        """Reads what `write` wrote."""
-        fields = json.loads((folder / JOB_FILE).read_text())
-        lists = {name: tuple(fields.pop(name)) for name in ("transports", "sizes")}
-        return Job(**lists, **fields)
 
 
 def check(job: Job, worlds: Sequence[int]) -> None:
@@ -95,7 +81,7 @@ def run(
         for world in worlds:
             say(f"{world} ranks: {job.num_rounds} rounds of {', '.join(job.transports)}")
             what = f"bench comm: {world} ranks"
-            results = run_ranks(RANK_MODULE, job, world, what=what, timeout_s=timeout_s)
+            results = run_ranks(MEASURE, job, world, what=what, timeout_s=timeout_s)
             absent |= results[0]["absent"]
             for at, size in enumerate(job.sizes):
                 rows += rows_of(world, size, [result["sizes"][at] for result in results])

@@ -6,16 +6,13 @@ have them: a home that all ranks map need not fetch what it holds.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fullshard.bench.comm import COPY, FETCH, REDUCE, Job
-from fullshard.bench.rank import write_result
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType
@@ -127,12 +124,6 @@ def measure(num_bytes: int, configs: Sequence[ShardConfig], world: int, num_roun
     return times
 
 
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    write_result(folder, lambda: measure_all(job))
-
-
 def measure_all(job: Job) -> dict:
     """Times every size on every transport that can be built here."""
     world = dist.get_world_size()
@@ -144,7 +135,3 @@ def measure_all(job: Job) -> dict:
             absent[name] = str(error)
     sizes = [measure(size, configs, world, job.num_rounds) for size in job.sizes]
     return {"absent": absent, "sizes": sizes}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

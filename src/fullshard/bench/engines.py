@@ -88,23 +88,6 @@ def build_ours(setup: Setup, transport: str = "auto") -> Step:
     return train_step(shard_ours(setup, transport), setup)
 
 
-def build_updating(setup: Setup) -> Step:
-    """The same with parts sent directly, units updated inside of backward; it cannot clip."""
-    import fullshard as fs
-
-    assert setup.max_norm is None
-    model = shard_ours(setup, "direct")
-    optimizer = setup.adamw(model.parameters())
-
-    def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens, labels)
-        with fs.step_in_backward(model, optimizer):
-            loss.backward()
-        return loss.detach()
-
-    return step
-
-
 def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
     """torch's fully_shard on every block and the root, with explicit prefetch lists if asked."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -216,7 +199,6 @@ TRANSPORTS = {"fullshard": "auto", "fullshard-direct": "direct", "fullshard-c10d
 
 BUILDERS: dict[str, Callable[[Setup], Step]] = {
     **{name: partial(build_ours, transport=kind) for name, kind in TRANSPORTS.items()},
-    "fullshard-updating": build_updating,
     "fsdp2": build_fsdp2,
     "fsdp2-zero2": build_fsdp2_zero2,
     "fsdp1": build_fsdp1,

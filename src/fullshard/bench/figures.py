@@ -107,7 +107,7 @@ def draw_ratios(rows: Sequence[Mapping[str, Any]], reference: str, ours: str, fl
     """Step times as shares of a reference's, engine by engine, case by case.
 
     Args:
-        rows: Of engines, each with `case`, `name` and its ratio to the reference with an interval.
+        rows: One per engine, with `case`, `name` and its ratio to the reference, with an interval.
         reference, ours, floor: Names of engines: what is 1, whose bars stand out, and the line that
             none can pass.
 

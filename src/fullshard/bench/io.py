@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
-from fullshard.bench.job import JOB_FILE
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
 from fullshard.bench.ranks import run_ranks
 from fullshard.bench.statistics import paired_ratio
 from fullshard.bench.step import WAIT_LIMIT_S
 
-RANK_MODULE = "fullshard.bench.io_rank"
+MEASURE = "fullshard.bench.io_rank:measure"
 MIB = 2**20
 DISK_WRITE, DISK_READ = "disk write", "disk read"
 SAVE, STALL, LOAD = "fullshard save", "fullshard stall", "fullshard load"
@@ -43,22 +40,13 @@ class Job:
     """What the ranks measure.
 
     Attributes:
-        num_bytes: Of the whole checkpoint.
+        num_bytes: Bytes of the whole checkpoint.
         place: The folder whose disk is measured.
     """
 
     num_bytes: int
     num_rounds: int
     place: str
-
-    def write(self, folder: Path) -> None:
-        """Writes the job where its ranks look for it."""
-        (folder / JOB_FILE).write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: Path) -> Job:
-        """Reads what `write` wrote."""
-        return Job(**json.loads((folder / JOB_FILE).read_text()))
 
 
 def run(
@@ -72,7 +60,7 @@ def run(
     became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     with Neighbours() as neighbours:
         say(f"{num_ranks} ranks, {job.num_bytes / MIB:,.0f} MiB: {job.num_rounds} rounds")
-        results = run_ranks(RANK_MODULE, job, num_ranks, what="bench io", timeout_s=timeout_s)
+        results = run_ranks(MEASURE, job, num_ranks, what="bench io", timeout_s=timeout_s)
     rows = rows_of(job, num_ranks, results)
     share = neighbours.share
     return {"rows": rows, "others_share": share, "became_idle": became_idle}

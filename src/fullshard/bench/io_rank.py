@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +32,6 @@ from fullshard.bench.io import (
     Job,
 )
 from fullshard.bench.memory import PeakSampler, proportional_bytes, return_free_memory
-from fullshard.bench.rank import write_result
 from fullshard.errors import VerifyError
 
 WIDTH = 1024
@@ -178,13 +176,3 @@ def measure(job: Job) -> dict:
         for name in OPERATIONS:
             times[name].append(bench.take(name))
     return {"times": times, "memory": memory}
-
-
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    write_result(folder, lambda: measure(job))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

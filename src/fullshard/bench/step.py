@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
+import numpy as np
+
 from fullshard.bench import memory, ranks
 from fullshard.bench.cases import REFERENCE, Case, Compute, Peer, groups_of, unfit_of
-from fullshard.bench.job import Job
 from fullshard.bench.machine import CpuClock, available_bytes, others_share, wait_until_idle
 from fullshard.bench.statistics import largest_difference
 
-RANK_MODULE = "fullshard.bench.step_rank"
+MEASURE = "fullshard.bench.step_rank:measure"
 WAIT_LIMIT_S = 600.0
 # Losses of float32 runs differ by the order of sums; a wrong gradient shows at the third digit.
 # In bfloat16 another order of sums rounds a weight to its neighbour, 0.4 % away.
 LOSS_TOLERANCE: dict[Compute, float] = {"float32": 2e-5, "bfloat16": 5e-4}
 
+# Of the forecast of how long it takes: a group's start, untimed steps, a step over its products.
+START_S, FIRST_STEPS, OVERHEAD = 15.0, 5, 1.2
+
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one group of ranks measures.
+
+    Attributes:
+        mode: "time" (all engines in turn) or "memory" (one engine alone).
+        num_checked: first steps, whose losses are compared; they warm up as well.
+        num_rounds: timed steps of every engine.
+        prefetch: FSDP2's prefetch distance by engine name; None: a pilot chooses it.
+    """
+
+    case: Case
+    engines: tuple[str, ...]
+    mode: str
+    num_rounds: int
+    num_checked: int = 3
+    seed: int = 0
+    learning_rate: float = 1e-3
+    prefetch: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +129,7 @@ def run_ranks(job: Job, timeout_s: float) -> list[dict]:
         FullshardError: a rank failed; its own error has been shown.
     """
     what = f"bench step: the ranks of {job.case.name} ({job.mode}: {', '.join(job.engines)})"
-    return ranks.run_ranks(RANK_MODULE, job, job.case.num_ranks, what=what, timeout_s=timeout_s)
+    return ranks.run_ranks(MEASURE, job, job.case.num_ranks, what=what, timeout_s=timeout_s)
 
 
 def loss_differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -167,6 +194,31 @@ def _engine_result(peer: Peer, results: list[dict], difference: float | None) ->
         loss_difference=difference,
         prefetch=results[0]["prefetch"].get(peer.name),
     )
+
+
+def expected_s(cases: Sequence[Case], peers: Sequence[Peer], options: Options) -> float:
+    """About how long the cases take here: 6 FLOPs per parameter and token at a product's speed."""
+    flops_per_s = _flops_per_s()
+    total = 0.0
+    for case in cases:
+        num_engines = len(peers) - len(unfit_of(case, peers))
+        num_groups = len(groups_of(peers, case, available_bytes() * 6 // 10))
+        step_s = OVERHEAD * 6 * case.numel * case.tokens_per_step / flops_per_s
+        total += num_groups * START_S + num_engines * (options.num_rounds + FIRST_STEPS) * step_s
+        total += options.measure_memory * num_engines * (START_S + FIRST_STEPS * step_s)
+    return total
+
+
+def _flops_per_s() -> float:
+    """Of a product of two matrices on all cores, by processor time; the best of five."""
+    width = 1024
+    matrix = np.ones((width, width), np.float32)
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        np.matmul(matrix, matrix)
+        times.append(time.process_time() - began)
+    return len(os.sched_getaffinity(0)) * 2 * width**3 / min(times)
 
 
 def run_case(case: Case, peers: Sequence[Peer], options: Options, say: Say) -> CaseResult:

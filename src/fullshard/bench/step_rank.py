@@ -7,12 +7,10 @@ in one process group (mode "time"), or alone (mode "memory").
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,10 +18,9 @@ import torch.distributed as dist
 from fullshard.bench import memory
 from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step
-from fullshard.bench.job import Job
 from fullshard.bench.machine import CpuClock
 from fullshard.bench.models import make_batches
-from fullshard.bench.rank import write_result
+from fullshard.bench.step import Job
 
 NUM_BATCHES = 4
 PREFETCHES = (0, 1, 2)
@@ -132,6 +129,13 @@ def warm_up_process(job: Job, engine: str) -> None:
     Feeder(tiny.case, BUILDERS[engine](setup_of(tiny, engine))).step()
 
 
+def measure(job: Job) -> dict[str, object]:
+    """Measures what a job asks for."""
+    # Peers call what torch renamed, at every step: writing that down is no part of a step.
+    warnings.simplefilter("ignore", FutureWarning)
+    return measure_time(job) if job.mode == "time" else measure_memory(job)
+
+
 def measure_memory(job: Job) -> dict[str, object]:
     """Runs one engine alone and returns its peak over what the process held before it was built."""
     (engine,) = job.engines
@@ -154,16 +158,3 @@ def measure_memory(job: Job) -> dict[str, object]:
         "resident_peak_bytes": steps.resident_peak_bytes - resident,
         "num_samples": steps.num_samples,
     }
-
-
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    # Peers call what torch renamed, at every step: writing that down is no part of a step.
-    warnings.simplefilter("ignore", FutureWarning)
-    job = Job.read(folder)
-    measure = measure_time if job.mode == "time" else measure_memory
-    write_result(folder, lambda: measure(job))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -93,8 +93,8 @@ class Documents:
     tied: Mapping[str, str]
 
 
-def beside(target: Path, what: str, token: str = "*") -> Path:
-    """The hidden neighbour of a checkpoint's folder; with `*` a pattern."""
+def beside(target: Path, what: str, token: str) -> Path:
+    """The hidden neighbour of a checkpoint's folder."""
     return target.with_name(f".{target.name}.{what}-{token}")
 
 
@@ -202,7 +202,7 @@ def abandon(place: Place) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def failure(target: Path, rank: int, error: Exception) -> CheckpointError:
+def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
     """What went wrong on a rank, as an error of ours."""
     if isinstance(error, CheckpointError):
         return error

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,12 +21,15 @@ from fullshard.checkpoint.format import (
     StoredSlice,
     StoredTensor,
     name_in_file,
+    natural,
 )
-from fullshard.errors import CheckpointError
+from fullshard.config.regular import open_regular
+from fullshard.errors import CheckpointError, untrusted
 
 HASHED = 1 << 19  # bytes read and hashed at a time: they stay in a core's own cache
 CHUNK = 16 << 20  # bytes written, and hashed, at a time: small enough to still be in the cache
 SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: start, do not wait
+LARGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 HEADER_ALIGNMENT = 64  # so that tensors begin where vector loads like them
 
 
@@ -145,7 +148,7 @@ def sync_folder(path: Path) -> None:
 def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: None) -> str:
     """xxh3_128 of a file's bytes; `on_bytes` hears how many were read."""
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         buffer = memoryview(bytearray(HASHED))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -158,7 +161,7 @@ class TensorFile:
     """An open safetensors file: where each tensor's bytes are.
 
     Attributes:
-        path: Of the file.
+        path: The file.
         descriptor: Open for reading.
         entries: (dtype, shape, first byte, one past the last) by name, from the file's beginning.
     """
@@ -175,16 +178,12 @@ class TensorFile:
         Raises:
             CheckpointError: It is no safetensors file, or cut short.
         """
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(
-                f"{path}: expected a file of a checkpoint; {error.strerror}."
-            ) from error
-        try:
-            yield cls(path, descriptor, _read_header(path, descriptor))
-        finally:
-            os.close(descriptor)
+        with ExitStack() as closing:
+            with untrusted(path, "a whole safetensors file"):
+                descriptor = open_regular(path)
+                closing.callback(os.close, descriptor)
+                found = cls(path, descriptor, _read_header(descriptor))
+            yield found
 
     def read(self, name: str, first_byte: int, out: memoryview) -> None:
         """Fill `out` with a tensor's bytes from `first_byte` of the tensor on.
@@ -208,6 +207,13 @@ class TensorFile:
                 )
             out, offset = out[count:], offset + count
 
+    def whole(self, name: str) -> bytearray:
+        """All bytes of a tensor."""
+        _, _, begin, end = self.entries[name]
+        data = bytearray(end - begin)
+        self.read(name, 0, memoryview(data))
+        return data
+
 
 def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
     """The first bytes of a safetensors file, and the size of the whole."""
@@ -226,28 +232,27 @@ def _header(pieces: Sequence[Piece]) -> tuple[bytes, int]:
     return header, len(header) + end
 
 
-def _read_header(path: Path, descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Raises ValueError where tensors overlap, leave bytes out, or are not of their shape."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    try:
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
-        table: Any = json.loads(os.pread(descriptor, length, 8))
-        first = 8 + length
-        return {
-            name: (
-                entry["dtype"],
-                tuple(entry["shape"]),
-                first + entry["data_offsets"][0],
-                first + entry["data_offsets"][1],
-            )
-            for name, entry in table.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(
-            f"{path}: expected a whole safetensors file; {error}. Take another checkpoint."
-        ) from error
+    if not 2 <= length <= min(size - 8, LARGEST_HEADER):
+        raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+    table: dict[str, Any] = json.loads(os.pread(descriptor, length, 8))
+    table.pop("__metadata__", None)
+    end = first = 8 + length
+    found: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for name, entry in table.items():
+        begin, stop = (first + natural(offset) for offset in entry["data_offsets"])
+        found[name] = (str(entry["dtype"]), tuple(map(natural, entry["shape"])), begin, stop)
+    for name, (dtype, shape, begin, stop) in sorted(found.items(), key=lambda f: f[1][2:]):
+        wanted = math.prod(shape) * ITEMSIZE.get(dtype, 0)
+        if begin != end or stop < begin or (dtype in ITEMSIZE and stop - begin != wanted):
+            raise ValueError(f"{name} of {dtype} {shape} at bytes {begin:,} to {stop:,}")
+        end = stop
+    if end != size:
+        raise ValueError(f"{size:,} bytes, of which tensors fill {end:,}")
+    return found
 
 
 @contextmanager

@@ -21,12 +21,15 @@ and only the same number of ranks reads them again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from fullshard.errors import CheckpointError
+import xxhash
+
+from fullshard.errors import CheckpointError, untrusted
 
 FORMAT, VERSION = "fullshard-checkpoint", 1
 COMPLETE, INDEX, STATE, PLAN, CONFIG = (
@@ -112,10 +115,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def opaque(self) -> bool:
@@ -180,35 +180,62 @@ class Index:
         )
 
     @classmethod
-    def from_json(cls, text: str, origin: str) -> Index:
+    def from_json(cls, text: str | bytes, origin: str) -> Index:
         """Parse index.json.
 
         Raises:
             CheckpointError: It is not such a file; names `origin`.
         """
-        try:
+        with untrusted(origin, "the index of a checkpoint"):
             table: Any = json.loads(text)
-            files: list[str] = table["files"]
-            entries: dict[str, dict[str, Any]] = table["tensors"]
+            files = [_file_name(name) for name in table["files"]]
+            entries: dict[str, Any] = table["tensors"]
             tensors = {
                 key: StoredTensor(
                     value["dtype"],
-                    tuple(value["shape"]),
+                    tuple(map(natural, value["shape"])),
                     tuple(_slice(files, entry) for entry in value["slices"]),
                 )
                 for key, value in entries.items()
             }
-            return cls(table["world_size"], tensors, table["tied"])
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointError(
-                f"{origin}: expected the index of a checkpoint; got something else "
-                f"({type(error).__name__}: {error}). Take another checkpoint."
-            ) from error
+            found = cls(natural(table["world_size"]), tensors, dict(table["tied"]))
+            found._check()
+            return found
+
+    def _check(self) -> None:
+        """Raises ValueError where a reader could not trust it."""
+        for key, tensor in self.tensors.items():
+            kind_of(key)
+            if tensor.dtype not in ITEMSIZE or not tensor.slices or tensor.gap() is not None:
+                raise ValueError(f"{key} has an unknown dtype, or a part of its elements")
+        for second, first in self.tied.items():
+            if key_of(Kind.MODEL, first) not in self.tensors:
+                raise ValueError(f"{second} is tied to {first}, which it lacks")
+
+
+def natural(value: Any) -> int:
+    """A count of a file, where JSON could also have a flag, a fraction or a text.
+
+    Raises:
+        ValueError: It is none, or no file is as large.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]} instead of a count")
+    return value
+
+
+def _file_name(value: Any) -> str:
+    """The name of a file beside the one that names it."""
+    name = str(value)
+    if value != name or not name.isprintable() or "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"{name[:40]!r} instead of the name of a file beside it")
+    return name
 
 
 def _slice(files: list[str], entry: list[Any]) -> StoredSlice:
-    at, start, stop, checksum = entry[:4]
-    return StoredSlice(files[int(at)], start, stop, checksum, entry[4] if len(entry) > 4 else -1)
+    at, start, stop = map(natural, entry[:3])
+    rank = natural(entry[4]) if len(entry) > 4 else -1
+    return StoredSlice(files[at], start, stop, str(entry[3]), rank)
 
 
 def join_slices(
@@ -258,7 +285,7 @@ class Manifest:
     """What COMPLETE.json says.
 
     Attributes:
-        step: Of the checkpoint; None where it has none.
+        step: Step of the checkpoint; None where it has none.
         files: By name.
     """
 
@@ -267,31 +294,37 @@ class Manifest:
 
     def to_json(self) -> str:
         files = {name: [facts.size, facts.checksum] for name, facts in sorted(self.files.items())}
-        head = {"format": FORMAT, "version": VERSION, "step": self.step}
-        return json.dumps({**head, "files": files}, indent=1) + "\n"
+        table = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
+        return json.dumps({**table, "checksum": _checksum(table)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, origin: str) -> Manifest:
-        """Parse COMPLETE.json.
+    def from_json(cls, text: str | bytes, origin: str) -> Manifest:
+        """Parse COMPLETE.json; the first ones that were written have no checksum of their own.
 
         Raises:
             CheckpointError: It is not such a file, or of a later version; names `origin`.
         """
-        try:
+        with untrusted(origin, "the last file of a checkpoint"):
             table: Any = json.loads(text)
             if table["format"] != FORMAT:
                 raise ValueError(f"format {table['format']!r}")
-            version = int(table["version"])
-            files = {name: FileFacts(*facts) for name, facts in table["files"].items()}
-            manifest = cls(table["step"], files)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{origin}: expected the last file of a checkpoint; got something else "
-                f"({type(error).__name__}: {error}). Take another checkpoint."
-            ) from error
-        if version > VERSION:
-            raise CheckpointError(
-                f"{origin}: expected version {VERSION} or older; got {version}. "
-                "Read it with a newer fullshard."
-            )
-        return manifest
+            version = natural(table["version"])
+            if version > VERSION:
+                raise CheckpointError(
+                    f"{origin}: expected version {VERSION} or older; got {version}. "
+                    "Read it with a newer fullshard."
+                )
+            checksum = table.pop("checksum", None)
+            if checksum not in (None, _checksum(table)) or len(table) != 4:
+                raise ValueError("other values than were written")
+            step = None if table["step"] is None else natural(table["step"])
+            entries = table["files"].items()
+            files = {_file_name(n): FileFacts(natural(size), str(x)) for n, (size, x) in entries}
+            if not {INDEX, STATE} <= files.keys():
+                raise ValueError(f"no {INDEX} or no {STATE}")
+            return cls(step, files)
+
+
+def _checksum(table: Mapping[str, Any]) -> str:
+    """Of what COMPLETE.json says; every other file's checksum stands in it."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(table, sort_keys=True).encode())

@@ -8,8 +8,9 @@ read              |###|############|################|
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,21 @@ import xxhash
 
 from fullshard.checkpoint.files import TensorFile, checksum_of
 from fullshard.checkpoint.format import (
+    COMPLETE,
     INDEX,
     ITEMSIZE,
     STATE,
     Index,
     Manifest,
+    StoredSlice,
     name_in_file,
 )
-from fullshard.checkpoint.retain import Found
-from fullshard.errors import CheckpointError
+from fullshard.checkpoint.retain import Found, unusable
+from fullshard.checkpoint.values import GetTensor, decode
+from fullshard.config.regular import read_regular
+from fullshard.errors import CheckpointError, untrusted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Checkpoint:
         index: Its tensors.
         state: state.json.
         bytes_read: How many bytes of tensors were read so far, as its only element.
+        checked: Whether all files have the bytes that were written; else `read` compares slices.
     """
 
     path: Path
@@ -47,13 +55,18 @@ class Checkpoint:
     index: Index
     state: dict[str, Any]
     bytes_read: list[int] = field(default_factory=lambda: [0])
+    checked: bool = False
     _files: dict[str, TensorFile] = field(default_factory=dict[str, TensorFile])
     _closing: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     @contextmanager
-    def open(cls, found: Found) -> Generator[Checkpoint]:
+    def open(cls, found: Found, *, checked: bool = False) -> Generator[Checkpoint]:
         """Read the index.
+
+        Args:
+            found: Where it is.
+            checked: Whether the caller has compared all checksums.
 
         Raises:
             CheckpointError: The checkpoint is not complete, or its index is damaged.
@@ -63,17 +76,24 @@ class Checkpoint:
             raise CheckpointError(
                 f"checkpoint '{path}': expected a complete one; {found.why}. Take an older one."
             )
-        texts = {name: _read_text(path, name, found.manifest) for name in (INDEX, STATE)}
-        index = Index.from_json(texts[INDEX], str(path / INDEX))
+        index, state = read_tables(found)
         with ExitStack() as closing:
-            state: dict[str, Any] = json_of(texts[STATE], path / STATE)
-            yield cls(path, found.manifest, index, state, _closing=closing)
+            yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
 
     def text(self, name: str) -> str | None:
         """A text file of the checkpoint, or None."""
         if name not in self.manifest.files:
             return None
         return _read_text(self.path, name, self.manifest)
+
+    def value(self, name: str, coded: Any, get_tensor: GetTensor) -> Any:
+        """A value of state.json.
+
+        Raises:
+            CheckpointError: It is malformed, or a tensor of it is missing.
+        """
+        with untrusted(f"{self.path / STATE}: {name}", "a value that fs.save wrote"):
+            return decode(coded, get_tensor)
 
     def read(self, key: str, start: int, stop: int, out: memoryview) -> None:
         """Fill `out` with elements [start, stop) of a tensor, in the dtype it is stored in.
@@ -92,7 +112,11 @@ class Checkpoint:
             piece = tensor.slices[at]
             end = min(stop, piece.stop)
             count = (end - start) * size
-            self._file(piece.file, name).read(name, (start - piece.start) * size, out[:count])
+            file = self._file(piece.file, name)
+            file.read(name, (start - piece.start) * size, out[:count])
+            if not self.checked:
+                is_whole = count == (piece.stop - piece.start) * size
+                self._compare(key, piece, out[:count] if is_whole else file.whole(name))
             self.bytes_read[0] += count
             out, start, at = out[count:], end, at + 1
 
@@ -102,7 +126,7 @@ class Checkpoint:
         """Shape and bytes of an opaque tensor as one rank wrote it; None where it wrote none.
 
         Args:
-            key: Of the tensor.
+            key: Key of the tensor.
             rank: Who wrote it.
             held: The range of the parameter that the rank must have held then, where there is one.
 
@@ -119,10 +143,9 @@ class Checkpoint:
                     )
                 name = name_in_file(key)
                 file = self._file(piece.file, name)
-                _, shape, begin, end = file.entries[name]
-                data = bytearray(end - begin)
-                file.read(name, 0, memoryview(data))
-                return shape, data
+                data = file.whole(name)
+                self._compare(key, piece, data)
+                return file.entries[name][1], data
         return None
 
     def damaged_tensors(self, file: str) -> list[str]:
@@ -133,13 +156,18 @@ class Checkpoint:
                 if piece.file != file:
                     continue
                 name = name_in_file(key)
-                opened = self._file(file, name)
-                _, _, begin, end = opened.entries[name]
-                data = memoryview(bytearray(end - begin))
-                opened.read(name, 0, data)
-                if xxhash.xxh3_128(data).hexdigest() != piece.checksum:
+                data = self._file(file, name).whole(name)
+                if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
                     wrong.append(key)
         return wrong
+
+    def _compare(self, key: str, piece: StoredSlice, data: memoryview | bytearray) -> None:
+        """A slice's bytes with those that were written, at about memory's speed."""
+        if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
+            raise CheckpointError(
+                f"{self.path / piece.file}: expected the bytes of {key} that were written; they "
+                "differ. Take another checkpoint; `fullshard ckpt verify` shows all damage."
+            )
 
     def _file(self, name: str, tensor: str) -> TensorFile:
         if name not in self._files:
@@ -153,48 +181,86 @@ class Checkpoint:
         return self._files[name]
 
 
-def damaged_files(found: Found, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Files whose bytes have another checksum than when they were written.
+def first_whole(
+    path: Path, found: Sequence[Found], seat: tuple[int, int], tell: Callable[[Any], list[Any]]
+) -> Found:
+    """The first checkpoint that can be read; each rank compares its share of files. A collective.
+
+    Args:
+        path: Where they were looked for.
+        found: The newest first, the same on all ranks.
+        seat: This rank, and the number of ranks.
+        tell: Gives what every rank says.
+
+    Raises:
+        CheckpointError: There is none; says what was skipped and why.
+    """
+    skipped: list[str] = []
+    for entry in found:
+        why = entry.why
+        if entry.manifest is not None:
+            told: list[str] = tell(why_not(entry, *seat))
+            why = next((text for text in told if text), "")
+            if not why:
+                return entry
+        skipped.append(f"{entry.path.name}: {why}")
+        if seat[0] == 0 and len(found) > 1:
+            logger.warning("skipped checkpoint %s: %s", entry.path, why)
+    raise unusable(path, skipped)
+
+
+def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
+    """Why a complete checkpoint cannot be read; empty where it can.
 
     Args:
         found: A complete checkpoint.
-        part: Which share of the files to look at.
-        num_parts: How many shares there are; ranks look at one each.
+        rank: Ranks compare a share of the files each.
+        num_ranks: How many there are.
     """
     assert found.manifest is not None
-    names = sorted(found.manifest.files)[part::num_parts]
-    return [
-        name
-        for name in names
-        if checksum_of(found.path / name) != found.manifest.files[name].checksum
-    ]
+    try:
+        if rank == 0:
+            read_tables(found)
+        for name in sorted(found.manifest.files)[rank::num_ranks]:
+            if checksum_of(found.path / name) != found.manifest.files[name].checksum:
+                return f"{name} has other bytes than were written"
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
 
 
-def json_of(text: str, origin: Path) -> Any:
-    """Parse a JSON file of a checkpoint.
+def read_tables(found: Found) -> tuple[Index, dict[str, Any]]:
+    """index.json and state.json of a complete checkpoint.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: One is damaged, or names a file that the checkpoint lacks.
     """
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{origin}: expected JSON; {error}. Take another checkpoint."
-        ) from error
+    path, manifest = found.path, found.manifest
+    assert manifest is not None
+    index = Index.from_json(_read_text(path, INDEX, manifest), str(path / INDEX))
+    with untrusted(path, "the tables of a checkpoint"):
+        named = {piece.file for tensor in index.tensors.values() for piece in tensor.slices}
+        if not named <= manifest.files.keys():
+            raise ValueError(f"{INDEX} names {min(named - manifest.files.keys())}, which it lacks")
+        state: dict[str, Any] = json.loads(_read_text(path, STATE, manifest))
+        optimizer: Any = state.get("optimizer") or {"class": "", "groups": [], "scalars": {}}
+        tables: list[Any] = [state["state"], state["extra"]]
+        tables += [optimizer["groups"], optimizer["scalars"]]
+        kinds = ((dict,), (dict,), (list, dict), (dict,))
+        if not all(map(isinstance, tables, kinds)) or not isinstance(optimizer["class"], str):
+            raise ValueError(f"{STATE} with other values than fs.save writes")
+        if state["step"] != manifest.step:
+            raise ValueError(f"step {state['step']} in {STATE} and {manifest.step} in {COMPLETE}")
+    return index, state
 
 
 def _read_text(path: Path, name: str, manifest: Manifest) -> str:
-    try:
-        data = (path / name).read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path / name}: expected a file of a checkpoint; {error.strerror}."
-        ) from error
-    facts = manifest.files.get(name)
-    if facts is None or xxhash.xxh3_128(data).hexdigest() != facts.checksum:
-        raise CheckpointError(
-            f"{path / name}: expected the bytes that were written; they differ. "
-            "Take another checkpoint."
-        )
-    return data.decode()
+    with untrusted(path / name, "a file of a checkpoint"):
+        data = read_regular(path / name)
+        facts = manifest.files.get(name)
+        if facts is None or xxhash.xxh3_128_hexdigest(data) != facts.checksum:
+            raise CheckpointError(
+                f"{path / name}: expected the bytes that were written; they differ. "
+                "Take another checkpoint."
+            )
+        return data.decode()

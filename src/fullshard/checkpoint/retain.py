@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has: the newest complete one, what was skipped and why, what to prune.
+"""Which checkpoints a folder has: the newest complete one, what was skipped and why.
 
 checkpoints/
   step-00000050/     complete
@@ -8,15 +8,23 @@ checkpoints/
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import escape
+from os.path import realpath
 from pathlib import Path
+from stat import S_ISREG
 
-from fullshard.checkpoint.commit import NOTES, OLD, SAVING, beside
+from fullshard.checkpoint.commit import NOTES, OLD, SAVING
 from fullshard.checkpoint.format import COMPLETE, Manifest
-from fullshard.errors import CheckpointError
+from fullshard.config.regular import read_regular
+from fullshard.config.values import nearest
+from fullshard.errors import CheckpointError, untrusted
+
+logger = logging.getLogger(__name__)
 
 IN_RUN = "checkpoints"  # where a run's folder has them
 
@@ -41,6 +49,11 @@ class Found:
     why: str = ""
 
     @property
+    def is_leftover(self) -> bool:
+        """Whether a crash left it: the run never had it as a checkpoint."""
+        return self.manifest is None and self.path.name.startswith(".")
+
+    @property
     def num_bytes(self) -> int:
         return sum(f.size for f in self.manifest.files.values()) if self.manifest else 0
 
@@ -51,18 +64,18 @@ def look_at(path: Path) -> Found:
     step = int(match[1]) if match else None
     last = path / COMPLETE
     try:
-        manifest = Manifest.from_json(last.read_text(encoding="utf-8"), str(last))
+        manifest = Manifest.from_json(read_regular(last), str(last))
     except FileNotFoundError:
         return Found(path, step, None, f"it has no {COMPLETE}: it was never finished")
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+    except (OSError, CheckpointError) as error:
         return Found(path, step, None, str(error))
     for name, facts in manifest.files.items():
         try:
-            size = (path / name).stat().st_size
+            there = (path / name).stat()
         except OSError as error:
             return Found(path, step, None, f"{name}: {error.strerror}")
-        if size != facts.size:
-            why = f"{name} has {size:,} bytes of {facts.size:,}"
+        if there.st_size != facts.size or not S_ISREG(there.st_mode):
+            why = f"{name} has {there.st_size:,} bytes of {facts.size:,}"
             return Found(path, step, None, why)
     return Found(path, step if manifest.step is None else manifest.step, manifest)
 
@@ -73,47 +86,56 @@ def steps_folder(path: Path) -> Path:
 
 
 def checkpoints_in(folder: Path) -> list[Found]:
-    """All checkpoints of a folder, the newest first, also those that are not complete."""
+    """All checkpoints of a folder, the newest first, also those that are not complete.
+
+    A link to another entry is that entry under one more name, and is not listed.
+    """
     folder = steps_folder(folder)
     if not folder.is_dir():
         return []
     names = {path.name for path in folder.iterdir()}
     found: list[Found] = []
-    for path in folder.iterdir():
+    real: set[str] = set()  # a folder counts once, by its own name where that is step-*
+    places = folder.iterdir()
+    for path in sorted(places, key=lambda p: (p.name.startswith("."), p.is_symlink(), p.name)):
         left = _LEFT.fullmatch(path.name)
-        if left is not None and _are_steps(left[1]) and left[2] != NOTES:
-            entry = look_at(path)
-            # Complete, and its place is empty: a crash fell between two renames.
-            if entry.manifest is None or left[1] in names:
-                entry = Found(path, entry.step, None, "a crash or a kill ended its save")
-            found.append(entry)
-        elif _STEP.fullmatch(path.name) and path.is_dir():
-            found.append(look_at(path))
+        is_left = left is not None and _are_steps(left[1]) and left[2] != NOTES
+        is_step = bool(_STEP.fullmatch(path.name)) and path.is_dir()
+        if not (is_left or is_step) or (place := realpath(path)) in real:
+            continue
+        real.add(place)
+        entry = look_at(path)
+        # Complete, and its place is empty: a crash fell between two renames.
+        if is_left and left and (entry.manifest is None or left[1] in names):
+            entry = Found(path, entry.step, None, "a crash or a kill ended its save")
+        found.append(entry)
     return sorted(found, key=lambda f: (f.step or -1, f.path.name), reverse=True)
 
 
-def candidates(path: Path) -> Iterator[Found]:
+def candidates(path: Path) -> list[Found]:
     """What `load` may take: the checkpoint itself, or those of a folder or run, the newest first.
 
     Raises:
         CheckpointError: There is nothing of the kind.
     """
-    if (path / COMPLETE).is_file():
-        yield look_at(path)
-        return
-    for what in (SAVING, OLD):  # of a checkpoint without a step, see [Note: nothing half]
-        for left in sorted(path.parent.glob(beside(path, what).name)):
-            if not path.exists() and (left / COMPLETE).is_file():
-                yield look_at(left)
-                return
-    found = checkpoints_in(path)
-    if not found:
-        there = "which has none" if path.is_dir() else "which does not exist"
-        raise CheckpointError(
-            f"checkpoint: expected a checkpoint or a folder of step-* folders; got '{path}', "
-            f"{there}. `fullshard ckpt ls` shows what a folder has."
-        )
-    yield from found
+    with untrusted(f"checkpoint '{path}'", "a checkpoint or a folder of step-* folders"):
+        if (path / COMPLETE).is_file():
+            return [look_at(path)]
+        for what in (SAVING, OLD):  # of a checkpoint without a step, see [Note: nothing half]
+            for left in sorted(path.parent.glob(f".{escape(path.name)}.{what}-*")):
+                if not path.exists() and (left / COMPLETE).is_file():
+                    return [look_at(left)]
+        found = checkpoints_in(path)
+        if not found:
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = None if path.exists() else nearest(path.name, beside)
+            there = "holds none" if path.exists() else "does not exist"
+            raise CheckpointError(
+                f"checkpoint: expected a checkpoint or a folder of step-* folders; got '{path}', "
+                f"which {there}. "
+                + (f"Did you mean '{path.parent / near}'?" if near else "Name a run's folder.")
+            )
+    return found
 
 
 def newest_complete(path: Path) -> Found:
@@ -122,14 +144,30 @@ def newest_complete(path: Path) -> Found:
     Raises:
         CheckpointError: None is complete; says why.
     """
-    skipped: list[str] = []
-    for found in candidates(path):
-        if found.manifest is not None:
-            return found
-        skipped.append(f"{found.path.name}: {found.why}")
-    raise CheckpointError(
-        f"checkpoint: expected a complete one in '{path}'; skipped {'; '.join(skipped)}. "
-        "Take another folder."
+    found = candidates(path)
+    complete = next((entry for entry in found if entry.manifest is not None), None)
+    if complete is None:
+        raise unusable(path, [f"{entry.path.name}: {entry.why}" for entry in found])
+    return complete
+
+
+def newest_told(path: Path) -> Found:
+    """As `newest_complete`; says which newer ones were skipped, and why."""
+    complete = newest_complete(path)
+    for entry in candidates(path):
+        if entry == complete:
+            break
+        if not entry.is_leftover:
+            logger.warning("skipped %s: %s; %s is taken", entry.path, entry.why, complete.path.name)
+    return complete
+
+
+def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
+    """Checkpoints are there, none of which can be read."""
+    reasons = "; ".join(reason.rstrip(".") for reason in skipped)
+    return CheckpointError(
+        f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Take "
+        "another folder; `fullshard train --resume never` starts again and moves this run aside."
     )
 
 
@@ -144,6 +182,8 @@ def tidy(target: Path) -> None:
         if match is None or not (match[1] == target.name or _are_steps(match[1], target.name)):
             continue
         place = left.with_name(match[1])
+        if realpath(place) == realpath(left):  # a link to what would be removed
+            continue
         if match[2] != NOTES and not place.exists() and look_at(left).manifest is not None:
             left.rename(place)
         else:
@@ -152,63 +192,3 @@ def tidy(target: Path) -> None:
 
 def _are_steps(*names: str) -> bool:
     return all(_STEP.fullmatch(name) for name in names)
-
-
-def superfluous(folder: Path, keep: int) -> list[Found]:
-    """All complete checkpoints but the newest `keep`, and what crashes left behind.
-
-    What is being saved right now is newer than any complete one, and stays.
-
-    Args:
-        folder: Of step-* folders.
-        keep: At least 1: the last good one is never removed.
-    """
-    assert keep >= 1, keep
-    found = checkpoints_in(folder)
-    complete = [entry for entry in found if entry.manifest is not None]
-    last = complete[0].step if complete else None
-    return complete[keep:] + [
-        entry
-        for entry in found
-        if entry.manifest is None and last is not None and (entry.step or -1) <= last
-    ]
-
-
-def prune(folder: Path, keep: int, newest: int | None = None) -> list[Path]:
-    """Remove all complete checkpoints but the newest `keep`, and what crashes left behind.
-
-    What is being saved right now is newer than any complete one, and stays. So does whatever is no
-    checkpoint of ours.
-
-    Args:
-        folder: Of step-* folders.
-        keep: At least 1: the last good one is never removed.
-        newest: The step that counts as the newest. Later ones (damaged, or of a run that went on
-            from an earlier step) neither count nor go.
-
-    Returns:
-        What was removed.
-    """
-    assert keep >= 1, keep
-    found = checkpoints_in(folder)
-    complete = [
-        entry
-        for entry in found
-        if entry.manifest is not None and (newest is None or (entry.step or 0) <= newest)
-    ]
-    last = complete[0].step if complete else None
-    removed = complete[keep:] + [
-        entry
-        for entry in found
-        if entry.manifest is None
-        and entry.path.name.startswith(".")
-        and last is not None
-        and (entry.step or -1) <= last
-    ]
-    for entry in removed:
-        # The name goes first, so that no reader takes half a folder for a damaged checkpoint.
-        going = entry.path.with_name(f".{entry.path.name.lstrip('.')}.{OLD}-0")
-        shutil.rmtree(going, ignore_errors=True)
-        entry.path.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
-    return [entry.path for entry in removed]

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, printable
 
 COMMANDS = (
     "train",
@@ -38,6 +38,25 @@ COMMANDS = (
 )
 # Typer's own options for a program of its own, which a command is not.
 _COMPLETION = ("install_completion", "show_completion")
+
+
+# How a command that takes a configuration may be called; shown at the end of its help.
+EXAMPLES = {
+    "train": "model=FOLDER data=texts/ max_steps=100",
+    "sft": "model=FOLDER data=chats.jsonl max_steps=100",
+    "distill": "teacher=FOLDER student=FOLDER data=texts/",
+    "plan": "CONFIG.yaml --gpus 8xH100-80GB --nodes 2",
+    "verify": "CONFIG.yaml",
+}
+KEYS = (
+    "All keys: fullshard config schema. Their values and origins: fullshard config explain CONFIG. "
+    "Example files: examples/ in the repository."
+)
+
+
+def _unwrapped(text: str | None) -> str | None:
+    """A docstring with one line per paragraph: rich keeps line breaks, and wraps once more."""
+    return text and "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 class _LazyGroup(TyperGroup):
@@ -65,6 +84,10 @@ class _LazyGroup(TyperGroup):
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         command.params = [p for p in command.params if p.name not in _COMPLETION]
+        if cmd_name in EXAMPLES:
+            command.epilog = f"Example: fullshard {cmd_name} {EXAMPLES[cmd_name]}\n\n{KEYS}"
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.help = _unwrapped(one.help)
         return command
 
 
@@ -96,7 +119,7 @@ def _root(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
 ) -> None:
-    """Fully sharded training whose plan is the program."""
+    """Train models that do not fit on one device, fully sharded over the ranks."""
 
 
 def main() -> None:
@@ -153,11 +176,19 @@ def invoke(words: Sequence[str]) -> Outcome:
     return Outcome(exit_code=value if isinstance(value, int) else 0)
 
 
+class _Printable(logging.Formatter):
+    """Messages may name a stranger's files and tensors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message without what a terminal would obey."""
+        return printable(super().format(record))
+
+
 def _install_logging() -> None:
     """Show what the library logs: a program's decision, never the library's."""
     logger = logging.getLogger("fullshard")
     if not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Printable("%(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)

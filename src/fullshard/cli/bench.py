@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli import bench_plans
-from fullshard.cli.bench_words import OutFlag, WaitFlag, command_line, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import DryRunFlag, JsonFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
+    from fullshard.bench.page import Page
 
-app = typer.Typer(no_args_is_help=True, help="Measure side by side with the peers.")
-app.add_typer(bench_plans.app)
+WaitFlag = Annotated[
+    bool, typer.Option("--wait", help="Wait up to ten minutes for idle neighbours.")
+]
+OutFlag = Annotated[
+    Path | None, typer.Option(help="Folder for the results' JSON and page.", file_okay=False)
+]
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure fullshard and the peers that are installed, side by side."
+)
 
 
 @app.command()
@@ -40,13 +49,11 @@ def step(  # noqa: PLR0913  (one parameter an option)
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Time a training step of ours, FSDP2, FSDP1 and DDP, in turn in one process group."""
+    """Time a training step of fullshard, FSDP2, FSDP1 and DDP, in turn in one process group."""
     from fullshard.bench import cases
 
     peers, absent = cases.installed_peers(tuple(engine or cases.PEERS))
     chosen = [cases.find_case(name) for name in case or cases.DEFAULT_CASES]
-    if dry_run:
-        return _show_dry_run(chosen, peers, absent)
     from fullshard.bench import report
     from fullshard.bench import step as bench_step
     from fullshard.errors import VerifyError
@@ -55,6 +62,14 @@ def step(  # noqa: PLR0913  (one parameter an option)
     options = bench_step.Options(
         num_rounds=rounds, measure_memory=memory, wait=wait, timeout_s=timeout
     )
+    minutes = max(1, round(bench_step.expected_s(chosen, peers, options) / 60))
+    advice = "" if case else " --case NAME takes one of them, --case tiny takes the least time."
+    say(
+        f"{len(chosen)} case(s) of {len(peers)} engines: about {minutes:,} minute(s) on this "
+        f"machine when it is idle.{advice}"
+    )
+    if dry_run:
+        return _show_dry_run(chosen, peers, absent)
     results = tuple(bench_step.run_case(shape, peers, options, say) for shape in chosen)
     found = report.Report(
         cases=results,
@@ -131,140 +146,37 @@ def io(  # noqa: PLR0913  (one parameter an option)
 
 
 @app.command()
-def host(
-    world: Annotated[int, typer.Option(min=2, help="Ranks of the fake world.")] = 64,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 61,
-    wait: WaitFlag = False,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Measure the host time of a unit, forward and backward, beside FSDP2's."""
-    from fullshard.bench import host as bench
-
-    found = bench.run(world, rounds, wait=wait, say=say)
-    return show(bench.page_of(found, command_line("host")), out)
-
-
-@app.command()
-def scale(
-    world: Annotated[
-        list[int] | None, typer.Option(help="Ranks; may be given again. Default: 8 to 4096.")
+def calibrate(
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Local ranks at work at once; may be given again. Default: 1 2 4."
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each world.")] = 21,
-    wait: WaitFlag = False,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Measure planning and a step's bookkeeping of one rank over the size of the world."""
-    from fullshard.bench import scale as bench
-
-    worlds = world or bench.WORLDS
-    bench.check(worlds)
-    found = bench.run(worlds, rounds, wait=wait, say=say)
-    return show(bench.page_of(found, command_line("scale")), out)
-
-
-@app.command()
-def overlap(  # noqa: PLR0913  (one parameter an option)
-    layers: Annotated[int, typer.Option(min=3, help="Blocks of the model.")] = 24,
-    compute_per_wire: Annotated[
-        float, typer.Option(min=0.01, help="A block's forward over its gather's time on the wire.")
-    ] = 1.1,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each depth.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 1800.0,
-    wait: WaitFlag = False,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Measure how much of a slow wire's time hides behind compute, by prefetch depth."""
-    from fullshard.bench import overlap as bench
-
-    job = bench.Job(rounds, compute_per_wire, layers)
-    command = command_line("overlap")
-    return show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
-
-
-@app.command()
-def copies(
-    case: Annotated[
-        list[str] | None,
-        typer.Option(help="A case of bench step; may be given again. Default: 109M, 109M-bf16."),
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 900.0,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Count the bytes that copies of a training step read and write, beside FSDP2's."""
-    from fullshard.bench import copies as bench
-    from fullshard.bench.cases import find_case
-
-    chosen = [find_case(name) for name in case or ("109M", "109M-bf16")]
-    page = bench.run(chosen, command=command_line("copies"), timeout_s=timeout, say=say)
-    return show(page, out)
-
-
-@app.command()
-def memory(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="llama, gpt2, qwen3_moe ...; may be given again. Default: all ten."),
-    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Few small sizes: shows only that it runs.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 3600.0,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Compare the memory that the plan says with the peak of the allocator's live bytes."""
-    from fullshard.bench import peaks as bench
-
-    cases = bench.find_cases(model or ())
-    return show(bench.run(cases, command=command_line("memory"), timeout_s=timeout, say=say), out)
-
-
-@app.command("compile")
-def compiled(  # noqa: PLR0913  (one parameter an option)
-    case: Annotated[str, typer.Option(help="A case of bench step.")] = "29M",
-    backend: Annotated[str, typer.Option(help="Of torch.compile.")] = "inductor",
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 1800.0,
     wait: WaitFlag = False,
-    out: OutFlag = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write. Default: where fullshard plan looks for it."),
+    ] = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Time blocks compiled by torch.compile under ours and FSDP2, and count recompiles."""
-    from fullshard.bench import compile as bench
-    from fullshard.bench.cases import find_case
+    """Measure what this machine reaches, so that `fullshard plan` can say the time of a step."""
+    from fullshard.bench import calibrate as bench
+    from fullshard.config.environment import cache_folder
+    from fullshard.planner.calibration import FILE_NAME
 
-    job, command = bench.Job(find_case(case), rounds, backend), command_line("compile")
-    return show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
-
-
-@app.command("jax")
-def xla(
-    case: Annotated[str, typer.Option(help="29M or tiny.")] = "29M",
-    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 11,
-    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 900.0,
-    wait: WaitFlag = False,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Time the JAX engine on two gloo processes beside one process and beside XLA's partitioner."""
-    from fullshard.bench import xla as bench
-
-    job, command = bench.Job(bench.find_shape(case), rounds), command_line("jax")
-    return show(bench.run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
-
-
-@app.command()
-def gpu(
-    tiny: Annotated[bool, typer.Option("--tiny", help="Small blocks, on a CPU too.")] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each.")] = 15,
-    out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
-) -> Outcome:
-    """Measure blocks of Llama 3 8B on one GPU as a rank of 8 and 64, beside FSDP2."""
-    from fullshard.bench import gpu as bench
-
-    return show(bench.run(rounds, tiny=tiny, command=command_line("gpu"), say=say), out)
+    options = bench.Options(tuple(ranks or bench.DEFAULT_RANKS), tiny, wait, timeout)
+    found = bench.run(options, say)
+    path = out or cache_folder() / FILE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(found.to_json(command_line("calibrate")), encoding="utf-8")
+    print(bench.told(found))
+    print(f"Calibration: {path}")
+    return Outcome({**bench.to_dict(found), "path": str(path)})
 
 
 StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
@@ -345,3 +257,22 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
             "absent": absent,
         }
     )
+
+
+def say(text: str) -> None:
+    """To people, whatever --json prints."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(page: Page, out: Path | None) -> Outcome:
+    """Print a page, and write it where that is asked for."""
+    if out is not None:
+        page.write(out)
+    print(page.to_markdown())
+    return Outcome(page.to_dict())
+
+
+def command_line(name: str) -> str:
+    """As it was typed, for a page."""
+    words = sys.argv[1:]
+    return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", name]), *words])

@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome
+from fullshard.cli.outcome import Outcome, show
 from fullshard.cli.words import DryRunFlag, JsonFlag
+from fullshard.errors import printable
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.retain import Found
 
-app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check, convert, prune them.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, inspect, verify, convert and prune checkpoints."
+)
 
 Folder = Annotated[Path, typer.Argument(help="A folder of step-* folders, or a run's folder.")]
-Any_ = Annotated[Path, typer.Argument(help="A checkpoint; of a folder or a run its newest one.")]
+Any_ = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a folder or run, of which the newest is taken.")
+]
 
 
 ConfigFolder = Annotated[
-    Path | None, typer.Option(help="Folder with config.json and tokenizer, if none lies with it.")
+    Path | None,
+    typer.Option(help="Folder with config.json and tokenizer, if the checkpoint has none."),
 ]
 
 
@@ -31,7 +37,7 @@ def ls(folder: Folder, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001  r
     """List a folder's checkpoints, the newest first, and what is wrong with unfinished ones."""
     from fullshard.checkpoint.retain import candidates
 
-    found = list(candidates(folder))
+    found = candidates(folder)
     _print_table(
         ("step", "bytes", "checkpoint", ""),
         [
@@ -53,11 +59,11 @@ def inspect(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: AR
     """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
     from fullshard.checkpoint.examine import facts_of
     from fullshard.checkpoint.read import Checkpoint
-    from fullshard.checkpoint.retain import newest_complete
+    from fullshard.checkpoint.retain import newest_told
 
-    with Checkpoint.open(newest_complete(checkpoint)) as opened:
+    with Checkpoint.open(newest_told(checkpoint)) as opened:
         facts = facts_of(opened)
-    print(facts["path"])
+    show(facts["path"])
     _print_table(
         ("tensor", "dtype", "shape", "slices", "bytes"),
         [
@@ -72,9 +78,9 @@ def inspect(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: AR
             if row["kind"] == "model"
         ],
     )
-    print()
+    show()
     for name, text in _about(facts):
-        print(f"{name:<12} {text}")
+        show(f"{name:<12} {text}")
     return Outcome(facts)
 
 
@@ -82,22 +88,26 @@ def inspect(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: AR
 def verify(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001
     """Read every byte and compare checksums; name the file and the tensor where they differ."""
     from fullshard.checkpoint.examine import find_damage
-    from fullshard.checkpoint.retain import newest_complete
+    from fullshard.checkpoint.retain import candidates, newest_told
     from fullshard.errors import CheckpointError
 
-    found = newest_complete(checkpoint)
+    found = newest_told(checkpoint)
+    newest = next(entry for entry in candidates(checkpoint) if not entry.is_leftover)
     with _progress("verify", found.num_bytes) as advance:
         damages = find_damage(found, advance)
     for damage in damages:
         tensors = ", ".join(damage.tensors) or "no tensor: a text or padding"
-        print(f"DAMAGED  {found.path / damage.file}: {damage.why} ({tensors})")
+        show(f"DAMAGED  {found.path / damage.file}: {damage.why} ({tensors})")
     result = {
         **_facts(found),
         "damaged": [{"file": d.file, "why": d.why, "tensors": d.tensors} for d in damages],
     }
     if damages:
         return Outcome(result, CheckpointError.exit_code)
-    print(f"WHOLE  {found.path}: {_bytes(found.num_bytes)} are what was written")
+    if newest.manifest is None:
+        show(f"DAMAGED  {newest.path}: {newest.why}; {found.path.name} is whole")
+        return Outcome(result, CheckpointError.exit_code)
+    show(f"WHOLE  {found.path}: {_bytes(found.num_bytes)} are what was written")
     return Outcome(result)
 
 
@@ -124,10 +134,10 @@ def diff(
                 for r in differ
             ],
         )
-    print(f"{len(rows) - len(differ)} of {len(rows)} are the same in A ('{a}') and B ('{b}')")
+    show(f"{len(rows) - len(differ)} of {len(rows)} are the same in A ('{a}') and B ('{b}')")
     for what, source in (("A", one), ("B", other)):
         if source.optimizer is not None and None in (one.optimizer, other.optimizer):
-            print(f"only {what} has an optimizer ({source.optimizer.kind}): not compared")
+            show(f"only {what} has an optimizer ({source.optimizer.kind}): not compared")
     result = {
         "equal": not differ,
         "num_equal": len(rows) - len(differ),
@@ -150,10 +160,13 @@ def export(  # noqa: PLR0913  (one parameter an option)
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of floating point tensors: bf16, fp16, fp32. Default: theirs."),
+        typer.Option(help="Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged."),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", "--max_shard_size", help="Largest file of weights.")
+        str,
+        typer.Option(
+            "--max-shard-size", "--max_shard_size", help="Largest size of one weights file."
+        ),
     ] = "5GB",
     format_: Annotated[
         str, typer.Option("--format", help="hf: a Hugging Face folder; dcp: torch's own.")
@@ -167,15 +180,15 @@ def export(  # noqa: PLR0913  (one parameter an option)
 
     wanted = convert.Wanted.of(format_, dtype, max_shard_size)
     with convert.opened(checkpoint, config) as source:
-        print(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
+        show(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
         facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}
         if dry_run:
             return Outcome({**facts, "left_out": list(source.left_out)})
         with _progress("export", source.num_bytes) as advance:
             notes = convert.export(source, folder, wanted, advance)
     for note in notes:
-        print(f"left out: {note}")
-    print(f"written: {folder}")
+        show(f"left out: {note}")
+    show(f"written: {folder}")
     return Outcome({**facts, "left_out": notes})
 
 
@@ -209,13 +222,13 @@ def import_(
         }
         optimizer = f", the states of {kind}" if kind else ""
         size = _bytes(opened.num_bytes)
-        print(f"{opened.what}: {len(opened.tensors)} tensors, {size}{optimizer}")
+        show(f"{opened.what}: {len(opened.tensors)} tensors, {size}{optimizer}")
         for note in opened.left_out:
-            print(f"left out: {note}")
+            show(f"left out: {note}")
         if not dry_run:
             with _progress("import", opened.num_bytes) as advance:
                 write_checkpoint(opened, folder, advance)
-            print(f"written: {folder}")
+            show(f"written: {folder}")
     return Outcome(facts)
 
 
@@ -228,18 +241,19 @@ def prune(
 ) -> Outcome:
     """Remove all complete checkpoints but the newest, and what crashes left behind.
 
-    The newest complete one always stays, and so does what is being saved.
+    What is kept is read first: a damaged checkpoint stays, and does not count.
     """
-    from fullshard.checkpoint import retain
+    from fullshard.checkpoint.examine import remove, superfluous
+    from fullshard.checkpoint.retain import candidates, checkpoints_in, steps_folder
 
-    next(retain.candidates(folder))  # says what is wrong with a folder that has none
-    found = retain.superfluous(folder, keep)
+    candidates(folder)  # says what is wrong with a folder that has none
+    found = superfluous(folder, keep)
     if not dry_run:
-        retain.prune(folder, keep)
+        remove(found)
     for entry in found:
-        print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
-    kept = [entry for entry in retain.checkpoints_in(folder) if entry not in found]
-    print(f"{len(kept)} kept in {retain.steps_folder(folder)}")
+        show(f"{'would remove' if dry_run else 'removed'} {entry.path}")
+    kept = [entry for entry in checkpoints_in(folder) if entry not in found]
+    show(f"{len(kept)} kept in {steps_folder(folder)}")
     return Outcome({"removed": [e.path for e in found], "kept": [e.path for e in kept]})
 
 
@@ -297,7 +311,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         right = name in ("step", "bytes", "slices", "max difference")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     console.print(table, markup=False)
 
 

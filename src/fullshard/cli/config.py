@@ -25,17 +25,18 @@ def explain(
     words: Words = None,
     config: ConfigFlag = None,
     config_file: ConfigFileFlag = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show defaults too.")] = False,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Show every value with its origin, and what became of every key of another tool.
+    """Show every value that was set, where it was set, and how each key of another tool is read.
 
     CONFIG may be a file of Accelerate's, DeepSpeed's, the Trainer's or axolotl's; no model is
     needed.
     """
     from fullshard.config import explain as explaining
 
-    resolved = load(words, config, config_file, flags=FLAGS, explaining=True)
-    print(explaining.text_of(resolved))
+    resolved = load(words, config, config_file, flags=("--all", *FLAGS), explaining=True)
+    print(explaining.text_of(resolved, with_defaults=everything))
     return Outcome(explaining.explain(resolved))
 
 
@@ -46,9 +47,9 @@ def lint(
     config_file: ConfigFileFlag = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Say what is wrong, not yet there, or known to be bad, each with the reason.
+    """Report errors, unsupported values and known-bad settings, each with the reason.
 
-    Ends with 2 where there is anything of these.
+    The exit code is 2 if there are any.
     """
     from fullshard.config.dialects.rules import Status
     from fullshard.config.lint import findings
@@ -87,12 +88,14 @@ def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
 @app.command()
 def schema(
     file: Annotated[
-        Path | None, typer.Argument(help="A file: the schema is that of its dialect.")
+        Path | None, typer.Argument(help="A file, whose dialect's schema is printed.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write it there.", dir_okay=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write the schema to.", dir_okay=False)
+    ] = None,
     as_json: JsonFlag = False,
 ) -> Outcome:
-    """Print a JSON Schema, with which an editor completes and checks a file."""
+    """Print a JSON Schema, which lets an editor complete and check a file."""
     from fullshard.config import explain as explaining
 
     made = explaining.schema() if file is None else _schema_of(file)

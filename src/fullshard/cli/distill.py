@@ -44,9 +44,10 @@ def distill(  # noqa: PLR0913  (one parameter an option)
 ) -> Outcome:
     """Distill a teacher into a student.
 
-    Without a configuration file: a small mixture of experts is trained as the teacher (where there
-    is none yet), a student with half of its layers and experts is cut out of it, and learns; with
-    backend=jax a smaller student learns from the model that `fullshard train` left.
+    Without a configuration file, a small mixture of experts is trained as the teacher if it is
+    missing, and a student with half of its layers and experts is cut out of it. With backend=jax a
+    smaller student learns from the model in runs/train.
+
     `fullshard distill cache CONFIG` writes the teacher's logits to disk, for runs without it.
     """
     from fullshard.config.values import Command

@@ -17,20 +17,20 @@ MARKS = {"ok": "ok    ", "warn": "warn  ", "broken": "BROKEN"}
 
 @app.command()
 def doctor(
-    out: Annotated[
-        Path, typer.Option(help="Where runs will be written; its disk is looked at.")
-    ] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder for runs, whose disk is checked.")] = Path(
+        "runs"
+    ),
     nproc_per_node: Annotated[
         int | None,
         typer.Option(
             "--nproc-per-node",
             min=1,
-            help="Local ranks that shall talk. Default: a rank a GPU, or 2.",
+            help="Local ranks to test. Default: one per GPU, or 2.",
         ),
     ] = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Look at the machine, let local ranks talk, name what is known to hurt.
+    """Test communication between local ranks and report known-bad settings.
 
     Ends with 1 where something is broken, and prints a block to paste into a bug report.
     """

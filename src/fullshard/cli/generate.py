@@ -8,30 +8,38 @@ from typing import Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
 
-app = typer.Typer(help="Sample from a run or a model folder.")
+app = typer.Typer(help="Generate text with the model of a run or of a folder.")
 
 
 @app.command()
-def generate(
+def generate(  # noqa: PLR0913  (one parameter an option)
     folder: Annotated[Path, typer.Argument(help="A run's folder, or a Hugging Face model folder.")],
     prompt: Annotated[
-        str | None, typer.Option(help="Text to go on from. Default: the beginning of a text.")
+        str | None, typer.Option(help="Text to continue. Default: the start of a text.")
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens to add. Default: what the model has room for, at most 200."),
+        typer.Option(
+            help="Most tokens to generate. Default: 200, or as many as the model has positions for."
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: the most likely token every time.")] = 0.8,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 42,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,  # noqa: ARG001  read by cli.app
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 42,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that FOLDER brings.")
+    ] = False,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
 ) -> Outcome:
-    """Go on from a prompt with a trained model."""
+    """Generate text with a trained model."""
     from fullshard.train import generate as sampling
 
     settings = sampling.SamplingSettings(max_new_tokens, temperature, seed)
     model_folder = sampling.model_folder_of(folder)
-    sample = sampling.generate(model_folder, prompt, settings)
+    sample = sampling.generate(model_folder, prompt, settings, trust=trust_remote_code)
     print(sample.text)
     return Outcome(
         {

@@ -27,16 +27,16 @@ ProcessesFlag = Annotated[
     typer.Option("--num-processes", "--num_processes", help="Ranks on all machines together."),
 ]
 MachinesFlag = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--nnodes",
         "--num-machines",
         "--num_machines",
-        help="Machines; start this command on each.",
+        help="Machines; start this command on each. Default: the file's, or 1.",
     ),
 ]
 MachineFlag = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--node-rank",
         "--node_rank",
@@ -52,9 +52,25 @@ AddressFlag = Annotated[
     ),
 ]
 PortFlag = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--master-port", "--master_port", "--main_process_port", help="A free port there."
+    ),
+]
+
+FileFlag = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-file",
+        "--config_file",
+        help="Processes, machines and sharding; other flags replace what it says.",
+    ),
+]
+TimeoutFlag = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds after which a rank that others wait for is stuck. "
+        "Default: the file's, or 600."
     ),
 ]
 
@@ -62,7 +78,7 @@ PortFlag = Annotated[
 @app.command(context_settings=_OWN_WORDS_FIRST)
 def launch(  # noqa: PLR0913  (one parameter an option)
     script: Annotated[str, typer.Argument(help="A Python file, or a module after -m.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     module: Annotated[
         bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after python -m.")
     ] = False,
@@ -73,29 +89,24 @@ def launch(  # noqa: PLR0913  (one parameter an option)
         ),
     ] = "auto",
     num_processes: ProcessesFlag = None,
-    nnodes: MachinesFlag = "1",
-    node_rank: MachineFlag = 0,
+    nnodes: MachinesFlag = None,
+    node_rank: MachineFlag = None,
     master_addr: AddressFlag = None,
-    master_port: PortFlag = 0,
+    master_port: PortFlag = None,
     max_restarts: Annotated[
         int,
-        typer.Option("--max-restarts", "--max_restarts", help="How often all ranks start again."),
+        typer.Option("--max-restarts", "--max_restarts", help="Restart all ranks up to N times."),
     ] = 0,
-    config_file: Annotated[
-        Path | None,
-        typer.Option("--config-file", "--config_file", help="Of processes and sharding."),
-    ] = None,
+    config_file: FileFlag = None,
     standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,  # noqa: ARG001  torchrun's, and always so here
-    timeout: Annotated[
-        float, typer.Option(help="Seconds after which a rank that others wait for is stuck.")
-    ] = 600.0,
+    timeout: TimeoutFlag = None,
     log_dir: Annotated[
         Path, typer.Option("--log-dir", "--log_dir", help="Where each rank's output is kept.")
     ] = Path("runs/launch/logs"),
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Run SCRIPT on local ranks; torch.distributed.init_process_group() meets by itself.
+    """Run SCRIPT on local ranks; the rendezvous is configured for you.
 
     One rank's error ends the others and is shown first; a dead or stuck rank is named, and so are
     ranks that disagree, for scripts that call fullshard.shard with the unit they wait in.
@@ -103,15 +114,23 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     from fullshard.launch.spawn import LocalLaunch
 
     _check_script(script, module=module)
-    machines = _machines(nnodes, node_rank, master_addr, master_port)
+    file = _asked_for(config_file)
+    machines = _machines(
+        nnodes or str(file.num_machines),
+        file.machine_rank if node_rank is None else node_rank,
+        master_addr or file.main_process_ip,
+        master_port or file.main_process_port or 0,
+    )
+    if num_processes is None and nproc_per_node == "auto":
+        num_processes = file.num_processes
     if num_processes is not None:
-        nproc_per_node = _share(num_processes, int(nnodes), nproc_per_node)
+        nproc_per_node = _share(num_processes, machines.count, nproc_per_node)
     order = LocalLaunch(
         script,
         tuple(arguments or ()),
-        _ranks_here(nproc_per_node, _asked_for(config_file)),
+        _ranks_here(nproc_per_node),
         log_dir,
-        stuck_s=timeout,
+        stuck_s=file.timeout if timeout is None else timeout,
         machines=machines,
         config_file=config_file and config_file.absolute(),
     )
@@ -164,7 +183,8 @@ def _machines(count: str, index: int, address: str | None, port: int) -> Machine
     if address is None or not port:
         raise ConfigError(
             f"--master-addr, --master-port: expected both with --nnodes {count}, got one or "
-            "none. Name machine 0 and a free port there, the same on every machine."
+            "none. Name machine 0 and a free port there, the same on every machine (in a file: "
+            "main_process_ip, main_process_port)."
         )
     return Machines(int(count), index, address, port)
 
@@ -185,22 +205,21 @@ def _share(num_processes: int, num_machines: int, per_node: str) -> str:
     return str(share)
 
 
-def _asked_for(config_file: Path | None) -> LaunchConfig | None:
+def _asked_for(config_file: Path | None) -> LaunchConfig:
     """What a file says of processes; it is checked as a whole, before any of them starts."""
     from fullshard.config.load import load_config
+    from fullshard.config.schema import LaunchConfig
 
     if config_file is None:
-        return None
+        return LaunchConfig()
     return load_config(config_file, needs_model=False).config.launch
 
 
-def _ranks_here(text: str, asked: LaunchConfig | None) -> int:
-    """`4`, or torchrun's words; auto: as many as the file says."""
+def _ranks_here(text: str) -> int:
+    """`4`, or torchrun's words."""
     from fullshard.launch.topology import DEFAULT_PROCESSES, num_visible_accelerators
 
     match text:
-        case "auto" if asked is not None and asked.num_processes is not None:
-            return asked.num_processes // asked.num_machines
         case "auto":
             return num_visible_accelerators() or DEFAULT_PROCESSES
         case "gpu":

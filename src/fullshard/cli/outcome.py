@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from fullshard.errors import FullshardError
-from fullshard.launch.exit_codes import ExitCode, exit_code_of, public_name
+from fullshard.errors import FullshardError, WillNotFitError, printable
+from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 
 if TYPE_CHECKING:
     from fullshard.launch.spawn import LocalLaunch
@@ -50,13 +50,17 @@ def error_outcome(error: BaseException) -> Outcome:
     What speaks to the user (a FullshardError, a command line that cannot be parsed) is one block
     without a traceback; anything else is shown with it.
     """
+    error = as_ours(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("Interrupted.")
         return _error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)
     if isinstance(error, FullshardError):
         message = "\n".join([str(error), *getattr(error, "__notes__", [])])
         _say(f"{public_name(error)}: {message}")
-        return _error(public_name(error), message, error.exit_code)
+        outcome = _error(public_name(error), message, error.exit_code)
+        if isinstance(error, WillNotFitError) and error.planned and outcome.result:
+            outcome.result["planned"] = error.planned
+        return outcome
     if hasattr(error, "format_message"):  # typer's own; its base class differs between versions
         return _usage_outcome(error)
     _say("".join(traceback.format_exception(error)).rstrip("\n"))
@@ -64,12 +68,15 @@ def error_outcome(error: BaseException) -> Outcome:
     return _error(type(error).__name__, str(error), exit_code_of(error), traceback=text)
 
 
-def launch_outcome(launch: LocalLaunch, result: LaunchResult, **facts: Any) -> Outcome:
+def launch_outcome(
+    launch: LocalLaunch, result: LaunchResult, *, after_stop: str = "", **facts: Any
+) -> Outcome:
     """Show what ranks failed of, if they did, and make the command's outcome of it.
 
     Args:
         launch: what was run.
         result: how it ended.
+        after_stop: what to say where a signal ended it, such as how to resume.
         **facts: what --json prints where nothing failed.
     """
     from fullshard.launch.spawn import print_failure
@@ -78,8 +85,10 @@ def launch_outcome(launch: LocalLaunch, result: LaunchResult, **facts: Any) -> O
     if result.failure is None and result.exit_code == 0:
         return Outcome(facts)
     if result.failure is None:
-        _say("Interrupted." if result.exit_code == ExitCode.INTERRUPTED else "Stopped.")
-        return _error("Interrupted", "stopped by a signal", result.exit_code)
+        said = "Interrupted." if result.exit_code == ExitCode.INTERRUPTED else "Stopped."
+        _say(f"{said} {after_stop}".rstrip())
+        message = f"stopped by a signal. {after_stop}".rstrip()
+        return _error("Interrupted", message, result.exit_code)
     failure = dataclasses.asdict(result.failure)
     kind, message, code = (failure.pop(name) for name in ("type", "message", "exit_code"))
     return _error(kind, message, code, **failure, log=str(launch.log(failure["rank"])))
@@ -141,5 +150,10 @@ def _error(kind: str, message: str, exit_code: int, **more: Any) -> Outcome:
     return Outcome({"error": error}, int(exit_code))
 
 
+def show(text: str = "") -> None:
+    """Print what may hold names from a stranger's file."""
+    print(printable(text))
+
+
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

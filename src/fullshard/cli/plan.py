@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,13 +26,13 @@ from fullshard.cli.words import (
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fullshard.config.schema import RunConfig, ShardConfig
+    from fullshard.config.load import Resolved
+    from fullshard.config.schema import RunConfig
     from fullshard.planner.forecast.devices import Device
     from fullshard.planner.hardware import Gpus
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Machine, Outlook
-    from fullshard.planner.plan import Plan
-    from fullshard.planner.study import Study
+    from fullshard.planner.outlook import Machine
+    from fullshard.train.outlook import View
 
 app = typer.Typer()
 
@@ -41,7 +43,7 @@ FLAGS = (
 
 OptimizerBytes = Annotated[
     float | None,
-    typer.Option(min=0, help="Of an optimizer of your own: its states, a trained element."),
+    typer.Option(min=0, help="Bytes of optimizer state per trainable parameter."),
 ]
 
 
@@ -69,10 +71,10 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Machines. Default: 1.")] = None,
     devices: Annotated[
-        Path | None, typer.Option(help="A YAML file of devices that --gpus may name too.")
+        Path | None, typer.Option(help="A YAML file that describes further devices for --gpus.")
     ] = None,
     table: Annotated[
-        Path | None, typer.Option(help="Predict the runs of a CSV file, anybody's, instead.")
+        Path | None, typer.Option(help="Forecast the runs in a CSV file, of any framework.")
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -95,7 +97,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     optimizer_bytes: OptimizerBytes = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Say what every rank will hold, how long a step takes, and what to change.
+    """Forecast the memory of every rank and the time of a step, and advise what to change.
 
     CONFIG may also be a Hugging Face model folder or its config.json.
     """
@@ -104,25 +106,41 @@ def plan(  # noqa: PLR0913  (one parameter an option)
             table, out, words or config or config_file or gpus or nodes or devices or calibration
         )
     hardware, own = _hardware(gpus, devices)
-    resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
-    resolved.check_supported(planning=True)
+    if out is not None:
+        _check_out(out)
+    resolved = _resolved(words, config, config_file)
     for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes}
     for_xla = _is_for_xla(resolved.config, for_torch, exact=exact, topology=topology)
     try:
         world = _topology(resolved.config, hardware, nodes)
+        _say_planning(world)
+        fitted, machine = _fitted(resolved), _machine(world, hardware, own, nodes)
         if for_xla:
             from fullshard.cli.plan_xla import plan_on_xla
 
-            size = world.world_size
-            return plan_on_xla(resolved.config, size, hardware, exact=exact, topology=topology)
-        # With torch: what is mistyped is said before.
-        from fullshard.train.outlook import machine_of
-
-        machine = _calibrated(machine_of(hardware, own), hardware, world, calibration)
-        study, strategies = _study(resolved.config, world, machine, (optimizer_bytes, bool(out)))
+            return plan_on_xla(fitted, world, machine, exact=exact, topology=topology)
+        machine = _calibrated(machine, hardware, world, calibration)
+        view = _view(fitted, world, machine, optimizer_bytes)
     except ConfigError as error:
         raise placed(resolved, error) from error
-    return _told(resolved.config, study, strategies, hardware, out)
+    return _told(fitted, view, hardware, out)
+
+
+def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> Resolved:
+    """The configuration, whose model is there."""
+    from fullshard.train.paths import check_paths
+
+    resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
+    resolved.check_supported(planning=True)
+    check_paths(resolved, data=False)
+    return resolved
+
+
+def _fitted(resolved: Resolved) -> RunConfig:
+    """The configuration with the length that a run of it has."""
+    from fullshard.train.prepare import with_fitting_length
+
+    return with_fitting_length(resolved).config
 
 
 def _table(table: Path, out: Path | None, more: object) -> Outcome:
@@ -137,28 +155,41 @@ def _table(table: Path, out: Path | None, more: object) -> Outcome:
     return predict_table(table, out or Path("predictions.csv"))
 
 
-def _told(
-    config: RunConfig,
-    study: Study,
-    strategies: list[Outlook],
-    hardware: Gpus | None,
-    out: Path | None,
-) -> Outcome:
+def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
     """Show it, and write a page where that is asked for."""
     from fullshard.cli.plan_told import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.hardware import Fit
+    from fullshard.planner.search import compare
     from fullshard.train.outlook import leaves_something
 
-    print_plan(study, hardware)
+    study, lack = view.study(), view.lack()
+    print_plan(study, hardware, lack)
     if leaves_something(config):
         print_choice(study.outlook)
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
+        strategies = compare(study.outlook, view.plan_of, study.machine, hosts=study.hosts)
         print(f"Figures: {write_plan_page(study, strategies, out)}")
-    code = ExitCode.WILL_NOT_FIT if study.outlook.fit is Fit.NO else ExitCode.OK
+    code = ExitCode.OK if lack is None else ExitCode.WILL_NOT_FIT
     return Outcome(to_dict(study), code)
+
+
+def _check_out(out: Path) -> None:
+    """Refuses, before anything is planned, a page that could not be written."""
+    written = out if out.exists() else out.parent
+    if out.is_dir() or not out.parent.is_dir() or not os.access(written, os.W_OK):
+        raise ConfigError(
+            f"--out: expected a file in a folder that can be written, got '{out}'. Make the "
+            "folder, or name another file."
+        )
+
+
+def _say_planning(topology: Topology) -> None:
+    """What goes on meanwhile, to people who wait."""
+    if sys.stderr.isatty():
+        ranks = f"{topology.world_size} rank{'s' * (topology.world_size != 1)}"
+        print(f"Planning {ranks}: one step is traced on meta ...", file=sys.stderr, flush=True)
 
 
 def _is_for_xla(
@@ -242,49 +273,30 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
     return Topology(local * (nodes or 1), local)
 
 
-def _study(
-    config: RunConfig,
-    topology: Topology,
-    machine: Machine,
-    wanted: tuple[float | None, bool],
-) -> tuple[Study, list[Outlook]]:
-    """The plan, what it takes, what else one could do; other strategies for a page.
+def _machine(
+    world: Topology, hardware: Gpus | None, own: Mapping[str, Device], nodes: int | None
+) -> Machine:
+    """What a rank runs on: what --gpus describes; this machine without --gpus and --nodes."""
+    from fullshard.train.outlook import machine_of, this_machine
+
+    if hardware is None and nodes is None:
+        return this_machine(world.local_world_size or world.world_size)
+    return machine_of(hardware, own)
+
+
+def _view(
+    config: RunConfig, world: Topology, machine: Machine, optimizer_bytes: float | None
+) -> View:
+    """The run as the planner sees it.
 
     Args:
-        config: Of the run.
-        topology: Its ranks.
-        machine: What one runs on.
-        wanted: An own optimizer's bytes an element; whether strategies are compared.
+        config: Configuration of the run.
+        world: Its ranks.
+        machine: What a rank runs on.
+        optimizer_bytes: An own optimizer's, an element.
     """
-    import torch
-
-    import fullshard as fs
     from fullshard.planner.optimizers import of_bytes
-    from fullshard.planner.search import compare
-    from fullshard.planner.study import on_more_ranks, study
-    from fullshard.train.outlook import job_of, model_of, on_one_host, storage_of
-    from fullshard.train.taught import Taught
+    from fullshard.train.outlook import model_of, view_of
 
-    model = model_of(config)
-
-    def plan_of(sharding: ShardConfig, topology: Topology = topology) -> Plan:
-        world, local = topology.world_size, topology.local_world_size
-        if machine.calibration is not None:  # its time depends on the transport
-            sharding = on_one_host(sharding, world)
-        return fs.plan(model, sharding, world_size=world, local_world_size=local)
-
-    training, leaves = config.training, config.training.leaves_micro_batch
-    if leaves:
-        training = training.undivided(topology.world_size)
-    on_gpu = machine.device is not None or torch.cuda.is_available()
-    taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu)
-    job = job_of(model, training, topology.world_size, taught)
-    optimizer_bytes, compares = wanted
-    if optimizer_bytes is not None:
-        job = replace(job, optimizer=of_bytes(optimizer_bytes))
-    found = study(config.sharding, plan_of, job, machine, topology, leaves_micro_batch=leaves)
-    more = on_more_ranks(found, topology, lambda ranks: plan_of(found.outlook.config, ranks))
-    found = replace(found, storage=storage_of(config), advice=found.advice + more)
-    if not compares:
-        return found, []
-    return found, compare(found.outlook, plan_of, machine, hosts=found.hosts)
+    optimizer = None if optimizer_bytes is None else of_bytes(optimizer_bytes)
+    return view_of(config, model_of(config), world, machine, optimizer)

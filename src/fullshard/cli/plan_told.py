@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fullshard.planner.hardware import Gpus
     from fullshard.planner.outlook import Outlook
     from fullshard.planner.study import Study
+    from fullshard.train.outlook import Lack
 
 
 def to_dict(study: Study) -> dict[str, Any]:
@@ -65,8 +66,9 @@ def to_dict(study: Study) -> dict[str, Any]:
     }
 
 
-def print_plan(study: Study, hardware: Gpus | None) -> None:
+def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     """What people read."""
+    from fullshard.planner.hardware import Fit
     from fullshard.planner.render import human_bytes
 
     outlook = study.outlook
@@ -83,11 +85,16 @@ def print_plan(study: Study, hardware: Gpus | None) -> None:
         how = ", as this machine was calibrated" if outlook.is_calibrated else ""
         speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
         print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
-    if outlook.fit is not None and hardware is not None and hardware.memory_bytes is not None:
-        name = f"{hardware.name} " if hardware.name else "GPU "
-        held = human_bytes(hardware.memory_bytes)
-        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], hardware.memory_bytes)
-        print(f"{name}({held}): {sentence}")
+    memory = study.machine.memory_bytes
+    name = "a rank's part of this machine" if hardware is None else hardware.name or "GPU"
+    if lack is not None:
+        sentence = Fit.NO.sentence(lack.needed, lack.memory)
+        print(f"{name} ({human_bytes(lack.memory)}): {sentence}")
+    elif outlook.fit is not None and memory is not None:
+        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], memory)
+        print(f"{name} ({human_bytes(memory)}): {sentence}")
+    if hardware is not None and hardware.name and study.machine.device is None:
+        print(f"{hardware.name}: its speed is not known. Describe it in a file (--devices).")
     for one in study.advice:
         print(f"  {one.sentence(outlook)}")
 

@@ -8,15 +8,17 @@ from fullshard.cli.outcome import Outcome
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
-    from fullshard.planner.hardware import Fit, Gpus
+    from fullshard.planner.hardware import Fit
+    from fullshard.planner.mesh import Topology
+    from fullshard.planner.outlook import Machine
     from fullshard.train.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
 
 def plan_on_xla(
     config: RunConfig,
-    world_size: int,
-    hardware: Gpus | None,
+    world: Topology,
+    machine: Machine,
     *,
     exact: bool,
     topology: str | None,
@@ -24,9 +26,9 @@ def plan_on_xla(
     """Show the plan; compile the step where that is asked for.
 
     Args:
-        config: Of the run.
-        world_size: Devices, where no topology is named.
-        hardware: That it is judged against.
+        config: Configuration of the run.
+        world: Devices, where no topology is named.
+        machine: That it is judged against.
         exact: Whether XLA compiles it.
         topology: For which TPUs or GPUs; None: CPUs.
 
@@ -35,24 +37,25 @@ def plan_on_xla(
     """
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.planner.hardware import Fit, judge_fit
-    from fullshard.train.prepare import given_model_config, quiet_libraries
+    from fullshard.train.prepare import model_config_of, quiet_libraries
     from fullshard.train.xla_outlook import compiled_step, look
 
     quiet_libraries()
-    model_config = given_model_config(config)
-    found: Compiled | None = None
+    model_config = model_config_of(config)
+    found, world_size = None, world.world_size
     if exact:
         found, world_size = compiled_step(config, model_config, topology, world_size)
-    on_cpu = exact and topology is None
+    on_cpu = topology is None and (exact or machine.is_host)
     outlook = look(config, model_config, world_size, on_cpu=on_cpu)
     fit: Fit | None = None
     needed = found.peak if found is not None else outlook.peak_bytes
-    if hardware is not None and hardware.memory_bytes is not None:
-        fit = judge_fit(needed, hardware.memory_bytes)
+    memory = None if topology is not None and machine.is_host else machine.memory_bytes
+    if memory is not None:
+        fit = judge_fit(needed, memory)
     _print_outlook(outlook)
-    if fit is not None and hardware is not None and hardware.memory_bytes is not None:
+    if fit is not None and memory is not None:
         whose = "by XLA's figure" if found is not None else "by the plan"
-        print(f"{whose}: {fit.sentence(needed, hardware.memory_bytes)}")
+        print(f"{whose}: {fit.sentence(needed, memory)}")
     if found is not None:
         target = topology or f"{world_size} CPU device(s) of this process"
         _print_exact(outlook, found, target)
@@ -75,6 +78,7 @@ def _to_dict(outlook: XlaOutlook, exact: Compiled | None, fit: Fit | None) -> di
             "num_parameters": table.num_parameters,
             "strategy": table.strategy,
             "mesh": {"replicate": table.mesh.replicate, "shard": table.mesh.shard},
+            "digest": table.digest(),
             "num_units": table.num_units,
             "collectives": _moved(table.collectives(outlook.num_micro_batches)),
         },

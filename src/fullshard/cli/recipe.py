@@ -10,22 +10,26 @@ import typer
 
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.cli.words import load
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, WillNotFitError
 
 if TYPE_CHECKING:
     from fullshard.config.environment import LaunchEnvironment
     from fullshard.config.load import Resolved
     from fullshard.config.values import Command
+    from fullshard.train.run_folder import RunFolder
     from fullshard.train.start import CheckedRun
 
 FLAGS = ("--config", "--config_file", "--dry-run", "--json", "--max-restarts", "--resume")
 
 ResumeFlag = Annotated[
-    str | None, typer.Option(help="auto, never or a checkpoint's path.", show_default="auto")
+    str | None,
+    typer.Option(help="Resume from: auto, never, or a checkpoint's path.", show_default="auto"),
 ]
 RestartsFlag = Annotated[
     int,
-    typer.Option("--max-restarts", "--max_restarts", min=0, help="How often to go on by itself."),
+    typer.Option(
+        "--max-restarts", "--max_restarts", min=0, help="Restart up to N times after a failure."
+    ),
 ]
 
 
@@ -69,26 +73,45 @@ def made_first(folder: str | None, job: str, how: How) -> Outcome | None:
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as a rank where a launcher has started us."""
     from fullshard.config.environment import read_launch_environment
-    from fullshard.train import start
+    from fullshard.train.paths import check_paths
 
     launch = None if how.is_local else read_launch_environment()
     resolved.check_supported(launch=launch)
     resolved.check_command(command)
+    if launch is None or launch.rank == 0:
+        check_paths(resolved)
+    from fullshard.train import start  # imports torch
+
     world_size = start.world_size_of(resolved, launch)
     resolved = resolved.for_ranks(world_size)
     if launch is not None and not how.dry_run:
         return _be_a_rank(command, resolved, launch, how.resume)
-    checked = start.check(resolved, world_size, command, how.resume)
     if how.dry_run:
-        return _show_plan(checked)
-    folder, moved = start.make_folder(checked, command)
-    if moved is not None:
-        print(f"the older run in {folder.path} is now in {moved}")
-    if checked.resume.in_place:
-        print(f"going on with the run in {folder.path} (--resume never begins a new one)")
-    stuck_s = resolved.config.launch.timeout
-    local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
-    return launch_outcome(local, result, run_dir=folder.path, **folder.read_record())
+        return _show_plan(start.check(resolved, world_size, command, how.resume))
+    checked = _checked(command, resolved, world_size, how.resume)
+    with start.made_folder(checked, command) as (folder, moved):
+        if moved is not None:
+            print(f"the older run in {folder.path} is now in {moved}")
+        if checked.resume.in_place:
+            print(f"going on with the run in {folder.path} (--resume never begins a new one)")
+        stuck_s = resolved.config.launch.timeout
+        local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
+    after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
+    record = folder.read_record()
+    return launch_outcome(local, result, after_stop=after_stop, run_dir=folder.path, **record)
+
+
+def _how_to_resume(folder: RunFolder) -> str:
+    """What a run that was stopped has saved, and how it goes on."""
+    from fullshard.checkpoint.retain import checkpoints_in
+
+    saved = [found for found in checkpoints_in(folder.checkpoints) if found.manifest is not None]
+    if not saved:
+        return "No step was saved: the same command begins anew."
+    return (
+        f"The last saved step is {saved[0].step}, in {saved[0].path}. "
+        "The same command resumes from it (not with --resume never)."
+    )
 
 
 def _be_a_rank(
@@ -96,7 +119,7 @@ def _be_a_rank(
 ) -> Outcome:
     """Under torchrun or srun: rank 0 prepares while the others wait for it at the rendezvous."""
     from fullshard.launch.rank_entry import run_rank
-    from fullshard.observe.report import write_report
+    from fullshard.launch.run_lock import wait_until_free
     from fullshard.train import start
     from fullshard.train.job import run
     from fullshard.train.run_folder import RunFolder
@@ -104,16 +127,20 @@ def _be_a_rank(
     folder = RunFolder(start.output_dir_of(resolved, command))
 
     def main() -> None:
-        if launch.rank == 0:
-            asked = "auto" if launch.attempt else resume  # a launcher starts us again: go on
-            checked = start.check(resolved, launch.world_size, command, asked)
-            start.make_folder(checked, command)
-        try:
+        if launch.rank != 0:
             run(resolved.config, folder.path)
-        except FullshardError:
-            if launch.rank == 0 and folder.record.is_file():
-                write_report(folder.path)
-            raise
+            return
+        asked = resume
+        if launch.attempt:  # a launcher starts us again: go on
+            asked = "auto"
+            wait_until_free(folder.path)
+        checked = _checked(command, resolved, launch.world_size, asked)
+        with start.made_folder(checked, command):
+            try:
+                run(resolved.config, folder.path)
+            except FullshardError:
+                start.write_report_of_failure(folder)
+                raise
 
     run_rank(main)
     if launch.rank != 0:
@@ -121,9 +148,21 @@ def _be_a_rank(
     return Outcome({"run_dir": folder.path, **folder.read_record()})
 
 
+def _checked(
+    command: Command, resolved: Resolved, world_size: int, resume: str | None
+) -> CheckedRun:
+    """Check a run; the plan of one that cannot fit is left in its folder."""
+    from fullshard.train import start
+
+    try:
+        return start.check(resolved, world_size, command, resume)
+    except WillNotFitError as error:
+        start.record_refusal(error, start.output_dir_of(resolved, command), command)
+        raise
+
+
 def _show_plan(checked: CheckedRun) -> Outcome:
     """What would be run."""
-    from fullshard.train.outlook import outlook_of
     from fullshard.train.result import planned
 
     prepared = checked.prepared
@@ -137,7 +176,6 @@ def _show_plan(checked: CheckedRun) -> Outcome:
         print(f"data: {note}")
     if facts.baseline is not None:
         print(f"interpolated bigram: {facts.baseline.nats:.4f} nats a token")
-    print(checked.plan.tree())
-    outlook = outlook_of(prepared, checked.plan.mesh.world_size)
-    told = planned(checked.plan, prepared.steps, outlook)
+    print(checked.view.plan.tree())
+    told = planned(checked.view, prepared.steps)
     return Outcome({"run_dir": checked.output_dir, "planned": told})

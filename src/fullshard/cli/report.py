@@ -18,7 +18,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
-    """Draw report.html of a run, finished or not, from the files in its folder."""
+    """Write report.html for a run, finished or not, from the files in its folder."""
     from fullshard.observe.report import write_report
 
     page = write_report(run_dir)

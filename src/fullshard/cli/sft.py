@@ -33,8 +33,8 @@ def sft(  # noqa: PLR0913  (one parameter an option)
 ) -> Outcome:
     """Fine-tune a model on questions and answers or conversations.
 
-    Without a configuration file: the model that `fullshard train` left (it is trained first where
-    there is none) learns to answer what functions of Python's library do, from their docstrings.
+    Without a configuration file, the model in runs/train (which is trained first if it is missing)
+    learns from docstrings to answer what the functions of Python's library do.
     """
     from fullshard.config.values import Command
 

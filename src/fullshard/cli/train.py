@@ -31,11 +31,11 @@ def train(  # noqa: PLR0913  (one parameter an option)
     as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Train a model; without a configuration file, the main job.
+    """Train a model on text; without a configuration file, the main job.
 
     The main job trains a small Llama on the text of Python's language reference, on two local
     ranks, in two or three minutes. --NAME VALUE is training.NAME=VALUE; torchrun's flags may stand
-    behind `--`: fullshard train CONFIG -- --nproc-per-node 4.
+    after `--`: fullshard train CONFIG -- --nproc-per-node 4.
     """
     from fullshard.config.values import Command
 

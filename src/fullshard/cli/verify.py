@@ -39,8 +39,8 @@ def verify(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Make a fault, to see it found: skipped_reduction, wrong_divisor, stale_slot, "
-            "missed_gather, lost_tie or repeated_data.",
+            help="Inject a fault that verify has to find: skipped_reduction, wrong_divisor, "
+            "stale_slot, missed_gather, lost_tie or repeated_data.",
         ),
     ] = None,
     as_json: JsonFlag = False,  # noqa: ARG001  read by the app
@@ -52,11 +52,14 @@ def verify(
     ranks and trained for a few steps in float64; an independent process without fullshard does the
     same unsharded. Exit code 0: equal. 8: not.
     """
-    from fullshard.train import verify as check
+    from fullshard.train.paths import check_paths
+
+    resolved = load(words, config, config_file, flags=FLAGS)
+    check_paths(resolved, data=False)
+    from fullshard.train import verify as check  # imports torch
     from fullshard.train.verify_faults import parse_fault
 
     fault = parse_fault(inject)
-    resolved = load(words, config, config_file, flags=FLAGS)
     try:
         prepared = check.prepare(resolved.config, fault)
     except ConfigError as error:

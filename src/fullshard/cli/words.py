@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,17 +39,20 @@ Words = Annotated[
     ),
 ]
 ConfigFlag = Annotated[
-    Path | None, typer.Option("--config", help="The configuration file, said as a flag.")
+    Path | None, typer.Option("--config", help="The configuration file, as a flag.")
 ]
 ConfigFileFlag = Annotated[
     Path | None,
     typer.Option("--config_file", help="A file of machine and sharding, such as Accelerate's."),
 ]
 JsonFlag = Annotated[
-    bool, typer.Option("--json", help="One JSON object on standard output, all else elsewhere.")
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON object to standard output, all else to standard error."
+    ),
 ]
 DryRunFlag = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, say what would run, run nothing.")
+    bool, typer.Option("--dry-run", help="Check everything and show the plan, without running it.")
 ]
 
 
@@ -130,7 +134,7 @@ def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None
     """
     first = words[0] if words else ""
     is_config = bool(first) and not first.startswith("--")
-    is_config = is_config and ("=" not in first or Path(first).is_file())
+    is_config = is_config and ("=" not in first or os.path.isfile(first))  # noqa: PTH113  (Path raises where a value is too long)
     if not is_config:
         return config, list(words)
     if config is not None:

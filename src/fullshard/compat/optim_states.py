@@ -32,7 +32,7 @@ def optim_state_dict(
 
     Args:
         model: Holds the parameters; need not be marked itself.
-        optim: Of these parameters.
+        optim: Optimizer of these parameters.
         given: Its own `state_dict()`, where that was changed; None: asked for here.
         wanted: How.
     """
@@ -108,7 +108,7 @@ def state_dict_to_load(
 
     Args:
         model: As there; a model of another strategy or number of ranks too.
-        optim: Of the parameters that are loaded.
+        optim: Optimizer of the parameters that are loaded.
         state: By name or, where `by_name`, of any kind of key that is a name.
         by_name: Keys are the names that the model itself gives its parameters.
     """

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.compat.first_values import default_device
 from fullshard.compat.wrapping import (
-    clean_name,
     cut,
     engine_for,
     has_meta,
@@ -40,6 +39,7 @@ from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import ShardedParameter, is_guarded
 from fullshard.engine.state import whole_params
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.slices import clean_name
 
 
 class Kind(Enum):
@@ -55,10 +55,10 @@ class Wanted:
     """What is asked for.
 
     Attributes:
-        kind: Of values.
+        kind: Kind of values.
         to_cpu: Values are on the CPU.
         rank0_only: Other ranks get nothing.
-        mesh: Of the DTensors; None: made for the engine's.
+        mesh: Mesh of the DTensors; None: made for the engine's.
     """
 
     kind: Kind = Kind.FULL
@@ -175,9 +175,11 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
         (mesh.world_size,) if 1 in (mesh.replicate, mesh.shard) else (mesh.replicate, mesh.shard)
     )
     made = _MESHES.setdefault(dist.group.WORLD, {})
-    if (sizes, kind) not in made:
-        made[sizes, kind] = init_device_mesh(kind, sizes)
-    return made[sizes, kind]
+    key = (sizes, mesh.order, kind)
+    if key not in made:
+        order = torch.tensor(mesh.order).view(sizes) if mesh.order else None
+        made[key] = init_device_mesh(kind, sizes) if order is None else DeviceMesh(kind, order)
+    return made[key]
 
 
 # ---- models on meta

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.compat.errors import NotOfferedError
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
@@ -45,6 +46,7 @@ from fullshard.errors import UnsupportedModelError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
+from fullshard.planner.slices import clean_name
 from fullshard.planner.strategy import row_of
 from fullshard.planner.units import UnitSettings
 
@@ -56,9 +58,9 @@ class Casts:
     """Dtypes at a marked module's edges; None leaves them alone.
 
     Attributes:
-        inputs: Of its floating point arguments.
+        inputs: Dtype of its floating point arguments.
         root_only: Only where no other marked module is around it.
-        outputs: Of what it returns.
+        outputs: Dtype of what it returns.
     """
 
     inputs: torch.dtype | None = None
@@ -74,6 +76,7 @@ class Wrapped:
         strategy: How its parameters are cut and when they are freed.
         settings: Its unit's dtypes.
         options: Fields of ShardConfig that hold for the whole model where it is the outermost.
+        order: Order of the ranks in its mesh; see planner.mesh.Mesh.
         ignored: Names below it of parameters that stay whole on every rank.
         casts: At its edges.
         alone: Whether it is this rank's own business; its parameters are ignored then.
@@ -81,12 +84,13 @@ class Wrapped:
         around: The next marked module around it.
         engine_ref: The engine that runs it.
         check: Called with the root before an engine is made.
-        shapes: Of its parameters when it was marked, by name.
+        shapes: Shapes of its parameters when it was marked, by name.
     """
 
     strategy: Strategy
     settings: UnitSettings
     options: dict[str, Any]
+    order: tuple[int, ...] = ()
     ignored: tuple[str, ...] = ()
     casts: Casts = Casts()
     alone: bool = False
@@ -115,16 +119,16 @@ class Wrapped:
         sizes = (self.options.get("replicate"), self.options.get("shard"))
         if not row.shard_params:
             sizes = (None, None)
-        return resolve_mesh(row, topology(), *sizes)
+        return resolve_mesh(row, topology(self.order), *sizes)
 
 
-def topology() -> Topology:
-    """The ranks of the default process group; one without."""
+def topology(order: tuple[int, ...] = ()) -> Topology:
+    """The ranks of the default process group; one without. `order`: see planner.mesh.Mesh."""
     started = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if started else 1
     environment = read_launch_environment()
     local = environment.local_world_size if environment else None
-    return Topology(world, local if local and world % local == 0 else None)
+    return Topology(world, local if local and world % local == 0 else None, order)
 
 
 def own_rank() -> int:
@@ -246,13 +250,14 @@ def build(root: nn.Module) -> Engine:
     for module, wrapped in reversed(list(marked(root))):
         cut(module, wrapped)  # what came after the mark: values for meta, other objects
     if all(wrapped.engine_ref() is None for wrapped in units.values()):
-        share_copies(root, topology().world_size, own_rank())  # as in torch: replicas start alike
+        # as in torch: replicas start alike
+        share_copies(root, topology(_order_of(units)), own_rank())
     config = _config_of(root, units)
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
     alone = all(wrapped.alone for wrapped in units.values())
     given = Given(settings=settings, alone=alone)
-    world = Topology(1) if alone else topology()
+    world = Topology(1) if alone else topology(_order_of(units))
     ring = EventRing()
     engine = adopt(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
@@ -263,6 +268,21 @@ def build(root: nn.Module) -> Engine:
             tell(engine)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
     return engine
+
+
+def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
+    """The order of the ranks in the mesh of all marked modules.
+
+    Raises:
+        NotOfferedError: They have different ones.
+    """
+    orders = {wrapped.order for wrapped in units.values() if not wrapped.alone}
+    if len(orders) > 1:
+        raise NotOfferedError(
+            "mesh: expected one order of ranks in the meshes of all units of a model; got "
+            f"{sorted(orders)}. Give all units the same mesh."
+        )
+    return orders.pop() if orders else ()
 
 
 def _with_changes(root: nn.Module) -> Engine | None:
@@ -328,13 +348,6 @@ def _after_forward(module: nn.Module, _: Any, output: Any) -> Any:
     assert wrapped is not None
     assert wrapped.casts.outputs is not None
     return cast_tensors(output, wrapped.casts.outputs)
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name as users know it, without what wrappers add."""
-    for prefix in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(prefix, "")
-    return name
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:

@@ -12,6 +12,7 @@
     keys         dotted keys: their names in other tools, and what a bare name means
     origins      the file and line of every key of a YAML file
     overrides    `key=value` and `--name value` of a command line
+    regular      files opened by name: no pipe blocks, no device is endless
     files        a file as keys with their lines, and values
     dialects/    what other tools' keys mean here, a table each
     load         files + command line -> Resolved (a RunConfig with its origins)

@@ -32,14 +32,17 @@ def explain(resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def text_of(resolved: Resolved) -> str:
-    """The same for people: YAML with origins as comments, then a line a note."""
-    text = resolved.to_yaml()
+def text_of(resolved: Resolved, *, with_defaults: bool) -> str:
+    """The same for people: YAML with origins as comments, then one line per note."""
+    lines = resolved.to_yaml(with_defaults=with_defaults).splitlines()
     if resolved.is_without_model:
-        line = next(line for line in text.splitlines() if line.strip().startswith("name_or_path:"))
-        text = text.replace(line, f"{'  name_or_path: null':<48}  # missing: give model=FOLDER", 1)
-    notes = "".join(f"\n{note}" for note in resolved.notes)
-    return f"{text}{notes}".rstrip("\n")
+        missing = f"{'  name_or_path: null':<48}  # missing: give model=FOLDER"
+        if with_defaults:
+            at = next(i for i, line in enumerate(lines) if line.strip().startswith("name_or_path:"))
+            lines[at] = missing
+        else:
+            lines[1:1] = ["model:", missing]
+    return "\n".join([*lines, *([""] if resolved.notes else []), *map(str, resolved.notes)])
 
 
 def schema() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from fullshard.config.problems import ConfigProblems
+from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.values import parse, words_of
 
 
@@ -27,6 +27,34 @@ class Rejected(ValueError):
         super().__init__(expected)
         self.expected = expected
         self.advice = advice
+
+
+def as_json(value: object, key: str = "") -> object:
+    """A value as JSON has it: keys that are whole numbers become text.
+
+    Raises:
+        ConfigProblems: It contains something else, such as bytes.
+    """
+    expected = "text, a number, true, false, null, a list or a mapping"
+    match value:
+        case dict():
+            items = cast("dict[object, object]", value).items()
+            return {_json_key(k, key): as_json(v, join_key(key, str(k))) for k, v in items}
+        case list() | tuple():
+            return [as_json(member, key) for member in cast("list[object]", value)]
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            got = f"{type(value).__name__} {show(value)}"
+            raise ConfigProblems([Problem(key, expected, got)])
+
+
+def _json_key(name: object, key: str) -> str:
+    if isinstance(name, str):
+        return name
+    if type(name) is int:
+        return str(name)
+    raise ConfigProblems([Problem(key, "words as keys", show(name), "Put it in quotes")])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +192,8 @@ def to_text(value: object) -> object:
         raise Rejected("text")
     if not value.strip():
         raise Rejected("text that is not empty")
+    if "\0" in value:
+        raise Rejected("text without NUL characters")
     return value
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fullshard.config.origins import Entry, read_entries, syntax_problem
 from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.regular import read_regular
 from fullshard.config.values import nearest
+from fullshard.errors import FullshardError
 
 MAIN_JOB = "main_job.yaml"
 # That we ship.
@@ -72,13 +76,35 @@ def read_file(path: Path | None, default: str = MAIN_JOB) -> File:
 
 def parse_text(text: str, name: str, folder: Path = Path()) -> File:
     """The same, of a text that messages call `name`."""
-    entries = read_entries(text, name)
-    try:
-        config = OmegaConf.create(text)
-    except yaml.MarkedYAMLError as error:  # YAML whose meaning is nothing to us: a Python object
-        raise ConfigProblems([syntax_problem(error, name)]) from None
+    with readable(name):
+        entries = read_entries(text, name)
+        try:
+            config = OmegaConf.create(text)
+        except yaml.MarkedYAMLError as error:  # its meaning is nothing to us: a Python object
+            raise ConfigProblems([syntax_problem(error, name)]) from None
     assert isinstance(config, DictConfig), "read_entries has seen a mapping"
     return File(name, folder, config, entries)
+
+
+@contextmanager
+def readable(name: str) -> Generator[None]:
+    """Inside, whatever a stranger's file makes the libraries raise becomes a ConfigError.
+
+    YAML's constructors raise ValueError, KeyError or AttributeError for `!!int word`, and deeply
+    nested mappings end Python's stack.
+    """
+    try:
+        yield
+    except (FullshardError, OmegaConfBaseException, MemoryError):
+        raise
+    except RecursionError:
+        problem = Problem("", "a mapping of keys", "one that is nested too deeply", place=name)
+        raise ConfigProblems([problem]) from None
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        got = f"a value that cannot be read ({type(error).__name__}: {lines[0][:120]})"
+        problem = Problem("", "a configuration", got, "Look for tags (!!) and long numbers", name)
+        raise ConfigProblems([problem]) from error
 
 
 def _text_of(path: Path | None, default: str) -> tuple[str, str]:
@@ -88,7 +114,7 @@ def _text_of(path: Path | None, default: str) -> tuple[str, str]:
         return resource.read_text(encoding="utf-8"), default
     name = str(path)
     try:
-        return path.read_text(encoding="utf-8-sig"), name
+        return read_regular(path).decode("utf-8-sig"), name
     except FileNotFoundError:
         raise ConfigProblems([_missing(path)]) from None
     except IsADirectoryError:

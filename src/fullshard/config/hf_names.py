@@ -135,6 +135,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "no_cuda": (_DEVICES, False),
     "use_mps_device": ("Apple's GPUs are not used", False),
     "skip_memory_metrics": ("metrics.jsonl has the memory of every step",),
+    "optimizer_in_backward": ("units are updated after backward, with the same result", False),
+    "optimizer_in_bwd": ("units are updated after backward, with the same result", False),
     # ---- how the model computes ----
     "tf32": ("matrix products of float32 follow torch's own setting", False),
     "torch_compile": (_COMPILE, False),

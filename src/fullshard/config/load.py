@@ -26,7 +26,15 @@ from fullshard.config.dialects.translate import (
     translate,
 )
 from fullshard.config.environment import LaunchEnvironment
-from fullshard.config.files import MAIN_JOB, File, drop, is_below, read_file
+from fullshard.config.files import (
+    JOBS,
+    MAIN_JOB,
+    File,
+    drop,
+    is_below,
+    read_file,
+    readable,
+)
 from fullshard.config.keys import FREE, PLAIN_KEYS, canonical, derived_from, rivals_of
 from fullshard.config.origins import Entry, Index, Origin, OriginKind
 from fullshard.config.overrides import Override, parse_overrides
@@ -37,7 +45,7 @@ from fullshard.config.values import Command
 from fullshard.config.write import flatten, write_yaml
 from fullshard.errors import FullshardError
 
-_NO_MODEL = {"name_or_path": None, "config": None}
+_NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
 
 ErrorT = TypeVar("ErrorT", bound=FullshardError)
 
@@ -62,9 +70,9 @@ class Resolved:
     dialects: tuple[str, ...] = ()
     is_without_model: bool = False
 
-    def to_yaml(self) -> str:
+    def to_yaml(self, *, with_defaults: bool = True) -> str:
         """The configuration as YAML with every origin as a comment; loads to an equal one."""
-        return write_yaml(self.config, self.origins)
+        return write_yaml(self.config, self.origins, with_defaults=with_defaults)
 
     def for_ranks(self, world_size: int) -> Resolved:
         """The same with `training.train_batch_size` divided over ranks and micro-batches.
@@ -82,6 +90,11 @@ class Resolved:
         return dataclasses.replace(
             self, config=self.config.model_copy(update={"training": divided})
         )
+
+    def is_chosen(self, key: str) -> bool:
+        """Whether the user set a value; a default or a job that ships with fullshard did not."""
+        origin = self.origins.get(key)
+        return origin is not None and bool(origin.place) and origin.file not in JOBS
 
     def place_of(self, key: str) -> str:
         """`train.yaml:12`, or nothing for what nobody wrote."""
@@ -141,9 +154,21 @@ def load_config(
         ConfigError: with everything that is wrong with the input, and its places.
     """
     paths = path if isinstance(path, Sequence) else [path]
-    layers: list[Translation] = []
     last = paths[-1]
     name = last.name if isinstance(last, File) else str(last or default)
+    with readable(name):
+        return _load(paths, overrides, name, default, needs_model=needs_model)
+
+
+def _load(
+    paths: Sequence[Path | File | None],
+    overrides: Sequence[str],
+    name: str,
+    default: str,
+    *,
+    needs_model: bool,
+) -> Resolved:
+    layers: list[Translation] = []
     try:
         files = [path if isinstance(path, File) else read_file(path, default) for path in paths]
         present = [canonical(entry.key) for file in files for entry in file.entries]
@@ -156,7 +181,8 @@ def load_config(
     except OmegaConfBaseException as error:
         raise _omegaconf_problem(error, layers, name) from None
     index = Index(entries, name)
-    is_without_model = not needs_model and merged.get("model") is None
+    names = ("model", "student", "teacher")  # a student's other name; it may begin as its teacher
+    is_without_model = not needs_model and all(merged.get(name) is None for name in names)
     if is_without_model:
         merged["model"] = {"name_or_path": "MODEL"}
     problems += [problem for layer in layers for problem in layer.problems]

@@ -52,6 +52,8 @@ class Origin:
         return self.place or str(self.kind)
 
 
+MOST_BY_ALIASES = 10_000
+
 DEFAULT = Origin(OriginKind.DEFAULT)
 
 
@@ -136,6 +138,9 @@ def read_entries(text: str, file: str) -> list[Entry]:
         raise ConfigProblems(
             [Problem("", "a mapping of keys", kind, place=f"{file}:{_line(root)}")]
         )
+    if _added_by_aliases(root) > MOST_BY_ALIASES:
+        got = f"aliases that write more than {MOST_BY_ALIASES:,} values"
+        raise ConfigProblems([Problem("", "a mapping of keys", got, place=file)])
     try:
         duplicates = list(_duplicates(root, "", file))
         entries = list(_entries(root, "", file))
@@ -151,6 +156,22 @@ def _compose(text: str) -> yaml.Node | None:
     """PyYAML's tree, which knows lines; OmegaConf, which reads the values, does not keep them."""
     untyped = cast("Any", yaml)
     return untyped.compose(text, Loader=yaml.SafeLoader)
+
+
+def _added_by_aliases(root: yaml.Node) -> int:
+    """Nodes that a reader would see beyond those that are written; a few lines can mean 10^9."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # of one that contains itself
+            inner: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+            for item in inner:
+                pair: Any = item if isinstance(node, yaml.MappingNode) else (item,)
+                sizes[id(node)] += sum(map(size, pair))
+        return sizes[id(node)]
+
+    return size(root) - len(sizes)
 
 
 def _entries(mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[Entry]:

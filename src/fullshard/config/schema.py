@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
-from fullshard.config.fields import Count, Depth, Names, Number, Rejected, Text, Word
+from fullshard.config.fields import Count, Depth, Names, Number, Rejected, Text, Word, as_json
 from fullshard.config.model import Section
 from fullshard.config.moves import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
@@ -44,6 +44,10 @@ class ModelConfig(Section):
     config: dict[str, Any] | None = None
     """What config.json would hold: model_type, and what differs from that type's defaults."""
 
+    trust_remote_code: bool = False
+    """Run Python code that the model's or tokenizer's folder brings (auto_map). It can do whatever
+    you can do: read it first."""
+
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
         if (self.name_or_path is None) == (self.config is None):
@@ -54,6 +58,11 @@ class ModelConfig(Section):
             expected = "the name of an architecture, such as llama"
             raise ConfigProblems([Problem("config.model_type", expected, got)])
         return self
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _is_json(cls, value: object) -> object:
+        return as_json(value)
 
 
 class DataConfig(Section):

@@ -94,7 +94,6 @@ XLA_TRAINING = (
     NotYet("optim", _among("optim", *BY_OWNER), "Use adamw_torch or sgd, or backend: torch"),
     NotYet("ema_decay", lambda c: c.ema_decay, "Leave it out"),
     NotYet("max_skipped_steps", _any("max_skipped_steps"), "Leave it out"),
-    NotYet("optimizer_in_backward", _any("optimizer_in_backward"), "Leave it out"),
     NotYet(
         "per_device_train_batch_size",
         lambda c: "auto" if c.leaves_micro_batch else None,
@@ -152,17 +151,6 @@ def check_supported(
         if config.training.optim in BY_OWNER and config.sharding.offload is not None:
             says = f"beside optim: {config.training.optim} is not yet supported"
             problems.append(Problem("sharding.offload", "", says, "Leave one of the two out"))
-        half = config.sharding.param_dtype is DType.FLOAT16
-        if half and config.training.optimizer_in_backward:
-            advice = "Its loss is scaled, and the update would wait for the whole gradient"
-            got = "float16 with training.optimizer_in_backward"
-            problems.append(Problem("sharding.param_dtype", "bfloat16 or none", got, advice))
-        if config.sharding.ignore and config.training.optimizer_in_backward:
-            advice = "What is left out has no part in the norm that is known then"
-            got = show(list(config.sharding.ignore))
-            problems.append(
-                Problem("sharding.ignore", "[] with optimizer_in_backward", got, advice)
-            )
         problems += [] if planning else _unwritable(config.sharding.offload)
         if config.sharding.transport is Transport.FAKE and not planning:
             advice = "It moves no data between ranks: it is for plans and tests"

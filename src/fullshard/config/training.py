@@ -23,7 +23,6 @@ from fullshard.config.hf_names import INSTEAD, NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import (
-    BY_OWNER,
     IntervalStrategy,
     LrSchedule,
     Optimizer,
@@ -88,7 +87,6 @@ class TrainingConfig(Section):
     ALIASES: ClassVar[Mapping[str, str]] = {
         "max_length": "max_seq_length",  # TRL's name since 0.16
         "evaluation_strategy": "eval_strategy",  # until transformers 4.46
-        "optimizer_in_bwd": "optimizer_in_backward",  # torchtune's
     }
 
     output_dir: Text | None = None
@@ -211,27 +209,6 @@ class TrainingConfig(Section):
     """adamw_torch_fused | adamw_torch | sgd, on shards; muon (for matrices of blocks, AdamW for all
     else) | adafactor | adamw_bnb_8bit (alias adamw_8bit; needs bitsandbytes), by owners of whole
     tensors."""
-
-    optimizer_in_backward: Flag = False
-    """Update each unit right after its gradients are reduced, while backward runs (alias
-    optimizer_in_bwd). Nothing can wait for the whole gradient then: max_grad_norm must be 0, and
-    an average of the weights (ema_decay) has none to follow."""
-
-    @model_validator(mode="after")
-    def _waits_for_no_gradient(self) -> Self:
-        if self.optimizer_in_backward:
-            advice = "With optimizer_in_backward nothing waits for the whole gradient"
-            problems = [
-                Problem(key, "0", show(getattr(self, key)), advice)
-                for key in ("max_grad_norm", "max_skipped_steps", "ema_decay")
-                if getattr(self, key)
-            ]
-            if self.optim in BY_OWNER:
-                what, advice = "an optimizer that steps on shards", "Owners gather whole tensors"
-                problems.append(Problem("optim", what, show(self.optim.value), advice))
-            if problems:
-                raise ConfigProblems(problems)
-        return self
 
     @model_validator(mode="after")
     def _has_what_it_waits_for(self) -> Self:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from fullshard.config.origins import Origin
+from fullshard.config.origins import Origin, OriginKind
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
 
@@ -20,14 +20,37 @@ _INDENT = 2
 _PLAIN = re.compile(r"(?:[A-Za-z_]|\.{0,2}/)[\w./-]*", re.ASCII)
 
 
-def write_yaml(config: RunConfig, origins: Mapping[str, Origin]) -> str:
+def write_yaml(
+    config: RunConfig, origins: Mapping[str, Origin], *, with_defaults: bool = True
+) -> str:
     """The text of a run's config.yaml.
 
     Sections that nobody asked for and that have no defaults (teacher, sft ...) are left out.
     """
     values = {name: value for name, value in config.to_dict().items() if value is not None}
-    lines = ["# Every value of this run, and where it came from.", *_lines(values, "", origins)]
-    return "\n".join(lines) + "\n"
+    title = "# Every value of this run, and where it came from."
+    if not with_defaults:
+        num_values = len(flatten(values))
+        values = chosen(values, origins)
+        num_left_out = num_values - len(flatten(values))
+        title = f"# Values that were set, and where. --all adds {num_left_out} defaults."
+    return "\n".join([title, *_lines(values, "", origins)]) + "\n"
+
+
+def chosen(
+    values: Mapping[str, Any], origins: Mapping[str, Origin], prefix: str = ""
+) -> dict[str, Any]:
+    """The same values without those that are defaults, and without sections of nothing else."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = join_key(prefix, str(name))
+        if isinstance(value, dict) and value:
+            value = chosen(cast("dict[str, Any]", value), origins, key)
+            if value:
+                found[str(name)] = value
+        elif key in origins and origins[key].kind is not OriginKind.DEFAULT:
+            found[str(name)] = value
+    return found
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.format import natural
 from fullshard.doors.pickles import PartOfTensor, attributes_of
 from fullshard.doors.source import Entry
 from fullshard.errors import CheckpointError
@@ -35,6 +36,13 @@ def joined(name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequen
     Raises:
         CheckpointError: They do not fill it.
     """
+    for chunk in chunks:
+        pairs = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        if any(natural(o) + natural(s) > size for o, s, size in pairs):
+            raise CheckpointError(
+                f"{name}: expected parts inside of {shape}; got {chunk.sizes} at {chunk.offsets}. "
+                "Copy the files again."
+            )
     there = sum(math.prod(chunk.sizes) for chunk in chunks)
     if there != math.prod(shape):
         raise CheckpointError(
@@ -43,10 +51,14 @@ def joined(name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequen
         )
 
     def read() -> torch.Tensor:
-        whole = torch.empty(shape, dtype=dtype)
+        whole, filled = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
         for chunk in chunks:
             at = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[at] = chunk.read()
+            part = chunk.read()
+            if (part.dtype, tuple(part.shape)) != (dtype, chunk.sizes) or filled[at].any():
+                got = f"{part.dtype} {tuple(part.shape)}"
+                raise ValueError(f"a part of {got} at {chunk.offsets}, or two there")
+            whole[at], filled[at] = part, True
         return whole
 
     return Entry(dtype, shape, read)

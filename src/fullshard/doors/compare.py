@@ -31,7 +31,7 @@ class Row:
     """What was found out about one name.
 
     Attributes:
-        name: Of the tensor; of an optimizer's state PARAMETER/STATE.
+        name: Name of the tensor; of an optimizer's state PARAMETER/STATE.
         verdict: In short.
         max_abs: Largest absolute difference; None where nothing could be subtracted.
         about: Dtypes and shapes, where they differ.

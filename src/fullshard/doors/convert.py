@@ -32,8 +32,8 @@ class Wanted:
     """What an export shall be.
 
     Attributes:
-        format: Of the folder.
-        dtype: Of floating point tensors; None: as they are.
+        format: Format of the folder.
+        dtype: Dtype of floating point tensors; None: as they are.
         max_shard_bytes: Largest file.
     """
 
@@ -59,7 +59,7 @@ def opened(path: Path, config: Path | None) -> Generator[Source]:
     """Whatever lies at a path, with the configuration that shall go along.
 
     Args:
-        path: Of a checkpoint of any tool.
+        path: Path of a checkpoint of any tool.
         config: Folder with config.json and tokenizer; None: those that lie with it.
 
     Raises:

@@ -7,6 +7,7 @@ tensor is a file of torch.save inside a .distcp file.
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fullshard.checkpoint.format import natural
+from fullshard.config.regular import open_regular
 from fullshard.doors.chunks import Chunk, joined
-from fullshard.doors.pickles import read_listed, read_pickle
+from fullshard.doors.pickles import attributes_of, read_listed, read_pickle
 from fullshard.doors.place import check_empty, whole_or_nothing
 from fullshard.doors.source import Entry, Source
 from fullshard.doors.state_dicts import WRAPPERS, optimizer_of
@@ -30,15 +34,17 @@ METADATA = ".metadata"
 _HOME = "torch.distributed.checkpoint"
 _CLASSES = ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")
 _CLASSES += ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")
-ALLOWED = [
+RECORDS = [
     *(f"{_HOME}.metadata.{name}" for name in _CLASSES),
     f"{_HOME}.filesystem._StorageInfo",
-    "torch.Size",
-    "torch.device",
     "torch.serialization._get_layout",
     "pathlib.Path",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
+]
+PLAIN = [
+    "torch.Size",
+    "torch.device",
     "collections.OrderedDict",
     *(f"torch.{dtype}" for dtype in dir(torch) if isinstance(getattr(torch, dtype), torch.dtype)),
 ]
@@ -79,46 +85,52 @@ class _Folder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._table: Any = read_listed(folder / METADATA, ALLOWED)
+        self._table = attributes_of(read_listed(folder / METADATA, RECORDS, PLAIN))
+        self._where: dict[tuple[Any, ...], Any] = {}
+        for index, info in self._table["storage_data"].items():
+            facts = attributes_of(index)
+            self._where[_place(facts["fqn"], facts.get("offset"))] = attributes_of(info)
 
     def values(self) -> dict[tuple[Any, ...], Any]:
         """Everything by its path in the nested state dict: an Entry, or what a small file holds."""
-        paths = self._table.planner_data or {}
+        paths = self._table.get("planner_data") or {}
         found: dict[tuple[Any, ...], Any] = {}
-        for name, facts in self._table.state_dict_metadata.items():
+        for name, facts in self._table["state_dict_metadata"].items():
             path = tuple(paths.get(name) or (name,))
-            if isinstance(facts, TensorStorageMetadata):
-                found[path] = self._entry(name, facts)
+            if type(facts).__name__ == "TensorStorageMetadata":
+                found[path] = self._entry(name, attributes_of(facts))
             elif path[0] in _OPTIMIZERS:
-                found[path] = self._read(MetadataIndex(name))
+                found[path] = self._read(_place(name, None))
             else:
                 found[path] = None
         return found
 
-    def _entry(self, name: str, facts: Any) -> Entry:
-        chunks = [
-            Chunk(
-                tuple(chunk.offsets),
-                tuple(chunk.sizes),
-                partial(self._read, MetadataIndex(name, chunk.offsets)),
-            )
-            for chunk in facts.chunks
-        ]
-        return joined(name, facts.properties.dtype, tuple(facts.size), chunks)
+    def _entry(self, name: str, facts: Mapping[str, Any]) -> Entry:
+        chunks: list[Chunk] = []
+        for chunk in map(attributes_of, facts["chunks"]):
+            read = partial(self._read, _place(name, chunk["offsets"]))
+            chunks.append(Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), read))
+        properties = facts["properties"]  # their state is a tuple that begins with the dtype
+        return joined(name, properties.state[0], tuple(facts["size"]), chunks)
 
-    def _read(self, index: MetadataIndex) -> Any:
+    def _read(self, place: tuple[Any, ...]) -> Any:
         """What torch.save wrote for one chunk."""
-        where = self._table.storage_data[index]
-        if getattr(where, "transform_descriptors", None):
+        where = self._where[place]
+        if where.get("transform_descriptors"):
             raise CheckpointError(
-                f"'{self._folder}': expected plain chunks; {index.fqn} was written through "
-                f"{where.transform_descriptors}. Save it without extensions."
+                f"'{self._folder}': expected plain chunks; {place[0]} was written through "
+                f"{where['transform_descriptors']}. Save it without extensions."
             )
-        path = self._folder / Path(where.relative_path).name
-        with path.open("rb") as file:
-            file.seek(where.offset)
-            data = io.BytesIO(file.read(where.length))
-        return read_pickle(data, f"{path} ({index.fqn})")
+        path = self._folder / Path(where["relative_path"]).name
+        with os.fdopen(open_regular(path), "rb") as file:
+            file.seek(natural(where["offset"]))
+            data = io.BytesIO(file.read(natural(where["length"])))
+        return read_pickle(data, f"{path} ({place[0]})")
+
+
+def _place(name: str, offset: Any) -> tuple[Any, ...]:
+    """Under which a chunk is found."""
+    return (name, None if offset is None else tuple(offset))
 
 
 def _optimizer(values: Mapping[tuple[Any, ...], Any], tensors: Mapping[str, Entry]) -> Any:
@@ -164,7 +176,7 @@ def write_dcp(
     Args:
         source: What to write; tied parameters under each of their names, as torch does.
         folder: New or empty.
-        dtype: Of the model's floating point tensors; None: as they are.
+        dtype: Dtype of the model's floating point tensors; None: as they are.
         on_bytes: Hears how many bytes were written.
 
     Returns:
@@ -191,7 +203,11 @@ def write_dcp(
         warnings.simplefilter("ignore", UserWarning)  # "assuming ... a single process": yes
         # A file a tensor: torch's writer keeps all tensors of a file until the file is whole.
         writer = FileSystemWriter(aside, single_file_per_rank=False)
-        save(state, storage_writer=writer, planner=_Streamed(entries, on_bytes), no_dist=True)
+        try:
+            save(state, storage_writer=writer, planner=_Streamed(entries, on_bytes), no_dist=True)
+        except CheckpointException as error:  # torch's; no Exception, and hides a full disk
+            cause = next(iter(error.failures.values()))[0]
+            raise cause from error
     return left
 
 

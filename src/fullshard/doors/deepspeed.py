@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fullshard.config.regular import read_regular
 from fullshard.doors.chunks import flat
 from fullshard.doors.pickles import read_pickle
 from fullshard.doors.source import Entry, Source
@@ -31,8 +32,11 @@ _RANK = re.compile(r"(?:.*zero_pp_rank_(\d+)_)?mp_rank_(\d+)_\w+\.pt")
 def steps_folder(path: Path) -> Path | None:
     """The folder of a step's files: this one, or the one that `latest` names; None: no such."""
     latest = path / "latest"
-    if latest.is_file():
-        path = path / latest.read_text(encoding="utf-8").strip()
+    if latest.exists():
+        name = read_regular(latest, 4096).decode().strip()
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} in {latest} instead of a folder beside it")
+        path = path / name
     return path if any(path.glob(f"*mp_rank_*_{MODEL}")) else None
 
 

@@ -17,14 +17,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.checkpoint.retain import candidates, newest_complete
+from fullshard.checkpoint.format import natural
+from fullshard.checkpoint.retain import candidates, newest_told
 from fullshard.doors.deepspeed import open_deepspeed, steps_folder
 from fullshard.doors.hugging_face import companions_of, files_of, open_safetensors
 from fullshard.doors.ours import open_checkpoint
 from fullshard.doors.source import Source
 from fullshard.doors.state_dicts import RANK_FILE, open_pickled, open_rank_files
 from fullshard.engine.folder import INDEX, ONE_FILE
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, untrusted
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
@@ -45,16 +46,19 @@ def open_source(path: Path) -> Generator[Source]:
     """
     with ExitStack() as closing:
         if _is_ours(path):
-            yield closing.enter_context(open_checkpoint(newest_complete(path)))
+            yield closing.enter_context(open_checkpoint(newest_told(path)))
             return
-        source = _open_other(path, closing)
-        if not source.companions and path.is_dir():
-            folders = (path / name for name in BESIDE)
-            found = (companions_of(folder) for folder in folders if folder.is_dir())
-            source = replace(
-                source, companions=next((files for files in found if "config.json" in files), {})
-            )
-        yield source
+        with untrusted(f"'{path}'", "a checkpoint of a known tool"):
+            source = _open_other(path, closing)
+            if not source.companions and path.is_dir():
+                folders = (path / name for name in BESIDE)
+                found = (companions_of(folder) for folder in folders if folder.is_dir())
+                files = next((files for files in found if "config.json" in files), {})
+                source = replace(source, companions=files)
+            if source.step is not None:
+                natural(source.step)
+        tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
+        yield replace(source, tensors=tensors)
 
 
 def _open_other(path: Path, closing: ExitStack) -> Source:
@@ -100,6 +104,6 @@ def _open_dcp(path: Path) -> Source:
 
 def _is_ours(path: Path) -> bool:
     try:
-        return next(candidates(path), None) is not None
+        return bool(candidates(path))
     except CheckpointError:
         return False

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.files import TensorFile
+from fullshard.config.regular import read_regular
 from fullshard.doors.source import COMPANIONS, Entry, Source
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.engine.state_tensors import DTYPES, as_bytes
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, untrusted
 
 
 def open_safetensors(folder: Path, closing: ExitStack) -> Source:
@@ -37,15 +38,12 @@ def files_of(folder: Path, one: str, index: str) -> list[str]:
     """
     if not (folder / index).is_file():
         return [one]
-    try:
-        table: dict[str, Any] = json.loads((folder / index).read_text(encoding="utf-8"))
-        names = sorted(set(table["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / index}: expected an index with a weight_map; {error}. Copy it again."
-        ) from error
+    with untrusted(folder / index, "an index with a weight_map"):
+        table: Any = json.loads(read_regular(folder / index))
+        names: list[str] = sorted(set(table["weight_map"].values()))
+        strays = [name for name in names if Path(name).name != name]
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
+        if name in strays or not (folder / name).is_file():
             raise CheckpointError(
                 f"{folder / index}: expected its files beside it; {name} is not there. Copy it too."
             )
@@ -53,12 +51,25 @@ def files_of(folder: Path, one: str, index: str) -> list[str]:
 
 
 def companions_of(folder: Path) -> dict[str, bytes]:
-    """Configuration and tokenizer of a folder."""
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS)
-    }
+    """Configuration and tokenizer of a folder.
+
+    Raises:
+        CheckpointError: One is a link that leads out of the folder, and not into the blobs of a
+            Hugging Face cache: an export would publish whatever file of yours it names.
+    """
+    home = folder.resolve()
+    inside = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not any(fnmatch.fnmatch(path.name, p) for p in COMPANIONS):
+            continue
+        if path.is_symlink() and path.resolve().parent not in inside:
+            raise CheckpointError(
+                f"{path}: expected a file of this folder; it is a link to '{path.resolve()}'. "
+                "Copy the file here if it belongs to the model."
+            )
+        found[path.name] = read_regular(path)
+    return found
 
 
 def _entry(file: TensorFile, name: str) -> Entry:

@@ -55,7 +55,7 @@ def export_together(
     No rank holds more than one whole tensor. A collective.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
         source: What it holds.
         shell: A model of these tensors without storage.
         folder: Has config.json, where this rank sees it.

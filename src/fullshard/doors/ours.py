@@ -23,7 +23,7 @@ from fullshard.checkpoint.values import decode
 from fullshard.doors.place import check_empty
 from fullshard.doors.source import CHECKPOINT, COMPANIONS, Entry, OptimizerSource, Source
 from fullshard.engine.state_tensors import DTYPE_NAMES, DTYPES, as_bytes
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, untrusted
 from fullshard.loading import state_tensor
 from fullshard.saving import Values, write_files
 
@@ -36,22 +36,23 @@ def open_checkpoint(found: Found) -> Generator[Source]:
         CheckpointError: It is not complete, or its index is damaged.
     """
     with Checkpoint.open(found) as checkpoint:
-        index = checkpoint.index
-        names = index.names(Kind.MODEL)
-        companions = {
-            name: (checkpoint.text(name) or "").encode()
-            for name in checkpoint.manifest.files
-            if any(fnmatch.fnmatch(name, pattern) for pattern in COMPANIONS)
-        }
-        yield Source(
-            what=CHECKPOINT,
-            tensors={name: _entry(checkpoint, key_of(Kind.MODEL, name)) for name in names},
-            tied=index.tied,
-            optimizer=_optimizer(checkpoint),
-            companions=companions,
-            step=checkpoint.state["step"],
-            left_out=tuple(f"the extra state {name}" for name in checkpoint.state["extra"]),
-        )
+        names = checkpoint.index.names(Kind.MODEL)
+        with untrusted(f"checkpoint '{found.path}'", "what fs.save wrote"):
+            companions = {
+                name: (checkpoint.text(name) or "").encode()
+                for name in checkpoint.manifest.files
+                if any(fnmatch.fnmatch(name, pattern) for pattern in COMPANIONS)
+            }
+            source = Source(
+                what=CHECKPOINT,
+                tensors={name: _entry(checkpoint, key_of(Kind.MODEL, name)) for name in names},
+                tied=checkpoint.index.tied,
+                optimizer=_optimizer(checkpoint),
+                companions=companions,
+                step=checkpoint.state["step"],
+                left_out=tuple(f"the extra state {name}" for name in checkpoint.state["extra"]),
+            )
+        yield source
 
 
 def _entry(checkpoint: Checkpoint, key: str) -> Entry:
@@ -104,6 +105,20 @@ def write_checkpoint(source: Source, folder: Path, on_bytes: Callable[[int], Non
         CheckpointError: The folder is taken, or cannot be written.
     """
     check_empty(folder, "import")
+    with untrusted(source.what, "tensors and settings that a checkpoint can hold"):
+        pieces, texts, tied = _contents(source, on_bytes)
+    place = commit.claim(folder)
+    try:
+        commit.join(place, 0)
+        write_files((0, 1), place, pieces, commit.Documents(source.step, texts, tied), None)
+    finally:
+        commit.abandon(place)  # nothing is left of it where all went well
+
+
+def _contents(
+    source: Source, on_bytes: Callable[[int], None]
+) -> tuple[list[Piece], dict[str, str], dict[str, str]]:
+    """Tensors, further files by name, and tied names."""
     tied = {**source.tied, **equal_tensors(source)}
     entries = {
         key_of(Kind.MODEL, name): entry
@@ -129,12 +144,7 @@ def write_checkpoint(source: Source, folder: Path, on_bytes: Callable[[int], Non
     for name, data in source.companions.items():
         with suppress(UnicodeDecodeError):
             texts[name] = data.decode()
-    place = commit.claim(folder)
-    try:
-        commit.join(place, 0)
-        write_files((0, 1), place, pieces, commit.Documents(source.step, texts, tied), None)
-    finally:
-        commit.abandon(place)  # nothing is left of it where all went well
+    return pieces, texts, tied
 
 
 def equal_tensors(source: Source) -> dict[str, str]:

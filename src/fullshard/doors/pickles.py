@@ -8,16 +8,18 @@ that neither a process group nor the other tool is needed to read them.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from fullshard.errors import CheckpointError
+from fullshard.config.regular import open_regular, read_regular
+from fullshard.errors import CheckpointError, untrusted
 
 
 class Record:
@@ -116,26 +118,23 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
     Raises:
         CheckpointError: It names something that could execute code, or is no such file.
     """
-    try:
-        with _stand_ins_alone():
-            # The one place that reads pickles: weights_only builds nothing but what is listed.
-            return torch.load(  # noqa: TID251
-                file,
-                map_location="cpu",
-                weights_only=True,
-                mmap=isinstance(file, Path) and _is_zip(file),
-            )
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        raise CheckpointError(
-            f"{origin}: expected tensors, numbers and texts; it names "
-            f"{named.group(1) if named else 'something else'}, and what could execute code is not "
-            "read. Save its state_dict() alone."
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{origin}: expected a whole file of torch.save; {_first_line(error)}. Copy it again."
-        ) from error
+    with untrusted(origin, "a whole file of torch.save"):
+        try:
+            with _stand_ins_alone():
+                # The one place that reads pickles: weights_only builds nothing but what is listed.
+                return torch.load(  # noqa: TID251
+                    file,
+                    map_location="cpu",
+                    weights_only=True,
+                    mmap=isinstance(file, Path) and _is_zip(file),
+                )
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            raise CheckpointError(
+                f"{origin}: expected tensors, numbers and texts; it names "
+                f"{named.group(1) if named else 'something else'}, and what could execute code is "
+                "not read. Save its state_dict() alone."
+            ) from error
 
 
 def attributes_of(stand_in: Any) -> dict[str, Any]:
@@ -147,38 +146,43 @@ def attributes_of(stand_in: Any) -> dict[str, Any]:
 
 
 class _NamedOnly(pickle.Unpickler):
-    """Builds only what a list allows: torch's DCP has a pickle that torch.load does not read."""
+    """Builds only what a list names: torch's DCP has a pickle that torch.load does not read.
 
-    def __init__(self, file: io.BytesIO, allowed: Sequence[str]) -> None:
+    Classes of Python are never given out themselves, since a pickle can set attributes of what it
+    gets: each read has stand-ins of its own, which are gone with it.
+    """
+
+    def __init__(self, file: io.BytesIO, records: Collection[str], plain: Collection[str]) -> None:
         super().__init__(file)
-        self._allowed = allowed
+        self._records = {name: type(name.rpartition(".")[2], (Record,), {}) for name in records}
+        self._plain = plain
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is on the list."""
-        if f"{module}.{name}" not in self._allowed:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        """A stand-in, or an immutable value, if it is on a list."""
+        full = f"{module}.{name}"
+        if full in self._records:
+            return self._records[full]
+        if full not in self._plain:
+            raise pickle.UnpicklingError(f"it names {full}")
         return super().find_class(module, name)
 
 
-def read_listed(path: Path, allowed: Sequence[str]) -> Any:
-    """A plain pickle that may name what a list allows.
+def read_listed(path: Path, records: Collection[str], plain: Collection[str]) -> Any:
+    """A plain pickle that may name what two lists allow.
+
+    Args:
+        path: The file.
+        records: Classes and functions that become stand-ins (`Record`).
+        plain: Values and classes of C, which nobody can change.
 
     Raises:
         CheckpointError: It names anything else, or is damaged.
     """
-    try:
-        return _NamedOnly(io.BytesIO(path.read_bytes()), allowed).load()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(
-            f"{path}: expected torch.distributed.checkpoint's own classes and nothing that could "
-            f"execute code; {_first_line(error)}. Save it anew with a known torch."
-        ) from error
+    wanted = "torch.distributed.checkpoint's own classes and nothing that could execute code"
+    with untrusted(path, wanted, advice="Save it anew with a known torch."):
+        return _NamedOnly(io.BytesIO(read_regular(path)), records, plain).load()
 
 
 def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return file.read(4) == b"PK\x03\x04"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from fullshard.errors import untrusted
 
 CHECKPOINT = "a checkpoint"
 
@@ -22,25 +24,43 @@ class Entry:
     """A tensor that can be read.
 
     Attributes:
-        dtype: Of its elements.
+        dtype: Dtype of its elements.
         shape: Global shape.
-        read: The whole of it, on the CPU; reads anew at each call.
+        load: Gives the whole of it, on the CPU; reads anew at each call.
+        origin: File and name, for errors.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    load: Callable[[], torch.Tensor]
+    origin: str = "tensor"
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Entry:
         """A tensor that is there already, or mapped from a file."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach())
 
+    def read(self) -> torch.Tensor:
+        """The tensor: every door's tensors come through here.
+
+        Raises:
+            CheckpointError: It cannot be read, or is not what its table says.
+        """
+        wanted = f"a dense tensor of {self.dtype} and shape {self.shape}"
+        with untrusted(self.origin, wanted):
+            found = self.load()
+            if (found.dtype, tuple(found.shape)) != (self.dtype, self.shape) or (
+                found.layout is not torch.strided or found.is_quantized or found.is_meta
+            ):
+                kind = f"{found.layout} {found.dtype} {tuple(found.shape)}"
+                raise ValueError(kind + " without values" * found.is_meta)
+            return found
+
     def cast(self, dtype: torch.dtype | None) -> Entry:
         """The same in another dtype, if it is of floating point; None changes nothing."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
-        return Entry(dtype, self.shape, lambda: self.read().to(dtype))
+        return replace(self, dtype=dtype, load=lambda: self.read().to(dtype))
 
     @property
     def num_bytes(self) -> int:

@@ -56,7 +56,7 @@ def open_rank_files(folder: Path) -> Source:
         if (match := RANK_FILE.fullmatch(path.name))
     }
     world_size = next(iter(found.values()))[0]
-    if sorted(found) != list(range(world_size)):
+    if len(found) != world_size or sorted(found) != list(range(len(found))):
         raise CheckpointError(
             f"'{folder}': expected the files of {world_size} ranks; got those of "
             f"{', '.join(map(str, sorted(found)))}. Copy the others too."
@@ -83,7 +83,7 @@ def optimizer_of(
     Args:
         states: Parameter -> state -> an Entry, a tensor or a number.
         groups: Settings, with names under "params".
-        shapes: Of the model's tensors.
+        shapes: Shapes of the model's tensors.
     """
     kind = _kind_of(states, groups)
     named = {name for group in groups for name in group.get("params", ())}
@@ -119,11 +119,9 @@ def _kind_of(
 
 def _unwrapped(state: Any) -> Mapping[str, Any]:
     """The dict that holds the tensors."""
-    while isinstance(state, Mapping):
-        inner = next(
-            (state[word] for word in WRAPPERS if isinstance(state.get(word), Mapping)), None
-        )
+    for _ in WRAPPERS:  # a pickle can hold itself
+        inner = next((state[w] for w in WRAPPERS if isinstance(state.get(w), Mapping)), None)
         if inner is None:
-            return state
+            break
         state = inner
-    return {}
+    return state

@@ -27,7 +27,8 @@ from fullshard.doors.ours import piece_of
 from fullshard.doors.place import check_empty, whole_or_nothing
 from fullshard.doors.source import Entry, Source
 from fullshard.engine.folder import INDEX, ONE_FILE
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.engine.hugging_face import build_on_meta, read_config
+from fullshard.errors import CheckpointError, ConfigError, untrusted
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -39,7 +40,7 @@ class ExportSettings:
     """How a folder is written.
 
     Attributes:
-        dtype: Of floating point tensors; None: as they are.
+        dtype: Dtype of floating point tensors; None: as they are.
         max_shard_bytes: Largest file, unless one tensor is larger.
         on_bytes: Hears how many bytes were written.
         writes: Whether this process writes the file of that number; of the others it reads the
@@ -88,12 +89,13 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
 
 def write_model(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
     """Write weights into a folder that has config.json, which is told their dtype."""
-    shell = model_of(folder)
-    if shell is None:
-        named = dict(source.tensors)
-        left = ["transformers does not know this model: tensors keep their names"]
-    else:
-        named, left = as_files_have(source, shell)
+    with untrusted(folder / CONFIG, "the configuration of a model"):
+        shell = model_of(folder)
+        if shell is None:
+            named = dict(source.tensors)
+            left = ["transformers does not know this model: tensors keep their names"]
+        else:
+            named, left = as_files_have(source, shell)
     named = {name: entry.cast(settings.dtype) for name, entry in named.items()}
     complete_config(folder, shell, named)
     write_weights(named, folder, settings)
@@ -118,18 +120,15 @@ def model_of(folder: Path) -> nn.Module | None:
 
     transformers.utils.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError):
+        config = read_config(folder, CONFIG)
+        names = getattr(config, "architectures", None) or [""]
+        kind: Any = getattr(transformers, str(names[0]), None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            with torch.device("meta"):
+                return kind(config)
+        return build_on_meta(config)
+    except ConfigError:
         return None
-    names = getattr(config, "architectures", None) or [""]
-    kind: Any = getattr(transformers, names[0], None)
-    with torch.device("meta"):
-        if kind is not None:
-            return kind(config)
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:
-            return None
 
 
 def converted(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -217,7 +216,7 @@ def _once_read(entry: Entry, unread: list[str]) -> Entry:
         unread.pop(0)
         return entry.read()
 
-    return replace(entry, read=read)
+    return replace(entry, load=read)
 
 
 def split(entries: Mapping[str, Entry], max_bytes: int) -> dict[str, list[str]]:
@@ -265,7 +264,8 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
 
 def complete_config(folder: Path, shell: nn.Module | None, named: Mapping[str, Entry]) -> None:
     """config.json says the dtype that a reader loads in: the one that the weights have."""
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    with untrusted(folder / CONFIG, "the configuration of a model"):
+        config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_bytes()))
     dtypes = [entry.dtype for entry in named.values() if entry.dtype.is_floating_point]
     if dtypes:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"

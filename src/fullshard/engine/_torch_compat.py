@@ -5,7 +5,8 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,12 +88,19 @@ def unless_compiling(function: Callable[..., Any], *args: Any) -> Callable[..., 
 
 
 # What the engine does is no part of a user's dispatch modes (selective recompute counts calls).
-outside_modes = _disable_current_modes
+@contextmanager
+def outside_modes() -> Generator[None]:
+    """Outside of dispatch modes and of the transformations of torch.func."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def has_modes() -> bool:
     """Whether dispatch or function modes are on: turning them off costs five microseconds."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return bool(modes) or is_transforming()
 
 
 def replays_operations() -> bool:
@@ -184,12 +192,21 @@ def is_alive(group: Any) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
-def register_guard_types(*types: type) -> None:
-    """Let optimizers and clipping use their foreach and fused paths, as DTensor does."""
+def register_guard_types(*types: type) -> Callable[[], None]:
+    """Let optimizers and clipping use their foreach and fused paths; returns what undoes it."""
     import torch.optim.optimizer as optimizer
     from torch.utils import _foreach_utils
 
-    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        for kind in types:
-            if kind not in supported:
-                supported.append(kind)  # type: ignore[arg-type]
+    tables: list[list[Any]] = [
+        optimizer._foreach_supported_types,
+        _foreach_utils._foreach_supported_types,
+    ]
+
+    def undo() -> None:
+        for supported in tables:
+            supported[:] = [kind for kind in supported if kind not in types]
+
+    undo()
+    for supported in tables:
+        supported += types
+    return undo

@@ -11,10 +11,9 @@ import torch
 from fullshard.engine._torch_compat import has_modes, is_profiling, outside_modes
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.unit import Unit
-from fullshard.errors import EngineError
 from fullshard.planner.events import Event, EventKind, Recorder
 
-WORKS = {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL, EventKind.UPDATE}
+WORKS = {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL}
 WAITS = frozenset(EventKind) - WORKS
 
 
@@ -46,7 +45,6 @@ class Actions:
             EventKind.RELEASE: self._release,
             EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
             EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
-            EventKind.UPDATE: lambda event: gradients.update(units[event.unit]),
             EventKind.DEFER: lambda event: gradients.defer(units[event.unit]),
             EventKind.SETTLE: lambda _: gradients.settle(units),
         }
@@ -86,12 +84,6 @@ class Actions:
 
     def _gather(self, event: Event) -> None:
         unit = self._units[event.unit]
-        if unit.is_updated:
-            raise EngineError(
-                f"{unit.plan.title}: expected its weights to be read before the last of its "
-                "gradients; they are wanted again, and fs.step_in_backward has updated them. Step "
-                "after backward."
-            )
         for group in unit.groups:
             if group.plan.slot is not None:
                 key = (group.plan.slot.ring, group.plan.slot.index)

@@ -65,7 +65,7 @@ def trace_step(
 
     Args:
         model: On meta; left as it is.
-        plan: Of that model, whose units and dtypes count.
+        plan: Plan of that model, whose units and dtypes count.
         config: That it was planned with, and the recompute.
         work: Makes its inputs and computes the loss.
         ledger: Sees every operation. None: one that counts bytes alone.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,17 +22,17 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.collectives import copy_from_first, make_transport
+from fullshard.engine.collectives import Transport, copy_from_first, make_transport
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.linear import give_back_forward
 from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
-from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRecord
+from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRecord, is_guarded
 from fullshard.engine.presentation import present, shard_shape
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member
-from fullshard.planner.mesh import Mesh
+from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.slices import Slice
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
 
@@ -69,6 +70,7 @@ def cut_early(
                 index=-1,
                 is_cut=mesh.shard > 1,
                 copies=mesh.replicate,
+                holders=group.layout.holders(placement),
                 norms=_EarlyNorms(mesh, local.device),
                 before_write=_nothing,
                 gather=gather,
@@ -83,13 +85,13 @@ def reclaim(model: nn.Module) -> None:
             param.__class__ = ShardedParameter
 
 
-def share_copies(model: nn.Module, world_size: int, rank: int) -> None:
+def share_copies(model: nn.Module, world: Topology, rank: int) -> None:
     """Replicas that were cut early take the first one's values. A collective."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for param in _shards(model):
         by_copies.setdefault(param.record.copies, []).append(param.to_local())
     for copies, tensors in sorted(by_copies.items()):
-        mesh = Mesh(copies, world_size // copies)
+        mesh = Mesh(copies, world.world_size // copies, world.order)
         copy_from_first(tensors, mesh.replicate_groups(), mesh.coordinates(rank)[1])
 
 
@@ -104,9 +106,9 @@ class _EarlyNorms(GradientNorms):
         super().__init__(None, device)  # type: ignore[arg-type]
         self._mesh = mesh
 
-    def _powers(self, shards: Any, order: float) -> torch.Tensor:
-        self._transport = make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
-        return super()._powers(shards, order)
+    @cached_property
+    def transport(self) -> Transport:  # type: ignore[override]
+        return make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
 
 
 def _early_gather(
@@ -209,7 +211,7 @@ class _Kept:
         if param.record is self.record:  # no longer in the model
             return
         for key, state in states.items():
-            if isinstance(state, ShardedTensor):
+            if is_guarded(state):
                 states[key] = param.as_state(self._cut(state.to_local()).clone())
         if self.grad is not None:
             local = self._cut(self.grad)

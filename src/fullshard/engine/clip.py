@@ -10,8 +10,9 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
+from fullshard.engine.norms import total_norm
 from fullshard.engine.parameter import _Guarded
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.errors import ShardedTensorError
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -34,11 +35,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         The norm before clipping: a plain replicated scalar.
     """
     engine = engine_of(model)
-    if engine.gradients.consumed:
-        raise EngineError(
-            "fs.clip_grad_norm_: expected gradients; the backward inside of fs.step_in_backward "
-            "has used them. Its grad_norm says their norm; clipping needs a step after backward."
-        )
     groups = [group for unit in engine.units for group in unit.trained]
     with no_guard():
         shown = [m.param.grad for g in groups for m in g.members if m.param.grad is not None]
@@ -49,7 +45,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         return torch.zeros((), device=engine.device)
     norm = engine.norms.known_total(shown) if order == 2.0 else None
     if norm is None:
-        norm = engine.norms.total(shown, order)
+        norm = total_norm(shown, order)
     if apart is not None:
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -79,15 +75,14 @@ def _largest_norm(engine: Engine, grads: list[torch.Tensor], order: float) -> to
     norms = [torch.linalg.vector_norm(grad, order).double() for grad in grads]
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
     largest = torch.linalg.vector_norm(own, order).to(engine.device).view(1)
-    engine.transport.all_reduce(largest, maximum=True)
-    return largest.squeeze()
+    return engine.norms.maxima(largest, "fs.clip_grad_norm_").squeeze()
 
 
 def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of whole parameters, gradients or states together. A collective.
 
     Args:
-        params: Shards of one sharded model.
+        params: Shards, of one sharded model or several.
         norm_type: p of the p-norm; `inf` for the largest absolute value.
 
     Returns:
@@ -102,4 +97,4 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
                 "norm is torch.linalg.vector_norm."
             )
         return torch.zeros((), dtype=torch.float64)
-    return guards[0].record.norms.total(guards, norm_order(norm_type))
+    return total_norm(guards, norm_order(norm_type))

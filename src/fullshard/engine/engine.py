@@ -15,12 +15,13 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.engine._torch_compat import call_outside_compile, graph_task_id, no_guard
+from fullshard.engine._torch_compat import call_outside_compile, no_guard
 from fullshard.engine.collectives import Transport
 from fullshard.engine.cut import cut_group
 from fullshard.engine.exits import watch_exits
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
+from fullshard.engine.inventory import Inventory
 from fullshard.engine.kept import Kept, own_modules
 from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.model_spec import places_of
@@ -33,7 +34,7 @@ from fullshard.engine.ring import Rings, torch_dtype
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Group, Member, Swap, Unit
 from fullshard.errors import EngineError, ShardedTensorError
-from fullshard.planner.events import Event, EventKind, Recorder
+from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
@@ -96,6 +97,8 @@ class Engine:
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
         self._hook(model)
+        self._root = weakref.ref(model)
+        self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
         self.on_change: Callable[[nn.Module], Engine | None] = _keep
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -133,13 +136,15 @@ class Engine:
         index = {id(member): i for i, member in enumerate(trained)}
         for unit in self.units:
             for group in unit.groups:
-                for member in group.members:
+                layout = group.plan.layout
+                for member, placement in zip(group.members, layout.placements, strict=True):
                     record = ShardRecord(
                         piece=member.piece,
                         unit=unit.plan.title,
                         index=index.get(id(member), -1),
-                        is_cut=group.plan.layout.num_parts > 1,
+                        is_cut=layout.num_parts > 1,
                         copies=unit.plan.mesh.replicate,
+                        holders=layout.holders(placement),
                         norms=self.norms,
                         before_write=self.home.before_write,
                         gather=_weak_gather(self, unit, group, member),
@@ -192,14 +197,19 @@ class Engine:
         if self.unsharded:
             _refuse_training_unsharded()
             return None
-        if index == 0 and graph_task_id() == -1:
-            changed = self.on_change(module)
+        begins = self.runtime.begins_step(index)
+        if begins:
+            root = self._root()
+            assert root is not None
+            changed = self.on_change(root)
             if changed is not None:
                 return changed.begin_call(module, args, kwargs)
-        if index == 0 and not self._agreed:
-            convert_reentrant(module)  # the switch may have been turned on since fs.shard
-        self.runtime.enter(index)
-        if index == 0 and self.config.param_dtype is not None:
+            if root.training and torch.is_grad_enabled():
+                self.norms.num_forwards += self.gradients.sync is Sync.ALL
+            if not self._agreed:
+                convert_reentrant(root)  # the switch may have been turned on since fs.shard
+        self.runtime.enter(index, begins=begins)
+        if begins and self.config.param_dtype is not None:
             dtype = torch_dtype(self.config.param_dtype)
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None
@@ -208,10 +218,10 @@ class Engine:
         output = module_args_output[-1]
         if self.unsharded:
             return None
-        self.runtime.leave(index, output)
+        output = self.runtime.leave(index, output)
         if index == 0 and self.config.output_dtype is not None:
             return cast_tensors(output, torch_dtype(self.config.output_dtype))
-        return None
+        return output
 
     def _watch(self, index: int, *module_args_output: Any) -> None:
         if not self.unsharded and torch.is_grad_enabled():
@@ -237,6 +247,9 @@ class Engine:
 
     def _before_step(self) -> None:
         self.check_params()
+        root = self._root()
+        assert root is not None
+        self._inventory.check(root)
         if not torch.is_grad_enabled():
             return  # one rank alone may evaluate where nothing is gathered: no collective
         if self.runtime.step % STEPS == 1 and self.runtime.step != self._looked:
@@ -277,7 +290,7 @@ class Engine:
         seen = f"{observed.forward}{observed.backward}".encode()
         code, waits = float(zlib.crc32(seen)), float(self.runtime.awaits_backward())
         bounds = torch.tensor([code, -code, waits], dtype=torch.float64, device=self.device)
-        self.transport.all_reduce(bounds, maximum=True)
+        bounds = self.norms.all_reduce(bounds, "the order of units", maximum=True)
         if bounds[2]:  # a graph reads today's slots: ask again at the next forward
             return
         self._agreed = True

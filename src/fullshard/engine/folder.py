@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fullshard.config.regular import open_regular, read_regular
 from fullshard.engine.stored_names import StoredNames
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, untrusted
 
 _CODES = ("F4", "F6", "F8")  # dtypes of quantized tensors
 
@@ -35,8 +37,9 @@ class FolderWeights:
         self.folder = Path(folder)
         index, one = self.folder / INDEX, self.folder / ONE_FILE
         if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._files = {name: self.folder / file for name, file in names.items()}
+            with untrusted(f"weights: {index}", "an index with a weight_map", ConfigError):
+                names: dict[str, str] = json.loads(read_regular(index))["weight_map"]
+                self._files = {name: self.folder / Path(file).name for name, file in names.items()}
         elif one.is_file():
             with self._open(one) as file:
                 self._files = dict.fromkeys(file.keys(), one)
@@ -90,6 +93,21 @@ class FolderWeights:
         with self._opened(names, shape):
             pass
 
+    def check_files(self) -> None:
+        """Whether every file is there and whole, with all that the index names in it.
+
+        Raises:
+            ConfigError: One is not.
+        """
+        for file in dict.fromkeys(self._files.values()):
+            with self._open(file) as opened:
+                lacks = {name for name, at in self._files.items() if at == file} - {*opened.keys()}
+            if lacks:
+                raise ConfigError(
+                    f"weights: expected {min(lacks)} in '{file}', where {INDEX} says it is; it is "
+                    "not there. Copy or download the folder again."
+                )
+
     @contextmanager
     def _opened(self, names: Sequence[str], shape: tuple[int, ...]) -> Generator[list[Any]]:
         """The stored parts of a tensor, which must be of its shape."""
@@ -118,6 +136,7 @@ class FolderWeights:
 
     def _open(self, file: Path) -> Any:
         try:
+            os.close(open_regular(file))  # of a pipe the library would wait
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ConfigError(

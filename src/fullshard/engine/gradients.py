@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
@@ -31,7 +30,7 @@ from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.ring import torch_dtype
-from fullshard.engine.shown import Shown, Updates
+from fullshard.engine.shown import Shown
 from fullshard.engine.unit import Group, Member, Unit, expect
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.events import Sync
@@ -61,15 +60,11 @@ class Gradients:
         self.transport = transport
         self.norms = norms
         self.sync = Sync.ALL
-        self.defers = False  # inside of no_sync
         self.expects_any = False
         self.divisor = divisor
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
-        self.updates: Updates | None = None
-        self.tried: WeakSet[Any] = WeakSet()  # optimizers that may step unit by unit
-        self.consumed = False  # the last backward has updated what it had gradients of
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -77,19 +72,18 @@ class Gradients:
     @contextmanager
     def no_sync(self, sync: Sync) -> Any:
         """Inside, every backward leaves its gradients unreduced: all of them, or over replicas."""
-        before = self.sync, self.updates, self.defers
-        self.sync, self.updates, self.defers = sync, None, True
+        before = self.sync
+        self.sync = sync
         try:
             yield
         finally:
-            self.sync, self.updates, self.defers = before
+            self.sync = before
 
     # ---- during backward
 
     def begin_backward(self, units: Iterable[Unit]) -> list[int]:
         """Ask autograd which gradients will come; returns the units that get none."""
         self.norms.mark_changed()
-        self.consumed = False
         nothing, total = [], 0
         for unit in units:
             unit.left = expect(unit.trainees)
@@ -281,11 +275,6 @@ class Gradients:
         for group in unit.trained:
             group.grad_full = None
 
-    def update(self, unit: Unit) -> None:
-        """Step on the unit, inside of backward."""
-        assert self.updates is not None
-        self.updates.update(unit)
-
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
         if self._shown is None:
@@ -295,18 +284,16 @@ class Gradients:
             return
         bits = [member.touched for member in members]
         touched = torch.tensor(bits, dtype=torch.float64)
-        if self.updates is None:
-            squares = self.norms.local_squares(self._shown.plain, self._shown.records)
-        else:
-            squares = self.updates.squares(units)
+        squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([touched.to(squares.device), squares])
-        self.transport.all_reduce(vector)
+        said = {
+            "optimizer steps": self.norms.num_steps,
+            "forwards that train": self.norms.num_forwards,
+        }
+        vector = self.norms.all_reduce(vector, "backward", said)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
-        if self.updates is not None:
-            shown = self._shown.finish(self.updates, touched.tolist(), squares)
-            self.consumed = not shown
-        elif all(bits):  # nearly always; what this rank touched, one rank touched
+        if all(bits):  # nearly always; what this rank touched, one rank touched
             shown = self._shown.show_all()
         else:
             shown = self._shown.show_touched(touched.tolist())
@@ -338,7 +325,7 @@ class Gradients:
                     self._count_deferred(-group.grads.held.nbytes)
                     group.grads.held = None
                 for member in group.members:
-                    member.touched = member.expected = member.written = member.updated = False
+                    member.touched = member.expected = member.written = False
                     member.compute.grad = None
         self._slots.clear()
         self.norms.mark_changed()

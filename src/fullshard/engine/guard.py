@@ -10,12 +10,14 @@ fills are refused, which would differ from rank to rank.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from fullshard.errors import ShardedTensorError
+from fullshard.errors import NotElementwiseError, ShardedTensorError
 
 
 class Rule(Enum):
@@ -23,7 +25,8 @@ class Rule(Enum):
 
     ELEMENTWISE = auto()  # result is a shard of the same kind
     PLAIN = auto()  # metadata, or a plain result that no element of the shard went into
-    NORM = auto()  # global for gradients, refused for parameters
+    NORM = auto()  # of the whole tensor
+    NUMBER = auto()  # of the whole tensor: sum, mean, any, all ...
     MASK = auto()  # x[mask] = number treats elements one by one, any other index does not
     COMPARE = auto()  # elementwise, with a plain result: torch.testing's view of two shards
     REPLACE = auto()  # p.data = x
@@ -58,7 +61,8 @@ _has_compatible_shallow_copy_type"""
 _RANDOM = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ normal
 bernoulli rand_like randn_like randint_like multinomial poisson dropout dropout_ alpha_dropout
 feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu rrelu_ gumbel_softmax"""
-_NORMS = "norm linalg_vector_norm _foreach_norm"
+_NORMS = "norm linalg_norm linalg_vector_norm _foreach_norm"
+_NUMBERS = "sum mean max min amax amin any all count_nonzero std var"
 _ALIASES = frozenset(["data", "detach", "view", "view_as", "reshape", "contiguous"])
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
 
@@ -71,6 +75,7 @@ def _table() -> dict[str, Rule]:
     rules.update((f"__{name}__", Rule.ELEMENTWISE) for name in _OPERATORS.split())
     rules.update((name, Rule.ELEMENTWISE) for name in _FUSED.split())
     rules.update((name, Rule.NORM) for name in _NORMS.split())
+    rules.update((name, Rule.NUMBER) for name in _NUMBERS.split())
     rules.update((name, Rule.PLAIN) for name in _PLAIN.split())
     rules.update((name, Rule.RANDOM) for name in _RANDOM.split())
     rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
@@ -108,11 +113,24 @@ def is_alias(name: str) -> bool:
     return name in _ALIASES
 
 
-def writes(name: str) -> bool:
-    """Whether a function changes the elements of its first argument; `x *= 2` arrives as mul_."""
+def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """What a function is about to write among its arguments; `x *= 2` arrives as mul_."""
+    if "out" in kwargs:
+        out = kwargs["out"]
+        return out if isinstance(out, list | tuple) else (out,)
+    if not (name[-1] == "_" and _writes(name)) and not kwargs.get("inplace"):
+        return ()
+    first = args[0] if args else next(kwargs[k] for k in ("self", "input", "tensor") if k in kwargs)
+    if isinstance(first, list | tuple):  # a fused optimizer writes gradients that it unscales
+        unscaled = kwargs.get("grad_scale") is not None
+        return [*first, *(args[1] if len(args) > 1 else kwargs["grads"])] if unscaled else first
+    return (first,)
+
+
+def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__"
-    return name.endswith("_") and name not in ("detach_", "requires_grad_")
+    return name not in ("detach_", "requires_grad_")
 
 
 def norm_order(order: Any) -> float:
@@ -133,6 +151,25 @@ def norm_order(order: Any) -> float:
     return value
 
 
+_LAYERS = frozenset(
+    [
+        *(
+            "linear",
+            "bilinear",
+            "embedding",
+            "embedding_bag",
+            "prelu",
+            "conv1d",
+            "conv2d",
+            "conv3d",
+        ),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "layer_norm", "group_norm"),
+        *("rms_norm", "batch_norm", "instance_norm", "multi_head_attention_forward", "matmul"),
+        *("mm", "bmm", "addmm", "einsum", "__matmul__", "__rmatmul__"),
+    ]
+)
+
+
 def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorError:
     """The error for a function that a shard may not meet."""
     record = getattr(like, "record", None)
@@ -140,12 +177,20 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
     if rule is Rule.AUTOGRAD:
         return ShardedTensorError(
             f"{name}: expected tensors that take part in autograd; got {what} at rest. Compute "
-            "losses of parameters inside the model's forward, call backward() and read p.grad."
+            "losses of parameters inside the model's forward, call backward() and read p.grad. For "
+            "a penalty (L2, EWC) add its gradient after backward: "
+            "p.grad.add_(p.detach(), alpha=2 * weight)."
         )
     if rule is Rule.RANDOM:
         return ShardedTensorError(
             f"{name}: expected the same random numbers on every rank; got the shard of {what}, "
             "for which each rank would draw its own. Fill parameters before fs.shard."
+        )
+    if name.split(".")[-1] in _LAYERS and record is not None:
+        return ShardedTensorError(
+            f"{name}: expected a call inside the forward of unit {record.unit}; got this rank's "
+            f"shard of {what} outside of it. Call the model or the unit; or name the layer's class "
+            "in wrap=, since units may be called by themselves, in methods other than forward too."
         )
     if name in ("pickling", "storage", "untyped_storage", "data_ptr"):
         cure = "Save fs.full_state_dict(model); p.to_local() has this rank's elements alone"
@@ -153,9 +198,29 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
         cure = "Use fs.global_norm(params), which is the norm of the whole"
     else:
         cure = "Use p.full_tensor() for the whole, or p.to_local() for this rank's elements alone"
+    optimizer = _stepping()
+    if optimizer is not None:
+        return NotElementwiseError(
+            f"{optimizer}.step calls {name}: expected an elementwise optimizer, which needs no "
+            f"whole tensor; got this rank's shard of {what}. Use fs.owned(model, ...), which gives "
+            f"{optimizer} whole tensors, each on one rank; where it joins several tensors (one "
+            "rate for all), use strategy no_shard."
+        )
     return ShardedTensorError(
         f"{name}: expected a whole tensor; got this rank's shard of {what}. {cure}."
     )
+
+
+def _stepping() -> str | None:
+    """The class of the optimizer whose step is under way."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(
+            frame.f_locals.get("self"), torch.optim.Optimizer
+        ):
+            return type(frame.f_locals["self"]).__name__
+        frame = frame.f_back
+    return None
 
 
 def misfit(name: str, like: Any, got: str) -> ShardedTensorError:

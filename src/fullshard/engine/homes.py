@@ -57,9 +57,9 @@ class DeviceHomes:
 
     Attributes:
         device: Computes; slots are there.
-        parameters: Of the masters.
-        gradients: Of the reduced gradients.
-        states: Of what an optimizer makes after the parameters; None: where these are.
+        parameters: Residence of the masters.
+        gradients: Residence of the reduced gradients.
+        states: Residence of optimizer states made later; None: beside the parameters.
         lands_aside: Whether reductions land in a buffer of the device first; so they do where the
             host is the device, which takes the same way.
     """

@@ -178,8 +178,31 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
 
 def has_weights_of(model: nn.Module, folder: str | Path) -> bool:
     """Whether a Hugging Face folder has all of a model's parameters, whole or in parts."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
     files = FolderWeights(folder, getattr(model, "base_model_prefix", ""))
-    return not files.missing(list(names.values()))
+    return not files.missing([names for names, _ in _named(model)])
+
+
+def check_weights_of(model: nn.Module, folder: str | Path) -> None:
+    """Reads the headers of a folder's files.
+
+    Args:
+        model: Which shall have these weights.
+        folder: Hugging Face's.
+
+    Raises:
+        ConfigError: A file is not whole, or a tensor has another shape than the model's.
+    """
+    files = FolderWeights(folder, getattr(model, "base_model_prefix", ""))
+    files.check_files()
+    tensors = _named(model)
+    if not files.missing([names for names, _ in tensors]):  # else transformers converts the names
+        for names, shape in tensors:
+            files.check(names, shape)
+
+
+def _named(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
+    """All names of each parameter, and its shape."""
+    found: dict[int, tuple[list[str], tuple[int, ...]]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), ([], tuple(param.shape)))[0].append(name)
+    return list(found.values())

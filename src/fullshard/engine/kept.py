@@ -11,13 +11,21 @@ when a module gets another attribute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+MOST_DEEP = 8  # containers in containers
 MOST_ITEMS = 64  # of a container that is looked into: a longer one is a history
+# Holder, key, what was there, what is there now.
+Undo = list[tuple[Any, Any, Any, Any]]
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -35,7 +43,17 @@ class Kept:
 
     def values(self) -> list[Any]:
         """Tensors, and containers of at most MOST_ITEMS items, that are there now."""
-        found: list[Any] = []
+        return [table[name] for table, name in self._places()]
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Undo:
+        """Change the tensors where they are kept; says how to put them back."""
+        undo: Undo = []
+        for table, name in self._places():
+            _set(table, name, _change(table[name], change, Walk(undo=undo)), undo)
+        return undo
+
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        found: list[tuple[dict[str, Any], str]] = []
         for at, table in enumerate(self._tables):
             if len(table) != self._sizes[at]:
                 self._sizes[at] = len(table)
@@ -45,7 +63,7 @@ class Kept:
                 if isinstance(value, torch.Tensor) or (
                     isinstance(value, list | tuple | dict) and 0 < len(value) <= MOST_ITEMS
                 ):
-                    found.append(value)
+                    found.append((table, name))
         return found
 
 
@@ -62,3 +80,120 @@ def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
         if id(child) not in others:
             found += own_modules(child, others)
     return found
+
+
+@dataclass
+class Walk:
+    """One walk through an output.
+
+    Attributes:
+        seen: Ids of what was looked into.
+        undo: Where each change is noted; None: nowhere.
+        depth: How many containers deep the walk is.
+    """
+
+    seen: set[int] = field(default_factory=set[int])
+    undo: Undo | None = None
+    depth: int = 0
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of an output; see `change_tensors`."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) in (list, tuple) and all(isinstance(x, torch.Tensor) for x in value):
+        return list(value)
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    change_tensors(value, note)
+    return found
+
+
+def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An output whose tensors are changed; where they stand, except for tuples, which are new.
+
+    Looked into are tuples, lists, mappings (ModelOutput) and objects with attributes (dataclasses,
+    torch.distributions), each once, down to a depth of MOST_DEEP. A container of more than
+    MOST_ITEMS items that begins with something else than a tensor or a container is left out.
+    """
+    return _change(value, change, Walk())
+
+
+def put_back(undo: Undo) -> None:
+    """Put back what `Kept.change` changed, where it still stands."""
+    for holder, key, was, now in reversed(undo):
+        if _get(holder, key) is now:
+            _set(holder, key, was, None)
+
+
+def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Walk) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if value is None or isinstance(value, _LEAVES) or id(value) in walk.seen:
+        return value
+    if walk.depth == MOST_DEEP or _is_long(value):
+        return value
+    walk.seen.add(id(value))
+    walk.depth += 1
+    try:
+        if isinstance(value, tuple):
+            items = [_change(item, change, walk) for item in value]
+            if all(map(is_, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
+        for key, item in _items(value):
+            changed = _change(item, change, walk)
+            if changed is not item:
+                _set(value, key, changed, walk.undo)
+    finally:
+        walk.depth -= 1
+    return value
+
+
+def _is_long(value: Any) -> bool:
+    if not isinstance(value, list | tuple | dict) or len(value) <= MOST_ITEMS:
+        return False
+    first = next(iter(value.values() if isinstance(value, dict) else value))
+    return not isinstance(first, torch.Tensor | list | tuple | dict)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a list, a mapping or an object; no property is asked."""
+    if isinstance(value, list):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    found = dict(getattr(value, "__dict__", None) or {})
+    for name in getattr(value, "__dataclass_fields__", ()):  # with slots
+        if name not in found and hasattr(value, name):
+            found[name] = getattr(value, name)
+    return list(found.items())
+
+
+def _get(holder: Any, key: Any) -> Any:
+    if isinstance(holder, list):
+        return holder[key] if key < len(holder) else None
+    return holder.get(key) if isinstance(holder, dict) else getattr(holder, key, None)
+
+
+def _set(holder: Any, key: Any, value: Any, undo: Undo | None) -> None:
+    was = _get(holder, key)
+    if was is value:
+        return
+    if undo is not None:
+        undo.append((holder, key, was, value))
+    if isinstance(holder, list | dict):
+        holder[key] = value
+    else:
+        object.__setattr__(holder, key, value)  # also of a frozen dataclass
+
+
+_LEAVES = (
+    *(str, int, float, complex, bytes, type, torch.dtype, torch.device, torch.Generator),
+    *(nn.Module, FunctionType, BuiltinFunctionType, MethodType, ModuleType, logging.Logger),
+    *weakref.ProxyTypes,
+)

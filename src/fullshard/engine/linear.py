@@ -85,8 +85,8 @@ def pretend_to_write(
 
     Args:
         model: Not sharded.
-        dtypes: Of the slots for gradients, by parameter.
-        told: Of gy and x whose product would be written.
+        dtypes: Dtypes of the slots for gradients, by parameter.
+        told: Called with gy and x whose product would be written.
     """
     for path, module in model.named_modules():
         dtype = dtypes.get(f"{path}.weight" if path else "weight")

@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard.config.values import DType
 from fullshard.engine._torch_compat import saved_buffers
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec, check_globs, matches
@@ -152,5 +153,4 @@ def meta_model(config: Any) -> nn.Module:
             "model: expected a torch module, a transformers configuration or a mapping with "
             f"model_type; got {type(config).__name__}."
         )
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+    return build_on_meta(config)

@@ -8,16 +8,54 @@ hang. An in-place change of any gradient makes the next norm a collective again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, no_guard
+from fullshard.engine.alike import Alike
 from fullshard.engine.collectives import Transport
+from fullshard.planner.slices import clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardRecord
+
+
+_FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # what they say of finite numbers
+_SQUARED = {"square": (), "pow": (2,), "__pow__": (2,)}  # with these further arguments
+TOLD_BY_SQUARES = {*_FINITE, *_SQUARED}  # functions of a gradient
+
+
+@dataclass(frozen=True)
+class Known:
+    """What cached norms know of a function of a gradient, without asking other ranks.
+
+    Attributes:
+        name: The function.
+        squares: (num_params,), as they were when it was called.
+        record: The gradient's record.
+    """
+
+    name: str
+    squares: torch.Tensor
+    record: ShardRecord
+
+    def answer(self, reduction: str) -> torch.Tensor | None:
+        """Its sum, mean, any or all; None where the norms do not tell."""
+        square = self.squares[self.record.index]
+        if self.name in _SQUARED:
+            count = math.prod(self.record.piece.shape)
+            return {"sum": square, "mean": square / count}.get(reduction)
+        if reduction in ("any", "all") and square.isfinite():
+            return torch.tensor(_FINITE[self.name])
+        if (self.name, reduction) == ("isnan", "any"):
+            return square.isnan()  # infinities, and sums beyond the largest number, are none
+        if (self.name, reduction) == ("isfinite", "all") and square.isnan():
+            return torch.tensor(data=False)
+        return None
 
 
 class GradientNorms:
@@ -29,8 +67,10 @@ class GradientNorms:
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport = transport
+        self._transport, self._alike = transport, Alike()
         self._device = device
+        self.num_steps = 0  # of optimizers that hold any of the model's shards
+        self.num_forwards = 0  # that train, and whose gradients are not deferred
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
 
@@ -45,12 +85,34 @@ class GradientNorms:
 
     def note_write(self, gradient: Any) -> None:
         """A function writes into a gradient, or into what was made of one."""
-        if self._knows(gradient):
+        if self._squares is not None and self._knows(gradient):
             self.mark_changed()
 
     def _knows(self, gradient: Any) -> bool:
         """Whether a gradient is one of those kept, or an alias of one (`p.grad.data`)."""
-        return id(getattr(gradient, "alias_of", gradient)) in self._shown
+        source = gradient.alias_of
+        return id(gradient if source is None else source) in self._shown
+
+    def known_of(self, gradient: Any, name: str, others: Sequence[Any]) -> Known | None:
+        """What is known of `isnan(gradient)` and the like.
+
+        Args:
+            gradient: Went in.
+            name: The function.
+            others: Its further arguments.
+        """
+        if self._squares is None or not self._knows(gradient):
+            return None
+        if any(isinstance(other, torch.Tensor) for other in others):
+            return None
+        if tuple(others) != _SQUARED.get(name, ()):
+            return None
+        return Known(name, self._squares, gradient.record)
+
+    @property
+    def transport(self) -> Transport:
+        """Sums over ranks."""
+        return self._transport
 
     def mark_changed(self) -> None:
         """A gradient was changed in place, or a backward is under way."""
@@ -69,18 +131,61 @@ class GradientNorms:
         if order == 2.0 and self._squares is not None and all(map(self._knows, gradients)):
             found = self._squares[[g.record.index for g in gradients]].sqrt()
         else:
-            found = self._collect(gradients, order)
+            powers = self.powers(gradients, order)
+            found = powers if order == math.inf else powers ** (1.0 / order)
         with no_guard():
             return [norm.to(g) for norm, g in zip(found.unbind(), gradients, strict=True)]
 
-    def total(self, shards: Sequence[Any], order: float) -> torch.Tensor:
-        """The norm of all shards together, a plain float64 scalar. A collective.
+    def reduce(self, shard: Any, name: str) -> torch.Tensor:
+        """A number of the whole tensor, a plain scalar: float64 or int64. A collective.
 
         Args:
-            shards: Parameters, gradients or states of one model.
-            order: p of the p-norm; `inf` for the largest absolute value.
+            shard: This rank's part of the tensor.
+            name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
         """
-        return _join(self._powers(shards, order), order)
+        local, piece = shard.to_local(), shard.record.piece
+        count, asked = math.prod(piece.shape), f"{name} of {clean_name(piece.name)!r}"
+        if name in ("max", "amax"):
+            return self._largest(local, asked)
+        if name in ("min", "amin"):
+            return -self._largest(-local, asked)
+        if name in ("any", "all", "count_nonzero"):
+            found = self._sum((local != 0).double(), shard, asked)
+            return found if name == "count_nonzero" else found > (0 if name == "any" else count - 1)
+        local = local.double()
+        total = self._sum(local, shard, asked)
+        if name in ("std", "var"):
+            total = self._sum((local - total / count) ** 2, shard, asked) / max(count - 1, 0)
+            return total.sqrt() if name == "std" else total
+        return total if name == "sum" else total / count
+
+    def _sum(self, local: torch.Tensor, shard: Any, asked: str) -> torch.Tensor:
+        own = local.sum() / shard.record.copies
+        return self.all_reduce(own.view(1).to(self._device), asked)[0]
+
+    def _largest(self, local: torch.Tensor, asked: str) -> torch.Tensor:
+        """NaN where there is one anywhere: the largest number of all ranks would not tell."""
+        lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=local.device)
+        own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self._device)
+        return self.maxima(own.view(1), asked)[0]
+
+    def maxima(self, values: torch.Tensor, asked: str) -> torch.Tensor:
+        """(n,): the largest of all ranks' values, float64; NaN where a rank has one."""
+        nan = values.isnan()
+        both = torch.cat([values.masked_fill(nan, -math.inf), nan.to(values)])
+        largest, nan = self.all_reduce(both, asked, maximum=True).chunk(2)
+        return largest.masked_fill(nan > 0, math.nan)
+
+    def all_reduce(
+        self,
+        values: torch.Tensor,
+        asked: str,
+        said: Mapping[str, int] | None = None,
+        *,
+        maximum: bool = False,
+    ) -> torch.Tensor:
+        """See `Alike.all_reduce`."""
+        return self._alike.all_reduce(self.transport, values, asked, said, maximum=maximum)
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
@@ -89,7 +194,7 @@ class GradientNorms:
 
         Args:
             tensors: Plain local parts.
-            records: Of the shards that they are.
+            records: Records of the shards that they are.
         """
         squares = local_powers(tensors, 2.0, self._device)
         if any(record.copies > 1 for record in records):
@@ -104,25 +209,18 @@ class GradientNorms:
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
         """One rank's infinity is every rank's: all take the same step or none."""
-        shared = found_inf.to(self._device)
-        self._transport.all_reduce(shared, maximum=True)
-        found_inf.copy_(shared)
+        shared = found_inf.view(1).to(self._device)
+        found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
-    def _collect(self, gradients: Sequence[Any], order: float) -> torch.Tensor:
-        powers = self._powers(gradients, order)
-        return powers if order == float("inf") else powers ** (1.0 / order)
-
-    def _powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
-        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf."""
+    def powers(self, shards: Sequence[Any], order: float) -> torch.Tensor:
+        """(len(shards),): sums of |x|^order over all ranks, or maxima for inf. A collective."""
         powers = local_powers([shard.to_local() for shard in shards], order, self._device)
         if not any(shard.record.is_cut for shard in shards):
             return powers  # every rank knows them by itself
-        if order == float("inf"):
-            self._transport.all_reduce(powers, maximum=True)
-        else:
-            powers = powers / self._copies([shard.record for shard in shards])
-            self._transport.all_reduce(powers)
-        return powers
+        asked = f"norm of {clean_name(shards[0].record.piece.name)!r}"
+        if order == math.inf:
+            return self.maxima(powers, asked)
+        return self.all_reduce(powers / self._copies([s.record for s in shards]), asked)
 
     def _copies(self, records: Sequence[ShardRecord]) -> torch.Tensor:
         """Ranks that hold the same elements count them several times."""
@@ -141,14 +239,35 @@ def local_powers(
         if len({(norm.dtype, norm.device) for norm in norms}) > 1:
             norms = [norm.to(device, torch.float64) for norm in norms]
         values = torch.stack(norms).to(device, torch.float64)
-        values = values if order == float("inf") else values**order
+        values = values if order == math.inf else values**order
         if len(filled) == len(tensors):
             return values
         powers[filled] = values
     return powers
 
 
-def _join(powers: torch.Tensor, order: float) -> torch.Tensor:
-    if order == float("inf"):
+def by_model(shards: Iterable[Any]) -> dict[GradientNorms, list[Any]]:
+    """The shards of each model, in order."""
+    found: dict[GradientNorms, list[Any]] = {}
+    for shard in shards:
+        found.setdefault(shard.record.norms, []).append(shard)
+    return found
+
+
+def norms_of(shards: Sequence[Any], order: float) -> list[torch.Tensor]:
+    """The norm of each whole tensor, of one model or several."""
+    found = {
+        id(shard): norm
+        for norms, ours in by_model(shards).items()
+        for shard, norm in zip(ours, norms.of(ours, order), strict=True)
+    }
+    return [found[id(shard)] for shard in shards]
+
+
+def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
+    """The norm of all shards together, a plain float64 scalar. A collective."""
+    parts = [norms.powers(ours, order) for norms, ours in by_model(shards).items()]
+    powers = torch.cat([part.to(parts[0].device) for part in parts])
+    if order == math.inf:
         return powers.max() if powers.numel() else powers.sum()
     return powers.sum() ** (1.0 / order)

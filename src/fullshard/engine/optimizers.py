@@ -3,16 +3,20 @@
 [Note: the probe]
 An optimizer is right on shards if it treats elements one by one. Nothing in its class says so, but
 it can be asked: three steps on a small tensor and on its two halves give the same values exactly
-when elements do not mix. Each class is asked once for its settings, at its first step.
+when elements do not mix. Each class is asked once for each structure of its settings (which are on,
+off, zero or none), at its first step; a schedule that only moves numbers asks nothing again.
 
 [Note: states that were made whole]
 Some optimizers make their states when they are built (Adagrad), and a state dict may come from an
 unsharded run. States of a parameter's global shape are cut at the next step, as the parameter was.
+What is a shard already stays one, whatever its class. Of a parameter of one element a state and a
+count look alike: the probe has seen which states have an element for each of the parameter's.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +24,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fullshard.engine._torch_compat import register_guard_types
 from fullshard.engine.engine import Engine
-from fullshard.engine.parameter import ShardedParameter, ShardedTensor
+from fullshard.engine.parameter import (
+    ShardedGradient,
+    ShardedParameter,
+    ShardedTensor,
+    is_guarded,
+)
 from fullshard.errors import EngineError, NotElementwiseError
 
 PROBE_SHAPE = (6, 4)
@@ -40,7 +50,9 @@ class _Watch:
         self._alive = 0
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._handle: Any = None
+        self._forget_types: Callable[[], None] = lambda: None
         self._passed: set[Any] = set()
+        self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.trusted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.tells: list[Callable[[torch.optim.Optimizer], None]] = []
@@ -54,41 +66,78 @@ class _Watch:
         weakref.finalize(owner, self._release).atexit = False
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
+            self._forget_types = register_guard_types(
+                ShardedParameter, ShardedGradient, ShardedTensor
+            )
 
     def _release(self) -> None:
         self._alive -= 1
         if self._alive == 0 and self._handle is not None:
             self._handle.remove()
             self._handle = None
+            self._passed.clear()
+            self._sliced.clear()
+            self._forget_types()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for norms in self.look(optimizer):
+            norms.num_steps += 1
+
+    def look(self, optimizer: torch.optim.Optimizer) -> set[Any]:
+        """Refuse what would be wrong; returns the models whose shards it holds."""
+        models: set[Any] = set()
+        trusted = optimizer in self.trusted
         for group in optimizer.param_groups:
             _refuse_unsharded(optimizer, group["params"])
-            if optimizer in self.trusted:
-                continue
-            cut = [p for p in group["params"] if isinstance(p, ShardedParameter) and is_cut(p)]
-            if cut:
-                self._probe_once(optimizer, group)
-        if optimizer not in self._cut and optimizer not in self.trusted:
+            shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
+            models.update(p.record.norms for p in shards)
+            first = None if trusted else next(filter(is_cut, shards), None)
+            if first is not None:
+                self._probe_once(optimizer, group, first.device)
+        if optimizer not in self._cut and not trusted:
             self._cut.add(optimizer)
-            cut_states(optimizer)
-            optimizer.register_load_state_dict_post_hook(cut_states)
+            self._cut_states(optimizer)
+            optimizer.register_load_state_dict_post_hook(self._cut_states)
             for tell in self.tells:
                 tell(optimizer)
+        return models
+
+    def _cut_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut states of whole parameters. See [Note: states that were made whole]."""
+        sliced = self._sliced.get(type(optimizer), set())
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            states = optimizer.state.get(param, {})
+            if isinstance(param, ShardedParameter) and is_cut(param):
+                for key, value in states.items():
+                    if isinstance(value, torch.Tensor) and not is_guarded(value):
+                        states[key] = _cut_state(param, value, sliced=key in sliced)
 
     def states(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Each parameter and its states, of all optimizers that have stepped on shards."""
         for optimizer in self._cut:
             yield from optimizer.state.items()
 
-    def _probe_once(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    def _probe_once(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+    ) -> None:
+        kind = type(optimizer)
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
-        key = (type(optimizer), repr(sorted(numbers.items(), key=lambda item: item[0])))
+        key = (kind, device.type, *((k, _structure(v)) for k, v in numbers.items()))
         if key not in self._passed:
             rate = {"lr": PROBE_RATE} if settings.get("lr") is not None else {}
-            probe(type(optimizer), {**settings, **rate})
+            sliced = probe(kind, {**settings, **rate}, device)
+            self._sliced.setdefault(kind, set()).update(sliced)
             self._passed.add(key)
+
+
+def _structure(value: Any) -> Any:
+    """What of a setting may decide how an optimizer works: of a number whether it is zero."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_structure, value))
+    if value is None or isinstance(value, bool | str):
+        return value
+    return value != 0 if isinstance(value, int | float) else type(value)
 
 
 _WATCH = _Watch()
@@ -109,7 +158,7 @@ def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None], owner: objec
 
     Args:
         tell: Called with it.
-        owner: Of these shards; as long as it lives, optimizers are listened to.
+        owner: Holder of these shards; optimizers are watched as long as it lives.
     """
     if tell not in _WATCH.tells:
         _WATCH.tells.append(tell)
@@ -118,7 +167,7 @@ def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None], owner: objec
 
 def look_at(optimizer: torch.optim.Optimizer) -> None:
     """What is done before its first step on shards, while its groups hold all of them."""
-    _WATCH._before_step(optimizer)
+    _WATCH.look(optimizer)
 
 
 def watch_optimizers(engine: Engine) -> None:
@@ -138,22 +187,21 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> No
             )
 
 
-def cut_states(optimizer: torch.optim.Optimizer) -> None:
-    """Cut states of whole parameters. See [Note: states that were made whole]."""
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        states = optimizer.state.get(param, {})
-        if isinstance(param, ShardedParameter) and is_cut(param):
-            piece = param.record.piece
-            for key, value in states.items():
-                if _is_whole(key, value, tuple(piece.shape)):
-                    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-                    local = value.reshape(-1)[piece.start : piece.stop].clone()
-                    states[key] = param.as_state(local)
+def _cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> torch.Tensor:
+    """A plain state as this rank has it; every rank decides alike.
 
-
-def _is_whole(key: str, value: Any, shape: tuple[int, ...]) -> bool:
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
-    return plain and tuple(value.shape) == shape and not (shape == () and key == "step")
+    Args:
+        param: Its parameter.
+        value: The state: whole, of this rank's elements already, or of other elements.
+        sliced: Whether such states are known to have an element for each of the parameter's.
+    """
+    piece = param.record.piece
+    if not sliced and math.prod(piece.shape) == 1:
+        return value
+    if tuple(value.shape) == tuple(piece.shape):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore
+        return param.as_state(value.reshape(-1)[piece.start : piece.stop].clone())
+    return param.as_state(value) if value.shape == param.shape else value
 
 
 def is_cut(param: ShardedParameter) -> bool:
@@ -161,24 +209,28 @@ def is_cut(param: ShardedParameter) -> bool:
     return param.record.is_cut
 
 
-def probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    """Step on a tensor and on its halves.
+def probe(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], device: torch.device
+) -> set[str]:
+    """Step on a tensor and on its halves; returns the states that have its elements.
+
+    Args:
+        kind: The class.
+        settings: Settings of one parameter group.
+        device: The parameters' device; fused and capturable steps exist on some devices only.
 
     Raises:
         NotElementwiseError: The results differ, or the class cannot be tried.
     """
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64)
-    gradients = [
-        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64)
-        for _ in range(PROBE_STEPS)
+    drawn = [
+        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64).to(device)
+        for _ in range(1 + PROBE_STEPS)
     ]
     half = PROBE_SHAPE[0] // 2
     try:
-        whole = _run(kind, settings, [start], [[g] for g in gradients])
-        halves = _run(
-            kind, settings, list(start.split(half)), [list(g.split(half)) for g in gradients]
-        )
+        whole, states = _run(kind, settings, [[tensor] for tensor in drawn])
+        halves, _ = _run(kind, settings, [list(tensor.split(half)) for tensor in drawn])
     except Exception as error:
         raise NotElementwiseError(
             f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to see "
@@ -192,21 +244,22 @@ def probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
             "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard, where nothing is cut. "
             f"fs.owned(model, {kind.__name__}) gives each whole tensor to one rank."
         )
+    return states
 
 
 def _run(
-    kind: type[torch.optim.Optimizer],
-    settings: dict[str, Any],
-    start: list[torch.Tensor],
-    gradients: list[list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    params = [torch.nn.Parameter(piece.clone()) for piece in start]
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], drawn: list[list[torch.Tensor]]
+) -> tuple[list[torch.Tensor], set[str]]:
+    """Steps from drawn values with drawn gradients; the values, and states of their shapes."""
+    params = [torch.nn.Parameter(piece.clone()) for piece in drawn[0]]
     optimizer = _like(kind, settings, params)
-    for step in gradients:
+    for step in drawn[1:]:
         for param, gradient in zip(params, step, strict=True):
             param.grad = gradient.clone()
         optimizer.step()
-    return [param.detach() for param in params]
+    states = optimizer.state[params[0]].items()
+    sliced = {k for k, x in states if isinstance(x, torch.Tensor) and x.shape == params[0].shape}
+    return [param.detach() for param in params], sliced
 
 
 def _like(
@@ -217,63 +270,6 @@ def _like(
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     taken = {k: _plain(v) for k, v in settings.items() if takes_any or k in known}
     return kind([{"params": params, **_plain_all(settings)}], **taken)
-
-
-def steps_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer may be told of some parameters now and of others later in a step.
-
-    It is tried on two tensors, with all of its groups' settings: its groups hold both at once, or
-    one after the other. What it writes and what it keeps in its groups, on itself and in states of
-    no tensor must be the same bits.
-
-    Raises:
-        EngineError: It cannot be tried.
-    """
-    kind, generator = type(optimizer), torch.Generator().manual_seed(0)
-    drawn = [
-        [torch.randn(shape, generator=generator) for shape in TURN_SHAPES[:2]]
-        for _ in range(1 + PROBE_STEPS)
-    ]
-    for group in optimizer.param_groups:
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        if settings.get("lr") is not None:
-            settings["lr"] = PROBE_RATE
-        try:
-            together, apart = (_told(kind, settings, drawn, turns) for turns in _TOLD)
-        except Exception as error:
-            raise EngineError(
-                f"{kind.__name__}: expected an optimizer that can be tried on two small tensors, "
-                f"one after the other; it raised {type(error).__name__}: {error}."
-            ) from error
-        same = all(map(torch.equal, together[0], apart[0])) and together[1] == apart[1]
-        if not same:
-            return False
-    return True
-
-
-_TOLD = (((0, 1),), ((0,), (1,)))  # which tensors the groups hold, call by call
-
-
-def _told(
-    kind: type[torch.optim.Optimizer],
-    settings: dict[str, Any],
-    drawn: list[list[torch.Tensor]],
-    turns: tuple[tuple[int, ...], ...],
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Steps of which each is taken turn by turn; the tensors, and what the group says then."""
-    params = [torch.nn.Parameter(tensor.clone()) for tensor in drawn[0]]
-    optimizer = _like(kind, settings, params)
-    (group,) = optimizer.param_groups
-    for gradients in drawn[1:]:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient.clone()
-        for turn in turns:
-            group["params"] = [params[index] for index in turn]
-            optimizer.step()
-    said = {key: _plain(value) for key, value in group.items() if key != "params"}
-    counts = {key: n for key, n in vars(optimizer).items() if isinstance(n, int | float)}
-    common = {key: x for key, x in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return [p.detach() for p in params], {**said, "counts": counts, "common": repr(common)}
 
 
 def check_by_itself(
@@ -333,7 +329,7 @@ def _in_turns(
 
     Args:
         factory: Makes the optimizer.
-        settings: Of its group.
+        settings: Settings of its group.
         drawn: Values, then gradients of each step.
         turns: Which tensors have gradients in a call.
         seen_later: Whether values are there only after it was made.

@@ -95,7 +95,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
     Args:
         model: Sharded.
         factory: Makes the optimizer of groups of whole parameters.
-        groups: Of the model's parameters.
+        groups: Groups of the model's parameters.
         beside: Steps with it, on the shards of other parameters.
     """
 
@@ -239,8 +239,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         engine = self._engine
         if engine.plan.mesh.world_size > 1:
             flag = torch.tensor([float(error is not None)], device=engine.device)
-            engine.transport.all_reduce(flag, maximum=True)
-            if not flag.item():
+            if not engine.norms.all_reduce(flag, "fs.owned", maximum=True).item():
                 return
         elif error is None:
             return
@@ -290,7 +289,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
         code = float(zlib.crc32(there))
         bounds = torch.tensor([code, -code], dtype=torch.float64, device=engine.device)
-        engine.transport.all_reduce(bounds, maximum=True)
+        bounds = engine.norms.all_reduce(bounds, "fs.owned step", maximum=True)
         if bounds[0] != -bounds[1]:
             raise EngineError(
                 "fs.owned: expected gradients of the same parameters on every rank; they differ. "

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import EngineError
+from fullshard.planner.slices import clean_name
 
 Groups = list[dict[str, Any]]
 
@@ -77,7 +78,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def name_of(param: Any) -> str:
     """How errors speak of a parameter."""
     record = getattr(param, "record", None)
-    return repr(record.piece.name) if record is not None else f"one of shape {tuple(param.shape)}"
+    return (
+        repr(clean_name(record.piece.name))
+        if record is not None
+        else f"one of shape {tuple(param.shape)}"
+    )
 
 
 def _lists(groups: Groups) -> list[tuple[int, list[int]]]:

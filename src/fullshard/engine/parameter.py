@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_not
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +32,15 @@ from fullshard.engine.guard import (
     norm_order,
     refusal,
     rule_of,
-    writes,
+    written_by,
 )
+from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.errors import ShardedTensorError
-from fullshard.planner.slices import Slice
+from fullshard.planner.slices import Slice, clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.homes import Residence
-    from fullshard.engine.norms import GradientNorms
+    from fullshard.engine.norms import GradientNorms, Known
 
 
 @dataclass(eq=False, slots=True)
@@ -50,11 +53,13 @@ class ShardRecord:
         index: Place among the model's trained parameters, for cached norms.
         is_cut: Whether some rank holds only a part of the parameter.
         copies: Ranks that hold the same elements.
+        holders: Which part holds which range of the parameter: the same on every rank.
         norms: Global norms of the model's gradients.
         before_write: Returns when no other rank reads these elements.
         gather: Collective: the full tensor of (n_local,) plain elements.
         post_accumulate: The user's hooks, called when the reduced gradient is there.
         states: Where optimizer states that are made after a parameter live; None: beside it.
+        compute: Gives what forward sees, where it is the whole parameter in the same memory.
     """
 
     piece: Slice
@@ -62,22 +67,35 @@ class ShardRecord:
     index: int
     is_cut: bool
     copies: int
+    holders: Sequence[tuple[int, int, int]]
     norms: GradientNorms
     before_write: Callable[[], None]
     gather: Callable[[torch.Tensor], torch.Tensor]
     post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
     states: Residence | None = None
+    compute: Callable[[], nn.Parameter] | None = None
+
+    def is_cut_like(self, other: ShardRecord) -> bool:
+        """Whether every rank holds the same elements of both; all ranks find the same."""
+        one, two = self.piece, other.piece
+        return (
+            one.shape == two.shape and self.copies == other.copies and self.holders == other.holders
+        )
 
     def describe(self) -> str:
         """Name, global shape and range."""
         p = self.piece
-        return f"{p.name!r}, global shape {tuple(p.shape)}, elements [{p.start}, {p.stop})"
+        return (
+            f"{clean_name(p.name)!r}, global shape {tuple(p.shape)}, elements [{p.start}, {p.stop})"
+        )
 
 
 class _Guarded:
     """`__torch_function__` of all shards. See [Note: the guard]."""
 
     record: ShardRecord
+    alias_of: Any = None  # the shard whose memory this is: `p.data`, `p.view(-1)`
+    known: Known | None = None  # what the cached norms say of this mask or square
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,17 +104,21 @@ class _Guarded:
         if rule is Rule.PLAIN:
             with no_guard():
                 return func(*args, **kwargs)
-        like = _find_shard((*args, *kwargs.values()) if kwargs else args)
+        operands = (*args, *kwargs.values()) if kwargs else args
+        like = _find_shard(operands)
         if rule is Rule.ELEMENTWISE and like is not None:  # nearly always
             return _elementwise(func, name, like, args, kwargs)
         if rule is Rule.MASK and not _is_mask(args):
             rule, name = Rule.REFUSED, "indexing"
         if like is None or rule in (Rule.RANDOM, Rule.AUTOGRAD):
             raise refusal(name, like, rule)
-        if rule in (Rule.REFUSED, Rule.NORM) and not like.record.is_cut:
-            return _call_on_whole(func, name, (args, kwargs), like)
-        if rule is Rule.NORM:
-            return _norm(name, like, args, kwargs)
+        if rule in (Rule.REFUSED, Rule.NORM, Rule.NUMBER):
+            shards = shards_in(operands)
+            like = next((shard for shard in shards if shard.record.is_cut), None)
+            if like is None:
+                if rule is Rule.REFUSED:
+                    _note_writes(shards)  # it may write any of them, or give a view of one
+                return _call_on_whole(func, name, (args, kwargs), shards[0], rule)
         if rule is Rule.REFUSED:
             raise refusal(name, like)
         return _SPECIAL[rule](func, name, like, args, kwargs)
@@ -182,9 +204,10 @@ class ShardedParameter(_Guarded, nn.Parameter):
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:  # noqa: ARG002 torch's
         """Refused: it would see an unreduced gradient of one rank."""
+        name = clean_name(self.record.piece.name)
         raise ShardedTensorError(
-            f"register_hook on {self.record.piece.name!r}: expected a hook that needs one rank's "
-            "unreduced gradient nowhere. Use register_post_accumulate_grad_hook, which is called "
+            f"register_hook on {name!r}: expected a hook that needs one rank's unreduced gradient "
+            "nowhere. Use register_post_accumulate_grad_hook, which is called "
             "with the reduced gradient."
         )
 
@@ -205,15 +228,81 @@ def _find_shard(values: Any) -> Any:
     return None
 
 
-def _call_on_whole(func: Any, name: str, arguments: Any, like: Any) -> Any:
+def shards_in(values: Any) -> list[Any]:
+    """All shards among values, in lists and tuples too."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, _Guarded):
+            found.append(value)
+        elif isinstance(value, _LISTS):
+            found += shards_in(value)
+    return found
+
+
+def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:
     """Where nothing is cut: any function, plain results."""
-    if isinstance(like, ShardedGradient):
-        like.record.norms.mark_changed()  # it may have been written, through whatever view
+    called = "__setitem__" if func is torch.Tensor.__setitem__ else name
+    if _writes_a_graph(called, *arguments):
+        return _differentiable(func, name, *arguments)
     with no_guard():
         result = func(*arguments[0], **arguments[1])
-    if isinstance(result, torch.Tensor) and result.requires_grad:
-        raise refusal(name, like, Rule.AUTOGRAD)
-    return result
+    parts = result if isinstance(result, _LISTS) else (result,)  # split, unbind
+    if not any(map(_takes_part, parts)):
+        return result
+    if torch.is_grad_enabled():
+        try:
+            return _differentiable(func, name, *arguments)
+        except ShardedTensorError:
+            if rule is Rule.REFUSED:
+                raise
+            parts = [_number(x.detach(), like, name) if _takes_part(x) else x for x in parts]
+            return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
+    # a view, which shows requires_grad even under no_grad
+    parts = [part.detach() if _takes_part(part) else part for part in parts]
+    return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
+
+
+def _writes_a_graph(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a trained parameter is written into plain tensors, which then take part in autograd.
+
+    Such a function runs once, on what forward sees: gradients of the shard would not be reduced.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    written = written_by(name, args, kwargs)
+    if not written or any(isinstance(target, _Guarded) for target in written):
+        return False
+    shards = shards_in((*args, *kwargs.values()))
+    return any(isinstance(x, ShardedParameter) and x.requires_grad for x in shards)
+
+
+def _takes_part(result: Any) -> bool:
+    return (
+        isinstance(result, torch.Tensor)
+        and not isinstance(result, _Guarded)
+        and result.requires_grad
+    )
+
+
+def _differentiable(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Where nothing is cut: call a function on what forward sees, whose gradients are reduced."""
+    with no_guard():
+        return func(*_computed(name, args), **{k: _computed(name, v) for k, v in kwargs.items()})
+
+
+def _raise(kind: type[Exception], text: str, _: torch.Tensor) -> None:
+    raise kind(text)
+
+
+def _computed(name: str, value: Any) -> Any:
+    if isinstance(value, _LISTS):
+        return type(value)(_computed(name, item) for item in value)
+    if not isinstance(value, ShardedParameter) or not value.requires_grad:
+        return value
+    if value.record.compute is None or value.record.index < 0:
+        raise refusal(name, value, Rule.AUTOGRAD)
+    compute = value.record.compute()
+    return compute if compute.data_ptr() == value.data_ptr() else value  # a copy is the user's own
 
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -223,28 +312,66 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args
     _refuse_other_ranges(name, like, operands)
-    written = _find_shard((kwargs["out"] if "out" in kwargs else operands[0],))
-    if written is not None and (writes(name) or "out" in kwargs):
-        if isinstance(written, ShardedGradient):
-            written.record.norms.note_write(written)
-        elif isinstance(getattr(written, "alias_of", written), ShardedParameter):
-            written.record.before_write()
-    try:
-        with no_guard():
-            result = func(*args, **kwargs)
-    except RuntimeError as error:
-        if _has_misfit(operands):
-            raise misfit(name, like, str(error)) from error
-        raise
+    if _writes_a_graph(name, args, kwargs):
+        if like.record.is_cut:
+            raise refusal(name, like, Rule.AUTOGRAD)
+        return _differentiable(func, name, args, kwargs)
+    written = written_by(name, args, kwargs)
+    if written:
+        _note_writes(written)
+    result = _call_plain(func, name, like, (args, kwargs))
+    if _takes_part(result) and not like.record.is_cut and not written:
+        try:
+            return _differentiable(func, name, args, kwargs)
+        except ShardedTensorError as error:
+            # a copy may be kept; no error, whose frames would keep the model as long
+            result.register_hook(partial(_raise, type(error), str(error)))
     if isinstance(result, _LISTS):
         sources = next(x for x in operands if isinstance(x, _LISTS) and _has_shard(x))
         return type(result)(map(_as_shard, result, sources, [name] * len(result)))
-    return _as_shard(result, like, name)
+    result = _as_shard(result, like, name)
+    if name in TOLD_BY_SQUARES and type(like) is ShardedGradient and not (written or kwargs):
+        result.known = like.record.norms.known_of(like, name, args[1:])
+    return result
+
+
+def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
+    args, kwargs = arguments
+    try:
+        with no_guard():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        if _has_misfit((*args, *kwargs.values())):
+            raise misfit(name, like, str(error)) from error
+        raise
+
+
+def _note_writes(written: Sequence[Any]) -> None:
+    """Each shard among these is about to be written: tell its model, whichever it is."""
+    if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
+        return  # the quick answer for what optimizers keep
+    told: set[Any] = set()
+    for shard in written:
+        if isinstance(shard, _LISTS):
+            _note_writes(shard)
+        elif isinstance(shard, ShardedGradient):
+            shard.known = None
+            if shard.alias_of is not None:
+                shard.alias_of.known = None
+            shard.record.norms.note_write(shard)
+        elif any(
+            isinstance(x, ShardedParameter) for x in (shard, getattr(shard, "alias_of", None))
+        ):
+            home = shard.record.norms  # one a model
+            if home not in told:
+                told.add(home)
+                shard.record.before_write()
 
 
 def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = _elementwise(func, name, like, args, kwargs)
-    like.record.norms.share_found_inf(args[1])
+    for norms in by_model(shards_in(args)):
+        norms.share_found_inf(args[1])
     return result
 
 
@@ -316,17 +443,18 @@ def _are_of_one_record(ones: Sequence[Any], others: Sequence[Any]) -> bool:
         return False
 
 
-_RECORD = attrgetter("record")
+_RECORD, _ALIAS = attrgetter("record"), attrgetter("alias_of")
 _LISTS = (list, tuple)
+_STATES = {ShardedTensor}
 
 
 def _refuse_other_range(name: str, one: Any, other: Any) -> None:
-    a, b = one.record.piece, other.record.piece
-    if (a.shape, a.start, a.stop) != (b.shape, b.start, b.stop):
+    if not one.record.is_cut_like(other.record):
         raise ShardedTensorError(
             f"{name}: expected shards of the same range; got {one.record.describe()}, and "
             f"{other.record.describe()}, whose elements do not belong together. Use "
-            "p.full_tensor() of both."
+            "p.full_tensor() of both. For a copy of the model (EMA, a teacher), shard both alike "
+            "(freeze parameters after fs.shard), or copy by load_state_dict, which cuts anew."
         )
 
 
@@ -358,34 +486,75 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
         shard: Any = result.as_subclass(kind)
     shard.record = like.record
     if is_alias(name):
-        shard.alias_of = getattr(like, "alias_of", like)  # writes into it are writes into that
+        source = like.alias_of
+        shard.alias_of = like if source is None else source  # writes into it are writes into that
     return shard
 
 
-def _norm(name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if args else kwargs.get("input", kwargs.get("self", kwargs.get("x")))
     many = isinstance(tensors, _LISTS)
-    gradients: list[Any] = list(tensors) if many else [tensors]  # type: ignore[arg-type]
-    if any(isinstance(x, _Guarded) and not isinstance(x, ShardedGradient) for x in gradients):
-        raise refusal(name, like)
-    order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2.0))
+    given: list[Any] = list(tensors) if many else [tensors]  # type: ignore[arg-type]
+    order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else None))
     extra = set(kwargs) - {"ord", "p", "input", "x", "self"}
-    if len(args) > 2 or any(not (kwargs[key] is None or kwargs[key] is False) for key in extra):
+    is_matrix_norm = name == "linalg_norm" and order is not None
+    if (
+        len(args) > 2
+        or is_matrix_norm
+        or any(not (kwargs[key] is None or kwargs[key] is False) for key in extra)
+    ):
         raise refusal(f"{name} along dimensions", like)
     order = norm_order(order)
-    cut = [x for x in gradients if isinstance(x, _Guarded)]
-    found = iter(like.record.norms.of(cut, order))
+    found = iter(norms_of([x for x in given if isinstance(x, _Guarded)], order))
     norms = [  # a plain tensor is the gradient of a parameter that was left out of sharding
-        next(found) if isinstance(x, _Guarded) else torch.linalg.vector_norm(x, order)
-        for x in gradients
+        _number(next(found), x, name)
+        if isinstance(x, _Guarded)
+        else torch.linalg.vector_norm(x, order)
+        for x in given
     ]
     return norms if many else norms[0]
+
+
+def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`p.grad.abs().mean()`, `p.isnan().any()`: a number of the whole tensor."""
+    named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
+    if name in ("max", "min") and (len(args) > 1 or "other" in kwargs):
+        return _elementwise(func, f"{name}imum", like, args, kwargs)
+    if len(args) > 1 or any(value is not None for value in named.values()):
+        raise refusal(f"{name} along dimensions", like)
+    known = None if like.known is None else like.known.answer(name)
+    with no_guard():
+        dtype = getattr(torch.zeros(2, dtype=like.dtype), name)().dtype  # as torch promotes it
+    value = like.record.norms.reduce(like, name) if known is None else known
+    return _number(value.to(like.device, dtype), like, name)
+
+
+def _number(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
+    """A plain number of a shard, of which no loss can be made."""
+    if torch.is_grad_enabled() and like.requires_grad and value.is_floating_point():
+        return _NoLoss.apply(value.new_zeros((), requires_grad=True), value, like, name)  # type: ignore[no-any-return]
+    return value
+
+
+class _NoLoss(torch.autograd.Function):
+    """A number that may be logged; a backward through it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, like: Any, name: str) -> Any:
+        ctx.like, ctx.name = like, name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise refusal(ctx.name, ctx.like, Rule.AUTOGRAD)
 
 
 _SPECIAL = {
     Rule.MASK: _elementwise,
     Rule.COMPARE: _compare,
     Rule.UNSCALE: _unscale,
+    Rule.NORM: _norm,
+    Rule.NUMBER: _reduce,
     Rule.MAKE: _make,
     Rule.ASSIGN: _assign,
     Rule.REPLACE: _replace,

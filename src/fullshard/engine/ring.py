@@ -23,7 +23,7 @@ class Rings:
     Args:
         rings: What the plan lists.
         given: Slots whose memory is somebody else's, by ring.
-        device: Of all others.
+        device: Device of all others.
         poison: Fill them with NaN.
     """
 

@@ -20,17 +20,32 @@ is enough, and hooks on the modules inside would cut the graph at each of them. 
 several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then
 comes first finds another unit in the slot, which is an error (`engine/exits.py`).
 
+[Note: handed out]
+An output, or a kept attribute, may share memory with the unit's own weights: a slice of a table, a
+parameter itself. The slot holds another unit soon, and on a shared home other ranks write when they
+have left the forward. So it is handed out as a copy, through which gradients flow; a kept attribute
+is put back when the unit is entered again. Writing into the copy is an error at the next step: in
+one process it would write into the parameter.
+
 [Note: recompute]
 Forward code that runs inside a backward recomputes: it gathers on demand, keeps what it gathered,
 and neither looks ahead nor watches outputs. Its hooks may lie outside it or inside it, hence
 modules also see the compute parameters from pre-backward to the end of backward.
+
+[Note: a backward inside a backward]
+A hook may call `torch.autograd.grad` (implicit layers do). Autograd runs this inner backward to its
+end before the outer one continues. The inner one gathers on demand and reaches no parameter, so it
+needs no state of its own and changes none of the outer's; one that reaches parameters is refused.
+The outer backward is alive as long as autograd keeps the callback that was queued for its end:
+one that raised never ends, and its callback is gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -42,17 +57,19 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.actions import Actions
 from fullshard.engine.gradients import Gradients
-from fullshard.engine.kept import Kept
-from fullshard.engine.unit import Group, Member, Unit
+from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_in
+from fullshard.engine.parameter import is_guarded
+from fullshard.engine.unit import Group, Member, Unit, is_reached
 from fullshard.errors import EngineError, SlotError
 from fullshard.planner.events import Event, Recorder, Sync
 from fullshard.planner.schedule import Order, Scheduler
 
 _REENTRANT = (
     "backward: expected one backward whose gradients autograd knows at its start; got one inside "
-    "another, as reentrant activation checkpointing makes. Use "
-    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-    "activation_checkpointing=block."
+    "another that reaches the parameters of {title}, as reentrant activation checkpointing makes. "
+    "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs alone, or call "
+    "backward() after the first one."
 )
 
 
@@ -128,17 +145,32 @@ class Runtime:
         self._current: list[Use | None] = [None] * len(self.units)
         self._begins: list[Any] = [None] * len(self.units)  # what its outputs' nodes call first
         self._task = -1  # the backward under way
+        self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
+        self._inner = -1  # the backward inside of it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
         self._num_writes = 0  # into shards, that were looked at
+        self._lent: dict[int, Undo] = {}  # kept views of weights, for which copies stand
+        self._copies: list[tuple[torch.Tensor, int, str]] = []  # handed out in the last step
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
 
     # ---- forward
 
-    def enter(self, index: int) -> None:
-        """Pre-forward of a unit's module."""
+    def begins_step(self, index: int) -> bool:
+        """Whether a forward of the unit is the outermost: of the whole model, or a unit's alone."""
+        return (index == 0 or not self._stack) and graph_task_id() == -1
+
+    def enter(self, index: int, *, begins: bool) -> None:
+        """Pre-forward of a unit's module.
+
+        Args:
+            index: The unit's.
+            begins: Whether a step is entered here.
+        """
         unit = self.units[index]
         unit.check_params()
+        if index in self._lent:
+            put_back(self._lent.pop(index))
         if graph_task_id() != -1:
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
@@ -146,16 +178,14 @@ class Runtime:
             unit.versions.mark(is_open=True)
             unit.swap_in()
             return
-        if index == 0:
-            self._begin_step()
-        elif not self._stack:
-            self._run(self.scheduler.publish(index))
         home = self.gradients.transport.home
+        if begins:
+            self._begin_step(index, stale=home.num_writes != self._num_writes)
         if home.num_writes != self._num_writes:
             self._num_writes = home.num_writes
             self._see_writes()
         use = Use(index, self._stack[-1] if self._stack else None, self._generation)
-        self._begins[index] = lambda _: self._enter_backward(use)
+        self._begins[index] = _beginning(ref(self), use)
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
         self._current[index] = use
@@ -165,29 +195,67 @@ class Runtime:
             if use.generation == self.observed.generation:
                 self.observed.forward.append(index)
 
-    def leave(self, index: int, output: Any) -> None:
-        """Post-forward of a unit's module; also called when its forward raised."""
+    def leave(self, index: int, output: Any) -> Any:
+        """Post-forward of a unit's module; also called when its forward raised.
+
+        Returns:
+            The output, with copies of what shares memory with the unit's weights.
+        """
         unit = self.units[index]
         if unit.swapped == 0:
-            return
+            return output
         unit.swap_out()
+        kept = tensors_in(self.kept[index].values()) if self.kept else []
+        tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
+        if any(map(unit.lends, (*tensors, *kept) if kept else tensors)):
+            output = change_tensors(output, self._handed_out(unit))
+            self._lent[index] = self.kept[index].change(self._handed_out(unit))
+            tensors, kept = tensors_in(output), tensors_in(self.kept[index].values())
         if graph_task_id() != -1:
             self.scheduler.leave_recompute(index)
-            return
+            return output
         use = self._current[index]
         if use is None or use not in self._stack:
-            return
+            return output
         del self._stack[self._stack.index(use) :]
-        training = torch.is_grad_enabled() and self.watch(index, output)
-        if self.kept and torch.is_grad_enabled():
-            values = self.kept[index].values()
-            training = (bool(values) and self.watch(index, values)) or training
+        training = torch.is_grad_enabled() and self.watch(index, tensors)
+        if kept and torch.is_grad_enabled():
+            training = self.watch(index, kept) or training
         try:
             unit.check_writes()
         finally:
             self._run(self.scheduler.leave_forward(index, training=training))
             if not training and not self._stack:
                 self.gradients.transport.home.leave(settled=False)
+        return output
+
+    def _handed_out(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A copy of what shares memory with the unit's weights. See [Note: handed out]."""
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            if not unit.lends(tensor):
+                return tensor
+            copy = tensor.clone()
+            if not copy.is_inference():  # such have no version
+                self._copies.append((copy, copy._version, unit.plan.title))
+            return copy
+
+        return change
+
+    def _check_copies(self) -> None:
+        """What was handed out as a copy shall not have been written.
+
+        Raises:
+            EngineError: It was.
+        """
+        copies, self._copies = self._copies, []
+        for copy, version, title in copies:
+            if copy._version != version:
+                raise EngineError(
+                    f"{title}: expected a view of a parameter that its forward returned to be "
+                    "read only; it was written in place, which does not reach the shards. Write "
+                    "into the parameter: with torch.no_grad(): p.copy_(...)."
+                )
 
     def watch(self, index: int, output: Any) -> bool:
         """Begin the unit's backward when a gradient of `output` is there.
@@ -200,13 +268,13 @@ class Runtime:
         if begin is None or use is None:
             return False
         found = False
-        tensors = (output,) if type(output) is torch.Tensor else tensors_in(output)
-        for tensor in tensors:
-            if tensor.requires_grad:
+        for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
+            if tensor.requires_grad and not is_guarded(tensor):
                 found = True
-                node = tensor.grad_fn
-                if node is not None and node._sequence_nr() >= use.first_node:
-                    node.register_prehook(begin)
+                for made in (tensor, tensor._base):  # in-place operations replace a view's node
+                    node = None if made is None else made.grad_fn
+                    if node is not None and node._sequence_nr() >= use.first_node:
+                        node.register_prehook(begin)
         return found
 
     def trigger(self, index: int) -> Callable[[Any], None] | None:
@@ -214,12 +282,16 @@ class Runtime:
         is_used = self._current[index] is not None and graph_task_id() == -1
         return self._begins[index] if is_used else None
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._is_unclean():
             self.reset()
         self._recomputed = -1
+        if self._copies:
+            self._check_copies()
         self.before_step()
-        self._run(self.scheduler.begin_forward())
+        self._run(self.scheduler.begin_forward(index, stale=stale))
+        if index != 0:
+            return
         self._generation += 1
         if not self.observed.done and torch.is_grad_enabled():
             self.observed = Observed(self._generation)
@@ -245,8 +317,9 @@ class Runtime:
         task = graph_task_id()
         if use.task == task:  # nearly always
             return
-        if self._task != task:
-            self._begin_backward(task)
+        if self._task != task and not self._begin_backward(task):
+            self._enter_inner(use)
+            return
         use.task = task
         if use.around is not None:
             self._enter_backward(use.around)
@@ -254,21 +327,47 @@ class Runtime:
         self._run(self.scheduler.enter_backward(use.unit))
         if not self.observed.done and use.generation == self.observed.generation:
             self.observed.backward.append(use.unit)
+        self._open(unit)
+
+    def _enter_inner(self, use: Use) -> None:
+        """See [Note: a backward inside a backward]."""
+        if use.around is not None:
+            self._enter_inner(use.around)
+        unit = self.units[use.unit]
+        self._run(self.scheduler.enter_inner(use.unit))
+        unit.wait()
+        unit.versions.mark(is_open=True)
+        self._open(unit)
+
+    def _open(self, unit: Unit) -> None:
         if not unit.in_backward:
             unit.in_backward = True
             unit.swap_in()
 
-    def _begin_backward(self, task: int) -> None:
-        if self._recomputed not in (-1, task):  # the same: a checkpoint around several models
-            raise EngineError(_REENTRANT)
-        if self._task != -1:
+    def _check_inner(self, task: int) -> None:
+        """A backward inside another may reach no parameter."""
+        if self._inner != task:
+            for unit in self.units:
+                if any(is_reached(member) for member in unit.trainees):
+                    raise EngineError(_REENTRANT.format(title=unit.plan.title))
+            self._inner = task
+
+    def _begin_backward(self, task: int) -> bool:
+        """Returns False where it is inside another one."""
+        if self._task != -1 and self._end() is None:
             self.reset()  # the last backward raised and never ended
+        if self._recomputed not in (-1, task):  # the same: a checkpoint around several models
+            self._check_inner(task)
+        if self._end() is not None:
+            self._check_inner(task)
         if torch.is_grad_enabled():
             raise EngineError(
                 "backward: expected create_graph=False; a second derivative would read slots that "
                 "hold other units by then. Compute it outside of the sharded model, or under "
                 "strategy no_shard without fullshard."
             )
+        if self._task != -1:
+            return False
         self._task = task
         self._see_writes()
         if not self.observed.done:
@@ -276,9 +375,11 @@ class Runtime:
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        updates = self.gradients.updates is not None
-        self.scheduler.begin_backward(nothing, sync=self.gradients.sync, updates=updates)
-        queue_callback(self._end_backward)
+        self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
+        end = partial(self._end_backward)
+        self._end = ref(end)
+        queue_callback(end)
+        return True
 
     def write_gradient(
         self, unit: Unit, group: Group, member: Member, gy: torch.Tensor, x: torch.Tensor
@@ -289,8 +390,9 @@ class Runtime:
             gy: (tokens, out), gradient of a linear layer's output.
             x: (tokens, in), its input.
         """
-        if self._task == -1:
-            self._begin_backward(graph_task_id())
+        task = graph_task_id()
+        if self._task != task and not self._begin_backward(task):
+            return True  # an inner one asks for no parameter's
         if not member.expected:
             return True  # nobody asked for it
         if not self.scheduler.holds(unit.index):
@@ -299,10 +401,11 @@ class Runtime:
 
     def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
         """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
-        if self._task == -1:
-            self._begin_backward(graph_task_id())
+        task = graph_task_id()
+        if self._task != task:
+            self._begin_backward(task)
         if not member.expected:
-            raise EngineError(f"{member.piece.name}: {_REENTRANT}")
+            raise EngineError(_REENTRANT.format(title=unit.plan.title))
         if not self.scheduler.holds(unit.index):
             self._check_slot(unit, member)
         if self.gradients.collect(unit, group, member):
@@ -321,12 +424,11 @@ class Runtime:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward(reduce=reduce))
         for unit in self.units:
-            unit.is_updated = False
             if unit.in_backward:
                 unit.in_backward = False
                 unit.swap_out()
-        self._task = -1
-        self._recomputed = -1
+        self._task = self._recomputed = self._inner = -1
+        self._end = _nothing
         if (
             reduce and self.gradients.sync is Sync.ALL
         ):  # which all ranks make, while deferring ones may differ
@@ -342,13 +444,13 @@ class Runtime:
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
-            unit.in_backward = unit.is_updated = False
+            unit.in_backward = False
         self.gradients.reset(self.units)
         self.scheduler.reset()
         self._stack.clear()
         self._current = [None] * len(self.units)
-        self._task = -1
-        self._recomputed = -1
+        self._task = self._recomputed = self._inner = -1
+        self._end = _nothing
         if not self.observed.done:
             self.observed = Observed()
 
@@ -357,14 +459,17 @@ class Runtime:
             self.actions.run(events, self.step)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an output: nested tuples, lists, mappings (ModelOutput) and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if hasattr(value, "__dataclass_fields__"):
-        return [t for name in value.__dataclass_fields__ for t in tensors_in(getattr(value, name))]
-    return []
+def _nothing() -> None:
+    """No backward is under way."""
+
+
+def _beginning(weak: ref[Runtime], use: Use) -> Callable[[Any], None]:
+    """What a node of a unit's output calls first. It holds no runtime: see `_gradient_hook`."""
+
+    def begin(_: Any) -> None:
+        alive = weak()
+        if alive is None:
+            raise EngineError("backward: expected the sharded model to exist; it was deleted.")
+        alive._enter_backward(use)
+
+    return begin

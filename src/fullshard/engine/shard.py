@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
-from fullshard.engine._torch_compat import register_guard_types
+from fullshard.engine._torch_compat import storage_key
 from fullshard.engine.adopt import shard_values
 from fullshard.engine.collectives import Transport, make_transport, resolve_transport
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
@@ -24,12 +25,12 @@ from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
 from fullshard.engine.optimizers import watch_optimizers
 from fullshard.engine.order import trace_order
-from fullshard.engine.parameter import ShardedGradient, ShardedParameter, ShardedTensor
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import apply_dtypes
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
-from fullshard.errors import ConfigError, EngineError
+from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
@@ -48,12 +49,14 @@ class Given:
         weights: A Hugging Face folder for a model on meta; None: its own initialisation.
         settings: What units have of their own, by module name ("" is the root).
         alone: Whether this is one rank's own model, whatever the process group.
+        whole: Whether every parameter must be whole.
     """
 
     sample: Any = None
     weights: Any = None
     settings: Mapping[str, UnitSettings] = field(default_factory=dict)
     alone: bool = False
+    whole: bool = False
 
 
 NOTHING = Given()
@@ -85,6 +88,9 @@ def shard_model(
             "Call fs.shard once a model."
         )
     _refuse_nested_engine(model)
+    _refuse_shared_buffers(model)
+    if given.whole:
+        _refuse_parts(model)
     device = compute_device(model)
     if config.transport is not TransportKind.FAKE and not given.alone:
         _check_world(topology)
@@ -100,7 +106,6 @@ def shard_model(
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
     check_equal_start(model, plan, transports[plan.mesh])
     values = _values(model, plan, transports, given.weights, device)
-    register_guard_types(ShardedParameter, ShardedGradient, ShardedTensor)
     parts = values.taken() if values else {}
     pieces = plan.view(transports[plan.mesh].rank).all_slices()
     shards = shard_values(places_of(model), pieces)
@@ -180,6 +185,33 @@ def _refuse_nested_engine(model: nn.Module) -> None:
             raise EngineError(
                 f"fs.shard: expected a whole model; {name} was cut by an fs.shard that failed on "
                 "its way. Build the model anew."
+            )
+
+
+def _refuse_shared_buffers(model: nn.Module) -> None:
+    """A buffer that is a view of a parameter would keep what the parameter was."""
+    params = {storage_key(p): name for name, p in model.named_parameters() if _has_memory(p)}
+    for name, buffer in model.named_buffers():
+        owner = params.get(storage_key(buffer)) if _has_memory(buffer) else None
+        if owner is not None:
+            raise UnsupportedModelError(
+                f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "
+                "fs.shard cuts. Register a copy, or compute it in forward."
+            )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if isinstance(param, ShardedParameter):
+            raise EngineError(
+                f"fs.shard: expected a model of its own parameters; {name} is "
+                f"{param.record.piece.name!r} of another sharded model. Put models that share "
+                "parts into one module (nn.ModuleDict), shard that, and call its parts; or give "
+                "each a copy."
             )
 
 

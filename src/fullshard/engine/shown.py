@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.unit import Member, Unit
-
-
-class Updates(Protocol):
-    """Updates parameters while backward runs; see engine/step_in_backward.py."""
-
-    def update(self, unit: Unit) -> None:
-        """The unit's gradients have landed."""
-        ...
-
-    def squares(self, units: Iterable[Unit]) -> torch.Tensor:
-        """(num_params,): this rank's shares of the squared norms of the gradients that landed."""
-        ...
-
-    def finish(self, members: Sequence[Member], squares: torch.Tensor) -> None:
-        """Backward is done; these members have gradients and were not updated."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,27 +51,9 @@ class Shown:
         with no_guard():
             for member, grad, bit in zip(self.members, self.grads, bits, strict=True):
                 member.touched = False
-                if not member.updated and (bit > 0 or member.param.grad is not None):
+                if bit > 0 or member.param.grad is not None:
                     member.param.grad = grad
                     shown[id(grad)] = grad
-        return shown
-
-    def finish(
-        self, updates: Updates, bits: Sequence[float], squares: torch.Tensor
-    ) -> dict[int, Any]:
-        """Update what was not updated early; returns the gradients that are left, by id.
-
-        Args:
-            updates: Has updated some of what this rank touched.
-            bits: Whether some rank touched it, by parameter.
-            squares: (num_params,), squared norms of all gradients.
-        """
-        shown = self.show_touched(bits)
-        updates.finish([m for m in self.members if id(m.grad) in shown], squares)
-        for member in self.members:
-            if member.updated:
-                member.updated = False
-                shown.pop(id(member.grad), None)
         return shown
 
     def hooked(self) -> list[tuple[Member, Any]]:

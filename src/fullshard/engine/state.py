@@ -28,7 +28,7 @@ def full_state_dict(
 
     Args:
         model: Sharded.
-        dtype: Of floating point tensors; None keeps the master dtype.
+        dtype: Dtype of floating point tensors; None keeps the master dtype.
         rank0_only: Other ranks get {}.
     """
     engine = engine_of(model)
@@ -60,7 +60,7 @@ def whole_params(
     A collective: every rank takes all of them. One flat buffer is whole at a time.
 
     Args:
-        engine: Of the model.
+        engine: Engine of the model.
         wanted: First names; None: all.
     """
     for unit in engine.units:
@@ -109,11 +109,16 @@ def _slice_state(
         )
     for name, member in members.items():
         value = state_dict.get(prefix + name)
-        gather = getattr(value, "full_tensor", None)
-        if gather is not None and not isinstance(value, _Guarded):  # a DTensor
-            value = state_dict[prefix + name] = gather()
         inside_unsharded = not isinstance(member.param, _Guarded)
-        if not isinstance(value, torch.Tensor) or isinstance(value, _Guarded) or inside_unsharded:
+        gather = getattr(value, "full_tensor", None)
+        is_cut_alike = (
+            isinstance(value, _Guarded)
+            and not inside_unsharded
+            and value.record.is_cut_like(member.param.record)  # pyright: ignore
+        )
+        if gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
+            value = state_dict[prefix + name] = gather()
+        if not isinstance(value, torch.Tensor) or is_cut_alike or inside_unsharded:
             continue
         piece = member.piece
         if tuple(value.shape) == tuple(piece.shape):

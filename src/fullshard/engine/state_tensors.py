@@ -73,7 +73,7 @@ class OptimizerState:
 
     Attributes:
         kind: Name of its class.
-        tensors: Of its states.
+        tensors: Tensors of its states.
         scalars: Parameter -> state -> a number, or a tensor of one element.
         groups: Settings of each group, with its parameters' names under "params".
     """
@@ -202,7 +202,7 @@ def restore_optimizer(
 
     Args:
         model: Sharded.
-        optimizer: Of its parameters, with groups of the same parameters.
+        optimizer: Optimizer of its parameters, with groups of the same parameters.
         saved: `tensors` with `local` filled for this rank.
 
     Raises:

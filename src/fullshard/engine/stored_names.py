@@ -32,7 +32,7 @@ class StoredNames:
     """The names of a folder's files.
 
     Args:
-        names: Of all its tensors.
+        names: Names of all its tensors.
         prefix: The base model's, with its dot: files of the base model alone lack it.
     """
 

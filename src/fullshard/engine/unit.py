@@ -6,14 +6,14 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import will_execute
+from fullshard.engine._torch_compat import no_guard, will_execute
 from fullshard.engine.collectives import Fetch, Reduction, Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.hooked import Hook, HookedReduction
@@ -42,7 +42,6 @@ class Member:
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
         written: Whether the running backward wrote into `target` itself.
-        updated: Whether the running backward has updated it already.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -55,7 +54,6 @@ class Member:
     expected: bool = False
     touched: bool = False
     written: bool = False
-    updated: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
@@ -113,12 +111,6 @@ class Group:
         return self.plan.slot is not None
 
     @property
-    def computes_with_master(self) -> bool:
-        """Whether forwards and backwards read the very memory that an update writes."""
-        dtypes = self.plan.dtypes
-        return not self.gathers and dtypes.compute is dtypes.master
-
-    @property
     def is_common(self) -> bool:
         """Whether what is computed with is no memory of this rank's alone, or a copy."""
         return self.gathers or self.plan.shared
@@ -155,10 +147,10 @@ class Unit:
         self._common: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._versions: list[int] = []
+        self._spans: list[tuple[int, int]] = []  # of addresses that are not this rank's alone
         self.swapped = 0  # forwards and backwards that see the compute parameters
         self.in_backward = False
         self.versions = Versions()
-        self.is_updated = False  # inside of the running backward
         self.left = 0  # gradients still expected in this backward
         self.waiting: list[tuple[Group, Member]] = []  # whose gradients are final and not moved
         self.on_gradient: OnGradient = _unbound
@@ -204,6 +196,19 @@ class Unit:
                         "parameters before fs.shard."
                     )
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares memory with weights that will not stay as they are."""
+        if isinstance(tensor, ShardedParameter):
+            return False  # at rest: another unit's, or kept in a list
+        try:
+            at = tensor.data_ptr()
+        except RuntimeError:  # a wrapper of torch.func has no memory
+            return False
+        for start, stop in self._spans:  # noqa: SIM110  in the hot path
+            if start <= at < stop:
+                return True
+        return False
+
     def swap_in(self) -> None:
         """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
         self.swapped += 1
@@ -244,7 +249,7 @@ class Unit:
                         f"{member.piece.name}: expected a forward that leaves its parameters "
                         "alone; it wrote into this one in place (max_norm, clamp_, weight "
                         "averaging ...), which the next gather would undo, or other ranks "
-                        "would see. Write into the shards between steps."
+                        "would see or miss. Write into the shards between steps."
                     )
 
     def swap_out(self) -> None:
@@ -279,6 +284,9 @@ class Unit:
                 compute = nn.Parameter(view.new_empty(0), requires_grad=group.plan.trainable)
                 compute.data = view
                 member.compute = compute
+                is_whole = group.plan.layout.num_parts == 1 and not group.gathers
+                of_unit = partial(_current, weakref.ref(self), weakref.ref(compute))
+                member.param.record.compute = of_unit if is_whole else None
                 if group.grad_slot is not None:
                     target = group.grad_slot[member.offset : stop]
                     member.target = target.view(member.piece.shape)
@@ -295,27 +303,48 @@ class Unit:
         lent = [(m.param, m.compute) for g in self.gathered for m in g.members]
         own = [(m.param, m.compute) for g in self.groups if not g.gathers for m in g.members]
         self.versions = Versions(lent, own)
-        self._common = [m.compute for g in self.groups if g.is_common for m in g.members]
+        self._spans = [
+            (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
+            for group in self.groups
+            if group.is_common
+        ]
+        is_copied = self.plan.mesh.world_size > 1
+        common = [group for group in self.groups if group.is_common or is_copied]
+        self._common = [member.compute for group in common for member in group.members]
 
 
 def expect(members: Sequence[Member]) -> int:
     """Note which of them the running backward will reach; returns how many."""
     left = 0
     for member in members:
-        try:
-            expected = member.compute.requires_grad and will_execute(member.node)
-        except RuntimeError as error:
-            raise EngineError(
-                "torch.autograd.grad: expected inputs that are not parameters; got the compute "
-                f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
-            ) from error
-        member.expected, member.written = expected, False
-        left += expected
+        member.expected, member.written = is_reached(member), False
+        left += member.expected
     return left
+
+
+def is_reached(member: Member) -> bool:
+    """Whether the running backward brings it a gradient."""
+    try:
+        return member.compute.requires_grad and will_execute(member.node)
+    except RuntimeError as error:
+        raise EngineError(
+            "torch.autograd.grad: expected inputs that are not parameters; got the compute "
+            f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
+        ) from error
 
 
 def _unbound(*_: Any) -> None:
     raise AssertionError("a unit that is not bound to slots gets no gradients")
+
+
+def _current(unit: weakref.ref[Unit], compute: weakref.ref[nn.Parameter]) -> nn.Parameter:
+    """A compute parameter whose version says what was written since."""
+    alive, found = unit(), compute()
+    if alive is None or found is None:
+        raise EngineError("a parameter: expected the sharded model to exist; it was deleted.")
+    with no_guard():
+        alive.versions.see_writes()
+    return found
 
 
 def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tensor], None]:

@@ -25,7 +25,6 @@ from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError
 from fullshard.integrations.settings import sharding_of
-from fullshard.loading import is_checkpoint
 
 if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
@@ -171,7 +170,7 @@ def _made(name: str) -> type[transformers.Trainer]:
 
 
 def _has_ours(folder: str) -> bool:
-    return is_checkpoint(Path(folder) / OURS)
+    return (Path(folder) / OURS).exists()  # one that cannot be read is an error, not another's
 
 
 def _numel(param: torch.Tensor) -> int:

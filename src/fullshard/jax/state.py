@@ -27,7 +27,7 @@ def save(
 
     Args:
         folder: On a file system that all processes see.
-        state: Of `init`, `load` or a step.
+        state: State of `init`, `load` or a step.
         step: With it the checkpoint is `folder/step-00000100`, without `folder` itself.
         **values: Numbers, texts, lists and mappings to keep beside.
 
@@ -46,7 +46,7 @@ def load(
     """A state from a checkpoint of either engine, each device the bytes that it holds.
 
     Args:
-        plan: Of the model that was saved.
+        plan: Plan of the model that was saved.
         path: A checkpoint, a folder of step-* (its newest complete one), or a Hugging Face folder.
         tx: The optimizer whose state was saved; None: parameters alone.
 

@@ -22,7 +22,6 @@ from fullshard.planner.optimizers import ADAMW
 logger = logging.getLogger(__name__)
 
 AXIS, TENSOR = "fsdp", "tensor"
-GB = 1e9  # as the tutorials count
 
 
 def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) -> Any:
@@ -36,7 +35,7 @@ def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) 
         threshold: Elements from which on an array is cut.
         mesh: None: the ambient one (`jax.set_mesh`, or `with mesh:`).
     """
-    mesh = _ambient(mesh)
+    mesh = mesh_with_axis(mesh)
 
     def place(leaf: Any) -> Any:
         spec = spec_for(leaf.shape, threshold, mesh)
@@ -45,7 +44,7 @@ def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) 
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 
     placed = jax.tree.map(place, params)
-    whole = [name for name, x in _named(placed) if x.size >= threshold and not _is_cut(x)]
+    whole = [name for name, x in _named(placed, ".") if x.size >= threshold and not _is_cut(x)]
     if whole and mesh.shape[AXIS] > 1:
         logger.warning("whole on every device, since nothing divides: %s", ", ".join(whole))
     return placed
@@ -54,49 +53,62 @@ def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) 
 def selective_fsdp(
     params: Any, size_threshold: int = 10_000_000, *, mesh: Mesh | None = None
 ) -> Any:
-    """As `shard_fsdp`, and says of each array what became of it."""
+    """Shard arrays of at least `size_threshold` elements and print what happens to each array."""
     found = shard_fsdp(params, size_threshold, mesh=mesh)
-    for name, leaf in _named(found):
+    for path, leaf in _named(found, "/"):
         what = "Sharding" if _is_cut(leaf) else "Replicating"
-        print(f"{what} {name}: {leaf.size:,} params")  # noqa: T201
+        print(f"{what}: {path} ({leaf.size:,} elements)")  # noqa: T201
     return found
 
 
-def print_sharding(params: Any) -> None:
-    """A line an array: name, shape, how it lies on the mesh."""
-    for name, shape, spec in sharding_table(params):
-        print(f"{name}: shape={shape}, sharding={spec}")  # noqa: T201
+def print_sharding(params: Any, array: Any = None) -> None:
+    """Print the path, shape and PartitionSpec of each array.
+
+    Args:
+        params: Any pytree; or an array's path, as `jax.tree_util.tree_map_with_path` calls it.
+        array: The array at that path.
+    """
+    found = _named(params, "/") if array is None else [(_joined(params, "/"), array)]
+    for path, leaf in found:
+        print(f"{path:50s} {tuple(leaf.shape)!s:20s} {_spec(leaf)}")  # noqa: T201
 
 
 def sharding_table(params: Any) -> list[tuple[str, tuple[int, ...], Any]]:
     """(name, global shape, PartitionSpec; None on a single device) of each array."""
-    return [
-        (name, tuple(leaf.shape), getattr(leaf.sharding, "spec", None))
-        for name, leaf in _named(params)
-    ]
+    return [(name, tuple(leaf.shape), _spec(leaf)) for name, leaf in _named(params, ".")]
 
 
 def analyze_memory(params: Any, num_devices: int) -> dict[str, int]:
-    """Print and return what training with Adam in float32 keeps: parameters, gradients, moments.
+    """Print and return the memory of parameters, gradients and Adam's moments in float32.
 
-    Common documents show the parameters alone, a quarter of it. Activations come on top.
+    Common documents count the parameters alone, a quarter of it. Activations are not counted.
 
     Args:
-        params: Arrays, or shapes of `jax.eval_shape`.
-        num_devices: Over which everything is cut.
+        params: Arrays, or the shapes that `jax.eval_shape` returns.
+        num_devices: Devices that all of it is sharded over.
+
+    Raises:
+        ConfigError: `num_devices` is not positive.
     """
+    if num_devices < 1:
+        raise ConfigError(f"num_devices: expected at least 1, got {num_devices}.")
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     one = 4 * count
-    whole = (2 + ADAMW.num_states) * one
+    moments = ADAMW.num_states * one
+    whole = 2 * one + moments
     part = whole // num_devices
-    saved = 100 * (1 - 1 / num_devices)
     print(  # noqa: T201
-        f"Model: {count:,} parameters\n"
-        f"WITHOUT FSDP:\n"
-        f"  Parameters: {one / GB:.2f} GB\n  Gradients: {one / GB:.2f} GB\n"
-        f"  Optimizer: {ADAMW.num_states * one / GB:.2f} GB\n  Per device: {whole / GB:.2f} GB\n"
-        f"WITH FSDP ({num_devices} devices):\n  Per device: {part / GB:.2f} GB\n"
-        f"Savings: {saved:.1f}%\nReduction: {num_devices:.1f}\u00d7"
+        f"\nMemory Analysis:\n"
+        f"  Total parameters: {count:,}\n"
+        f"  Model size: {_size(one)}\n"
+        f"\n  WITHOUT FSDP:\n"
+        f"    Per device: {_size(whole)} (parameters {_size(one)}, gradients {_size(one)}, "
+        f"optimizer {_size(moments)})\n"
+        f"    Total: {_size(whole * num_devices)} ({num_devices} devices)\n"
+        f"\n  WITH FSDP:\n"
+        f"    Per device: {_size(part)}\n"
+        f"    Savings: {100 * (1 - 1 / num_devices):.1f}%\n"
+        f"    Can train {num_devices:.1f}\u00d7 larger model!"
     )
     return {
         "num_parameters": count,
@@ -129,7 +141,7 @@ def spec_for(shape: tuple[int, ...], threshold: int, mesh: Mesh) -> PartitionSpe
     return PartitionSpec(*axes)
 
 
-def _ambient(mesh: Mesh | None) -> Mesh:
+def mesh_with_axis(mesh: Mesh | None) -> Mesh:
     """The mesh that is given, or the one around us.
 
     Raises:
@@ -152,11 +164,24 @@ def _ambient(mesh: Mesh | None) -> Mesh:
     return mesh
 
 
-def _named(params: Any) -> list[tuple[str, Any]]:
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
-        for path, leaf in jax.tree.leaves_with_path(params)
-    ]
+def _named(params: Any, separator: str) -> list[tuple[str, Any]]:
+    return [(_joined(path, separator), leaf) for path, leaf in jax.tree.leaves_with_path(params)]
+
+
+def _joined(path: Any, separator: str) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def _spec(leaf: Any) -> Any:
+    return getattr(getattr(leaf, "sharding", None), "spec", None)
+
+
+def _size(num_bytes: int) -> str:
+    """In GB as the tutorials count, in MB or kB where GB would read 0.00."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= size / 10:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes / 1e3:.2f} kB"
 
 
 def _is_cut(leaf: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
-from fullshard.jax.tutorial import AXIS
+from fullshard.jax.tutorial import AXIS, mesh_with_axis
 
 LossFn = Callable[[Any, Any], Any]
 Found = tuple[Any, jax.Array, dict[str, Any]]  # the state's arrays, loss, metrics
@@ -20,22 +20,23 @@ Found = tuple[Any, jax.Array, dict[str, Any]]  # the state's arrays, loss, metri
 def create_fsdp_train_step(
     mesh: Mesh, loss_fn: LossFn | None = None
 ) -> Callable[[Any, Any], tuple[Any, Any, dict[str, Any]]]:
-    """(state, batch) -> (state, loss, metrics), compiled; parameters and Adam's states stay cut.
+    """Make a compiled step (state, batch) -> (state, loss, metrics) that keeps everything sharded.
 
     Args:
-        mesh: With the axis `fsdp`, over which samples are parted too.
+        mesh: Has the axis `fsdp`, which divides the samples of a batch too.
         loss_fn: (model, batch) -> loss, or (loss, metrics); with a TrainState (params, batch).
             None: cross-entropy of `model(batch["input_ids"])` and integer or one-hot
             `batch["label"]` or `["labels"]`, with the accuracy.
 
     Returns:
-        A step. Its state is what `nnx.Optimizer(model, tx)` was, an nnx.ModelAndOptimizer, which
+        A step; it raises ConfigError for a batch without labels, or that the devices do not
+        divide. Its state is what `nnx.Optimizer(model, tx)` was, an nnx.ModelAndOptimizer, which
         is changed in place and returned too; or parameters with an optax state, as flax's
         TrainState has them, which is used up.
     """
     from flax import nnx
 
-    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+    mesh = mesh_with_axis(mesh)
 
     @partial(jax.jit, static_argnums=(0, 3), donate_argnums=1)
     def run(graph: Any, arrays: Any, batch: Any, shardings: Any) -> Found:
@@ -50,7 +51,7 @@ def create_fsdp_train_step(
         graph, arrays = nnx.split(state) if _holds_model(state) else (None, state)
         arrays = jax.tree.map(partial(_on_mesh, mesh), arrays)
         shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(arrays))
-        batch = jax.tree.map(lambda leaf: jax.device_put(leaf, rows), batch)
+        batch = _place(batch, mesh, ("label", "labels") if loss_fn is None else ())
         arrays, loss, metrics = run(graph, arrays, batch, shardings)
         if jax.default_backend() == "cpu":
             jax.block_until_ready(arrays)  # as in xla/step.py
@@ -60,6 +61,41 @@ def create_fsdp_train_step(
         return state, loss, metrics
 
     return train_step
+
+
+def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
+    """The batch with its samples divided over the devices; scalars are replicated.
+
+    Args:
+        batch: Arrays whose first dimension counts samples.
+        mesh: With the axis `fsdp`.
+        labels: Keys of which the batch needs one; () where the user's own loss reads it.
+
+    Raises:
+        ConfigError: A key is missing, or the samples of an array do not divide.
+    """
+    keys = list(batch) if isinstance(batch, Mapping) else []
+    if labels and not ("input_ids" in keys and any(name in keys for name in labels)):
+        raise ConfigError(
+            f"batch: expected the keys 'input_ids' and {' or '.join(map(repr, labels))}, got "
+            f"{', '.join(map(repr, keys)) or type(batch).__name__}. Add the missing one, or give "
+            "create_fsdp_train_step a loss_fn(model, batch) that reads your keys."
+        )
+    size = mesh.shape[AXIS]
+
+    def place(path: Any, leaf: Any) -> Any:
+        spec = PartitionSpec(AXIS) if jnp.ndim(leaf) else PartitionSpec()
+        if jnp.ndim(leaf) and jnp.shape(leaf)[0] % size:
+            count = jnp.shape(leaf)[0]
+            fewer = count // size * size
+            raise ConfigError(
+                f"batch{jax.tree_util.keystr(path)}: expected a number of samples that {size} "
+                f"devices divide, got {count}. Drop {count - fewer} of them (drop_last of your "
+                f"loader), or pad to {fewer + size} and mask the padding in loss_fn."
+            )
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map_with_path(place, batch)
 
 
 def _holds_model(state: Any) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
 from fullshard.errors import ConfigError
 from fullshard.launch.doctor_rank import Measured
@@ -168,9 +169,9 @@ def _memory(output_dir: Path) -> dict[str, int]:
         "host_bytes": psutil.virtual_memory().available,
         "disk_bytes": shutil.disk_usage(place).free,
     }
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and limit.read_text().strip().isdecimal():
-        found["cgroup_limit_bytes"] = int(limit.read_text())
+    limit = host_memory.total_bytes()
+    if limit < psutil.virtual_memory().total:
+        found["cgroup_limit_bytes"] = limit
     if Path("/dev/shm").is_dir():
         found["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").free
     return found

@@ -5,11 +5,12 @@ A code is part of the contract: scripts and schedulers decide on it whether to t
 
 from __future__ import annotations
 
+import re
 import signal
 from enum import IntEnum
 
 from fullshard import errors
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, WillNotFitError
 
 
 class ExitCode(IntEnum):
@@ -31,6 +32,24 @@ class ExitCode(IntEnum):
 
 # What a collective says when a peer never came (gloo, c10d's stores, the NCCL watchdog).
 TIME_OUT_WORDS = ("timed out waiting", "wait timeout", "timed out after", "watchdog caught")
+
+
+# What the system, numpy and safetensors say when no more can be written.
+_DISK_IS_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", re.IGNORECASE
+)
+
+
+def as_ours(error: BaseException) -> BaseException:
+    """The typed error that a full disk means; any other error is returned unchanged."""
+    if isinstance(error, FullshardError) or not _DISK_IS_FULL.search(str(error)):
+        return error
+    place = getattr(error, "filename", None) or "files of the run"
+    typed = WillNotFitError(
+        f"disk: expected room to write {place}, got none "
+        f"({error}). Free space, or choose another training.output_dir or TMPDIR, and start again."
+    )
+    return typed.with_traceback(error.__traceback__)
 
 
 def exit_code_of(error: BaseException) -> int:

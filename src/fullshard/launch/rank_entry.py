@@ -84,7 +84,7 @@ def _explained(
     message = f"{verdict.message}\nRank {failure.rank} noticed it by this error:\n{failure.text}"
     found = RankFailure(verdict.rank, "HangError", message, ExitCode.HANG, "", failure.time_s)
     if folder is not None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             found.write(folder.hang)
     return replace(found, rank=failure.rank)
 
@@ -110,8 +110,8 @@ def _sigterm_raises(folder: LaunchFolder | None):
         if folder is not None and folder.ending.exists():
             os._exit(128 + number)  # another rank failed; there is nothing left to say
         raise PreemptedError(
-            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again to "
-            "resume."
+            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
+            "it resumes from its last checkpoint, if it has saved one."
         )
 
     if threading.current_thread() is not threading.main_thread():
@@ -141,9 +141,16 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
     if folder is None:
         sys.stderr.write(failure.text + "\n")
         return
-    with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
-        with folder.log(failure.rank).open("a") as log:
-            log.write(failure.text + "\n")
+    # The launcher may be gone, and its folder with it; a full disk may take one of the two.
+    with contextlib.suppress(OSError):
+        try:
+            log = folder.log(failure.rank).open("a")
+        except FileNotFoundError:  # our own standard error ends in the log, too
+            sys.stderr.write(failure.text + "\n")
+        else:
+            with log:
+                log.write(failure.text + "\n")
+    with contextlib.suppress(OSError):
         failure.write(folder.failure(failure.rank))
 
 
@@ -160,8 +167,9 @@ def _main() -> None:
     launch = read_launch_environment()
     folder = LaunchFolder.of(launch)
     if launch is not None and folder is not None:
-        dump = folder.stacks(launch.rank).open("w")  # stays open
-        faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
+        with contextlib.suppress(OSError):  # a full disk: no stacks
+            dump = folder.stacks(launch.rank).open("w")  # stays open
+            faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
         _watch(launch, folder)
     sys.argv = [module, *arguments]
     run_rank(lambda: _run_module(module))
@@ -178,7 +186,7 @@ def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     def report(verdict: Verdict) -> None:
         text = f"{verdict.message}\nThe stacks of all ranks: {seat.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.time())
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             failure.write(folder.hang)
 
     dog.on_hang.append(report)

@@ -22,22 +22,36 @@ from typing import BinaryIO
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _CHUNK_BYTES = 65536
 _RESIZE_S = 0.5
+_LONGEST_LINE = 1 << 20  # a longer one is cut
 
 
 class LineCleaner:
     """Turns a stream for terminals into lines for a file."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> bytes:
         """The lines that `data` completes, as they looked when they were complete."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return b"".join(_final(line) + b"\n" for line in lines)
+        *ended, rest = data.split(b"\n")
+        done = bytearray()
+        for end in ended:
+            done += _final(bytes(self._rest + end)) + b"\n"
+            self._rest.clear()
+        self._rest += rest
+        overwritten = self._rest.rfind(b"\r", max(0, len(self._rest) - len(rest) - 1), -1)
+        shown = _ESCAPES.sub(b"", self._rest[overwritten + 1 :]).strip(b"\r")
+        if overwritten >= 0 and shown and not shown.startswith(b"\x1b"):
+            del self._rest[: overwritten + 1]
+        if len(self._rest) > _LONGEST_LINE:
+            done += _final(bytes(self._rest)) + b"\n"
+            self._rest.clear()
+        return bytes(done)
 
     def finish(self) -> bytes:
         """What is left of a line without an end."""
-        rest, self._rest = _final(self._rest), b""
+        rest = _final(bytes(self._rest))
+        self._rest.clear()
         return rest + b"\n" if rest else b""
 
 

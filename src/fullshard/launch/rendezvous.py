@@ -62,11 +62,17 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
     if torch.cuda.is_available():
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
     place: dict[str, Any] = {}
-    if launch.launcher not in (Launcher.FULLSHARD, Launcher.TORCHRUN):
+    is_ours = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
+    if not is_ours:
         launch = _with_port(launch, timeout)
-        store = _store(launch, timeout)
-        place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
-    dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
+    _reach_store(launch, timeout_s)
+    try:
+        if not is_ours:
+            store = _store(launch, timeout)
+            place = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
+        dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
+    except dist.DistNetworkError as error:
+        raise HangError(_unreachable(launch, str(error).partition("\n")[0])) from error
     if launch.rank == 0 and _SERVED:
         _port_file(launch).unlink(missing_ok=True)  # all have met
     seat = Seat.of(launch, timeout_s, run_dir)
@@ -96,6 +102,37 @@ def shutdown() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
+    """Wait until rank 0's store can be connected to; torch's own waiting takes minutes longer.
+
+    Raises:
+        HangError: It cannot: the address is wrong, or rank 0 has not come.
+    """
+    is_here = launch.launcher is Launcher.FULLSHARD and launch.master_addr == LOOPBACK
+    if is_here or launch.rank == 0 or launch.master_addr is None or launch.master_port is None:
+        return
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            place = (launch.master_addr, launch.master_port)
+            with socket.create_connection(place, timeout=max(0.1, min(left, 10.0))):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                got = f"{error.strerror or error} for {timeout_s:g} s (launch.timeout)"
+                raise HangError(_unreachable(launch, got)) from error
+        time.sleep(0.2)
+
+
+def _unreachable(launch: LaunchEnvironment, got: str) -> str:
+    return (
+        f"MASTER_ADDR, MASTER_PORT: expected rank 0's store at {launch.master_addr}:"
+        f"{launch.master_port}, got {got}. Check that rank 0 runs, that every rank has the address "
+        "of its machine, and that no firewall closes the port."
+    )
 
 
 def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironment:

@@ -12,6 +12,7 @@ when the launcher dies, however it dies.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
 from fullshard.observe import watchdog
 
 ENTRY = "fullshard.launch.rank_entry"
+PREFIX = "fullshard-launch-"  # of the private folder, in TMPDIR
+LOCK = "lock"  # in that folder, held by its launcher
 
 
 @dataclass(frozen=True)
@@ -140,17 +144,15 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             on_failure=relay.mute,
             positions=partial(_positions, launch, store, run_id),
         )
-        try:
+        with contextlib.ExitStack() as closing:  # each of them, whatever becomes of the others
+            for close in (store.close, relay.close, supervisor.end_all):
+                closing.callback(close)
             for rank in launch.ranks:
                 environment = _environment(launch, rank, folder, store, run_id)
                 ranks.append(_start(launch, environment, folder, relay))
             relay.start()
             store.serve_soon()
             return supervisor.watch(caught)
-        finally:
-            supervisor.end_all()
-            relay.close()
-            store.close()
 
 
 def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
@@ -173,11 +175,30 @@ def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[LaunchFolder]:
-    path = Path(tempfile.mkdtemp(prefix="fullshard-launch-"))
+    _remove_abandoned()
+    path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    held = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
     try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield LaunchFolder(path)
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(held)
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of launchers that were killed: no live one holds their locks."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 60.0:
+                continue
+            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)  # older versions have none
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _environment(

@@ -23,6 +23,7 @@ from pathlib import Path
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
 from fullshard.launch.failure import RankFailure, first_cause
 from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.memory_kill import CURE, MemoryWatch
 from fullshard.launch.rank_entry import STACKS_SIGNAL
 from fullshard.launch.signals import Caught
 from fullshard.observe.trace import read_kept
@@ -34,6 +35,7 @@ STACKS_S = 1.0
 INTERRUPT_S = 10.0  # after Ctrl-C
 PREEMPT_S = 30.0  # after SIGTERM: what schedulers usually leave, enough to save
 LOG_LINES = 20
+LOG_BYTES = 65_536
 EVENTS = 8
 
 
@@ -115,11 +117,13 @@ class Supervisor:
         self._timeout_s = timeout_s
         self._on_failure = on_failure
         self._positions = positions
+        self._memory = MemoryWatch()
 
     def watch(self, caught: Caught) -> LaunchResult:
         """Return when every rank has ended, for whatever reason."""
         started = time.monotonic()
         while True:
+            self._memory.look()
             statuses = [rank.poll() for rank in self._ranks]
             if caught.numbers:
                 return self._stop(caught)
@@ -133,7 +137,8 @@ class Supervisor:
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
         """SIGTERM, then SIGKILL; returns when no process of any rank is left."""
-        self._folder.ending.touch()
+        with contextlib.suppress(OSError):  # somebody emptied TMPDIR, or its disk is full
+            self._folder.ending.touch()
         for rank in self._ranks:
             rank.send(signal.SIGTERM)
             rank.send(signal.SIGCONT)  # a stopped rank would not hear it
@@ -168,7 +173,8 @@ class Supervisor:
         if not lines:
             return failure
         file = self._ranks[0].log.with_name("hang.txt")
-        file.write_text("\n".join([failure.message, "", *lines]) + "\n", encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk; the message has the places too
+            file.write_text("\n".join([failure.message, "", *lines]) + "\n", encoding="utf-8")
         places = [line for line in lines if line.startswith("rank ")]
         message = "\n".join([failure.message, "Where the ranks were last seen:", *places])
         return replace(failure, message=message)
@@ -179,18 +185,21 @@ class Supervisor:
         if report is not None:
             return report
         status = rank.status or 0
-        words = describe_status(status)
-        if status == -signal.SIGKILL:
-            words += " (by the kernel, if memory ran out: see `dmesg`)"
+        no_memory = status == -signal.SIGKILL and self._memory.ran_out()
+        words = describe_status(status) + " because memory ran out" * no_memory
         message = f"rank {rank.rank}: expected to reach its end, but it {words}."
-        tail = rank.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        message += f" {CURE}." * no_memory
+        tail = _last_lines(rank.log)
         if tail:
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
-        kept = self._folder.events(rank.rank)
-        if kept.exists():
-            message += f"\nIts last events: {'; '.join(read_kept(kept)[-EVENTS:])}"
-        code = status if status > 0 else int(ExitCode.HANG)
-        kind = "RankExit" if status > 0 else "HangError"
+        events = read_kept(self._folder.events(rank.rank))[-EVENTS:]
+        if events:
+            message += f"\nIts last events: {'; '.join(events)}"
+        if no_memory:
+            kind, code = "OutOfMemoryError", int(ExitCode.OUT_OF_MEMORY)
+        else:
+            code = status if status > 0 else int(ExitCode.HANG)
+            kind = "RankExit" if status > 0 else "HangError"
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
     def _stop(self, caught: Caught) -> LaunchResult:
@@ -239,3 +248,13 @@ class Supervisor:
             if all(rank.poll() is not None for rank in self._ranks):
                 return
             time.sleep(POLL_S)
+
+
+def _last_lines(log: Path) -> list[str]:
+    """What a rank wrote last; nothing where its log cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    except OSError:
+        return []

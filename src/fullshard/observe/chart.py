@@ -204,7 +204,7 @@ def standalone(drawing: str, names: Sequence[str], style: str, title: str) -> st
 
     Args:
         drawing: What `line_chart` made.
-        names: Of its series, in the order of their colors (1 is the first).
+        names: Names of its series, in the order of their colors (1 is the first).
         style: CSS of its classes; a report has it in its page.
         title: One line above the legend.
     """

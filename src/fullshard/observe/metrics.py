@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,12 @@ class StepRow:
         epoch: Passes over the training data so far, as a fraction.
         loss: Mean over all label tokens of the global batch, in nats, before the update; None where
             it was not finite and the step was skipped.
-        grad_norm: Of the global gradient, before clipping; None where it was not finite (fp16
+        grad_norm: Norm of the global gradient, before clipping; None where it was not finite (fp16
             overflowed, or max_skipped_steps allows it) and the step was skipped.
-        learning_rate: Of this update.
+        learning_rate: Learning rate of this update.
         tokens_per_s: Input tokens of all ranks a second.
         samples_per_s: Sequences of all ranks a second.
-        step_time_s: Of the slowest rank.
+        step_time_s: Step time of the slowest rank.
         data_s: Getting batches, mean over ranks.
         compute_s: The rest of the step.
         comm_s: Issuing and awaiting collectives, mean over ranks.
@@ -69,6 +73,8 @@ class SaveRow:
     save_s: float
 
 
+# By a column that no other kind of row has.
+KINDS = {"loss": StepRow, "eval_loss": EvalRow, "save_s": SaveRow}
 COLUMNS = [*(field.name for field in fields(StepRow)), "eval_loss"]
 SAVES = "saves.jsonl"
 
@@ -102,12 +108,16 @@ class MetricsWriter:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file; a last line that was cut off by a crash is left out."""
+    """The rows of a metrics file; lines that a crash or a full disk tore are left out."""
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        with suppress(ValueError, TypeError, RecursionError):
+            row = json.loads(line)
+            kind: Any = next((kind for word, kind in KINDS.items() if word in row), None)
+            kind(**row)
+            if line.endswith("\n") and type(row["step"]) is int:
+                yield row
 
 
 def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
@@ -126,8 +136,12 @@ def keep_rows(path: Path, done: int) -> tuple[StepRow | None, EvalRow | None]:
 
 
 def _keep(path: Path, done: int) -> list[dict[str, Any]]:
-    rows = [row for row in read_rows(path) if row["step"] <= done]
+    every = list(read_rows(path))
+    rows = [row for row in every if row["step"] <= done]
     if path.is_file():
+        torn = path.read_bytes().count(b"\n") - len(every)
+        if torn > 0:
+            logger.warning("%s: left out %d torn line(s)", path, torn)
         aside = path.with_name(f".{path.name}")
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         aside.replace(path)

@@ -55,12 +55,12 @@ class Position:
         doing: In words: "data loading", or what it waits in: "reduce of layers.17".
         where: The line of the user's code, or the innermost one.
         since_s: For how long, when this was sent.
-        kind: Of the collective that it waits in; "" where it does not wait.
+        kind: Kind of the collective that it waits in; "" where it does not wait.
         stream: Where the awaited one is issued: "model/step/kind"; "" where unknown.
         number: Its place in that stream.
         limited: Whether the timeout holds for what it does; user code between steps may take long.
         ended: The rank has left in order.
-        digests: Of the last complete steps' streams.
+        digests: Digests of the last complete steps' streams.
         streams: The names that were issued, by stream: [how many before, names ...].
         events: The last ones, in words.
     """
@@ -87,9 +87,14 @@ class Position:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Position:
-        """What another rank sent."""
-        return cls(**json.loads(text))
+    def from_json(cls, text: str | bytes) -> Position | None:
+        """What another rank sent; None for garbage, which anybody may have put into the store."""
+        try:
+            found = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        like = vars(cls(rank=0))
+        return found if all(type(vars(found)[n]) is type(v) for n, v in like.items()) else None
 
     @property
     def place(self) -> str:

@@ -7,6 +7,7 @@ missing is left out, so a failed run has a report too, and it can be drawn again
 from __future__ import annotations
 
 import json
+import logging
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,8 @@ from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.units import UnitPlan
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 NUM_WIDE = 2  # charts that take the page's whole width
@@ -77,8 +80,13 @@ def gather(run: Path) -> dict[str, Any]:
 
 def _read_record(run: Path) -> dict[str, Any]:
     try:
-        return json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        record: Any = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or not isinstance(record.get("measured"), dict):
+            raise ValueError("it is no record of a run")
+        if lacks := {"command", "status", "began", "error"} - record.keys():
+            raise ValueError(f"it lacks {min(lacks)}")
+        return record
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"RUN_DIR: expected a run's folder with run.json, got '{run}' ({error}). "
             "Name the output_dir of a run."
@@ -86,7 +94,7 @@ def _read_record(run: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 # ---- tiles ---------------------------------------------------------------------------------------
@@ -253,7 +261,11 @@ def _compared(steps: list[Row], planned: Row) -> list[tuple[str, str, str]]:
         return []
     memory = "memory of a rank"
     if planned.get("measures_process"):
-        memory += ", measured with all libraries"
+        memory += ", libraries included"
+        before = planned.get("process_bytes")
+        if before and planned.get("expected_peak_bytes") is not None:
+            total = planned["expected_peak_bytes"] + before
+            planned = {**planned, "expected_peak_bytes": total}
     told = {
         memory: ("expected_peak_bytes", "memory_peak_bytes", _size),
         "a step": ("expected_step_time_s", "step_time_s", _milliseconds),
@@ -283,9 +295,12 @@ def _milliseconds(seconds: float) -> str:
 def _plan(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    text = path.read_text(encoding="utf-8")
-    arrays = ArraysPlan.from_json(text)
-    plan = arrays or Plan.from_json(text)
+    try:
+        text = path.read_text(encoding="utf-8")
+        plan = ArraysPlan.from_json(text) or Plan.from_json(text)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("%s is left out: %s", path, error)
+        return None
     mesh = plan.mesh
     if isinstance(plan, ArraysPlan):
         units = [_array(array, mesh.shard) for array in plan.arrays]

@@ -53,7 +53,7 @@ class Slice:
     """A box of a lane.
 
     Attributes:
-        what: forward, backward, update (inside of backward), gather, reduce, settle, wait, or
+        what: forward, backward, gather, reduce, settle, wait, or
             publish (a shared home's wait of the ranks for each other, and cast of weights).
         during: "forward" or "backward": the pass that needs it.
         waited_ns: How much of a message this rank waited for.
@@ -110,7 +110,7 @@ def hidden_share(slices: Sequence[Slice]) -> float | None:
     """How much of the time on the wires this rank did not wait for; None where nothing travelled.
 
     Args:
-        slices: Of one rank or of several, of any lanes.
+        slices: Slices of one or several ranks, of any lanes.
     """
     travels = [piece for piece in slices if piece.lane != "compute"]
     on_wire = sum(piece.stop_ns - piece.start_ns for piece in travels)
@@ -131,8 +131,6 @@ def _compute(entries: Sequence[Entry]) -> Iterator[Slice]:
             yield Slice("compute", unit, "wait", what, entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.ACCUMULATE:
             yield Slice("compute", entry.unit, "wait", what, entry.start_ns, entry.stop_ns)
-        elif entry.kind == EventKind.UPDATE:
-            yield Slice("compute", entry.unit, "update", what, entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.PUBLISH:  # all ranks come to a forward; the weights are there
             yield Slice("compute", -1, "publish", "forward", entry.start_ns, entry.stop_ns)
         elif entry.kind == EventKind.SETTLE:
@@ -175,7 +173,7 @@ def chrome_trace(
 
     Args:
         ranks: Every rank's slices; their clocks are one where the ranks are on one host.
-        titles: Of the units, in plan order.
+        titles: Titles of the units, in plan order.
         about: Kept beside the events.
     """
     origin_ns = min((piece.start_ns for slices in ranks for piece in slices), default=0)

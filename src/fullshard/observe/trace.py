@@ -53,11 +53,17 @@ class EventRing:
     def keep_in(self, file: Path, titles: Sequence[str]) -> None:
         """Also keep the last events in a mapped file, which outlives a killed process.
 
+        On a full disk they stay in memory alone.
+
         Args:
             file: Made here: a page of numbers, then the titles.
-            titles: Of the units, in plan order.
+            titles: Titles of the units, in plan order.
         """
-        file.write_bytes(bytes(_BYTES) + json.dumps(list(titles)).encode())
+        try:
+            file.write_bytes(bytes(_BYTES) + json.dumps(list(titles)).encode())
+        except OSError:
+            file.unlink(missing_ok=True)
+            return
         with file.open("r+b") as opened:
             self._page = memoryview(mmap.mmap(opened.fileno(), _BYTES)).cast("Q")
 
@@ -104,9 +110,15 @@ class EventRing:
 
 
 def read_kept(file: Path) -> list[str]:
-    """The last events that a process kept in a file, oldest first; the last may not have ended."""
-    data = file.read_bytes()
-    page, titles = memoryview(data[:_BYTES]).cast("Q"), json.loads(data[_BYTES:])
+    """The last events that a process kept in a file, oldest first; the last may not have ended.
+
+    None where the file is missing or was not written whole.
+    """
+    try:
+        data = file.read_bytes()
+        page, titles = memoryview(data[:_BYTES]).cast("Q"), json.loads(data[_BYTES:])
+    except (OSError, ValueError, TypeError):
+        return []
     count = page[_COUNT]
     numbers = [page[at % KEPT_ON_DEATH] for at in range(max(1, count - 15), count + 1)]
     words = [_in_words(number, titles) for number in numbers]

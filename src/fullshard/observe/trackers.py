@@ -33,8 +33,8 @@ class Names:
     Attributes:
         project: Common name of several runs.
         run: This run.
-        folder: Of the run: where trackers keep their own files.
-        logging_dir: Of TensorBoard's files.
+        folder: Folder of the run: where trackers keep their own files.
+        logging_dir: Folder of TensorBoard's files.
         config: The run's configuration, as JSON could hold it.
         done: Steps that were finished before: later ones are shown anew.
     """

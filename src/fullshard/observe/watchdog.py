@@ -203,7 +203,7 @@ class Watchdog:
         self._publish(self.here.last)
         alarm = self._channel.add("alarm", 0)
         if alarm > 0:
-            self._asked = json.loads(self._channel.get("asked"))
+            self._asked = _steps_of(self._channel.get("asked"))
         if alarm >= _VERDICT:
             self._obey()
         if not self._is_judge():
@@ -239,7 +239,8 @@ class Watchdog:
         ranks = range(self.seat.world_size) if only is None else (only,)
         keys = [str(r) for r in ranks if r in self._heard or self._channel.check([str(r)])]
         texts = self._channel.multi_get(keys) if keys else []
-        return {p.rank: self._see(p) for p in map(Position.from_json, texts)}
+        positions = filter(None, map(Position.from_json, texts))
+        return {position.rank: self._see(position) for position in positions}
 
     def _see(self, position: Position) -> Seen:
         now = time.monotonic()
@@ -325,7 +326,7 @@ def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]
     channel = PrefixStore(f"fullshard/watchdog/{attempt}", store)
     keys = [str(rank) for rank in range(world_size) if channel.check([str(rank)])]
     texts = channel.multi_get(keys) if keys else []
-    return {place.rank: Seen(place) for place in map(Position.from_json, texts)}
+    return {place.rank: Seen(place) for place in filter(None, map(Position.from_json, texts))}
 
 
 _current: list[Watchdog] = []
@@ -375,6 +376,15 @@ def watch(ring: EventRing, titles: Sequence[str]) -> None:
     file = _current[0].seat.kept_file
     if file is not None and not file.exists():  # a second model's events stay in memory
         ring.keep_in(file, titles)
+
+
+def _steps_of(text: bytes) -> list[int]:
+    """The steps that a rank asked for; none where the store has garbage in their place."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return [step for step in found if type(step) is int] if isinstance(found, list) else []
 
 
 def _last_frame(trace: TracebackType | None) -> FrameType | None:

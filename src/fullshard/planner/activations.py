@@ -53,7 +53,7 @@ class Peaks:
 
     Attributes:
         forward: Until backward begins: of forward and the loss.
-        whole: Of the micro-batch.
+        whole: The peak of the whole micro-batch.
     """
 
     forward: Moment
@@ -111,7 +111,7 @@ def peaks_between(
 
     Args:
         first: All moments of `at[0]` samples.
-        second: Of `at[1]`.
+        second: All moments of `at[1]` samples.
         at: Two numbers that differ.
         wanted: Samples.
     """

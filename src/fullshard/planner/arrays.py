@@ -10,6 +10,7 @@ layer axis, which is never cut: a scan over it gathers one block at a time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -67,7 +68,7 @@ class ArrayPlan:
 
     Attributes:
         name: Its path in the tree, dotted.
-        shape: Of one layer where it is stacked, else of all of it; without padding.
+        shape: Shape of one layer where it is stacked, else of all of it; without padding.
         cut: How it is parted.
         dtypes: Its contract.
         trainable: Whether it is updated.
@@ -277,6 +278,16 @@ class ArraysPlan:
         """Host bytes at most that a process copies to save."""
         return self.state_bytes
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Tensors of one checkpoint, of all devices."""
+        total = 0.0
+        for array in self.arrays:
+            itemsize = ITEMSIZE[array.dtypes.master]
+            kept = self.optimizer.kept_bytes(itemsize) if array.trainable else 0
+            total += array.numel * (itemsize + kept)
+        return math.ceil(total)
+
     def replicated(self) -> list[ArrayPlan]:
         """Arrays that a sharded strategy leaves whole on every device, since nothing divides."""
         return [a for a in self.arrays if a.cut.dim is None and self.mesh.shard > 1]
@@ -304,6 +315,10 @@ class ArraysPlan:
     def to_json(self) -> str:
         """The plan as JSON that people can read and compare."""
         return format_json(encode_plan(self)) + "\n"
+
+    def digest(self) -> str:
+        """A short hash of the JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @classmethod
     def from_json(cls, text: str) -> ArraysPlan | None:

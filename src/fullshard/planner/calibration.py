@@ -101,11 +101,11 @@ class Ceilings:
     """What a rank reaches where so many of one host work at once.
 
     Attributes:
-        num_ranks: Of the host.
+        num_ranks: Number of ranks of the host.
         operations: By kind and dtype.
         transfers: By transport and what it does: seconds by bytes of a whole buffer; with `cpu`
             at the end, of processors.
-        host: Of a rank.
+        host: What the host takes beside kernels, for one rank.
     """
 
     num_ranks: int
@@ -140,7 +140,7 @@ class Calibration:
 
     Attributes:
         machine: What it is, as `describe_machine` says.
-        cores: Of it.
+        cores: Number of its cores.
         hosts: What was measured, by the number of ranks.
     """
 

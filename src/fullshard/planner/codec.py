@@ -50,7 +50,11 @@ def format_json(value: Any, depth: int = 0) -> str:
 
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            f.name: _encode(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) != f.metadata.get("omitted", dataclasses.MISSING)
+        }
     if isinstance(value, tuple | list):
         return [_encode(item) for item in typing.cast("list[Any]", value)]
     if isinstance(value, Enum):

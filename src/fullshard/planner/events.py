@@ -18,7 +18,6 @@ class EventKind(StrEnum):
     BACKWARD: the unit's backward begins, its slot holds the weights.
     REDUCE: all gradients of the unit are in its gradient slot; the reduction is issued.
     ACCUMULATE: the reduction has landed in the gradient shard; the gradient slot is free.
-    UPDATE: the optimizer has stepped on the unit, inside of backward (`fs.step_in_backward`).
     DEFER: the unit's gradients stay on this rank, unreduced (`no_sync`).
     SPILL: gradients came out of order and got a buffer that the plan does not list.
     SETTLE: end of backward: touched bits and squared norms are summed over ranks.
@@ -31,7 +30,6 @@ class EventKind(StrEnum):
     BACKWARD = "backward"
     REDUCE = "reduce"
     ACCUMULATE = "accumulate"
-    UPDATE = "update"
     DEFER = "defer"
     SPILL = "spill"
     SETTLE = "settle"

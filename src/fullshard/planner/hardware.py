@@ -62,14 +62,16 @@ class Fit(StrEnum):
 
     def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
         """The verdict with its numbers."""
-        share = needed_bytes / memory_bytes
+        share = f"{needed_bytes / memory_bytes:.1%}"
+        if needed_bytes > 2 * memory_bytes:
+            share = f"{needed_bytes / max(1, memory_bytes):,.1f} times as much"
         match self:
             case Fit.FITS:
-                return f"fits, it takes {share:.1%}."
+                return f"fits, it takes {share}."
             case Fit.TIGHT:
-                return f"tight, it takes {share:.1%}."
+                return f"tight, it takes {share}."
             case Fit.NO:
-                return f"will not fit, it would take {share:.1%}."
+                return f"will not fit, it would take {share}."
 
 
 def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
@@ -122,11 +124,14 @@ def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = N
         return Gpus(count, name, own[name])
     if name in GPU_MEMORY:
         return Gpus(count, name, _variant(name, size, key))
-    if size is not None:  # a GPU that we do not know, but its memory is said
+    close = difflib.get_close_matches(name, [*own, *GPU_MEMORY], n=3, cutoff=0.5)
+    if size is not None and not close:  # its memory alone is known
         return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
-    close = difflib.get_close_matches(name, [*own, *GPU_MEMORY], n=1, cutoff=0.5)
-    advice = f"Did you mean '{close[0]}'? " if close else ""
-    advice += f"Or say its memory, as in {count}x{name}-80GB"
+    advice = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+    advice += (
+        f"For another GPU give its memory alone ({count}x{size or 80}GB), or describe it in a file "
+        "(--devices)"
+    )
     raise ConfigProblems([Problem(key, _EXPECTED, f"unknown GPU '{name}'", advice)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -178,10 +179,10 @@ def communication_bytes(
     land on the device first, and so do those that are added to gradients of an earlier backward.
 
     Args:
-        units: Of the plan.
-        events: Of a step.
+        units: Units of the plan.
+        events: Events of a step.
         transport: Whose buffers.
-        homes: Of the plan.
+        homes: The plan's homes.
         accumulates: Whether several micro-batches are reduced into one sum. A plan does not know.
     """
     pool = _Pool()
@@ -208,23 +209,25 @@ _Buffer = tuple[DType, int]
 
 
 class _Pool:
-    """The sizes of a transport's scratch buffers."""
+    """The sizes of a transport's scratch buffers, counted: thousands of peers have one size."""
 
     def __init__(self) -> None:
-        self._free: list[_Buffer] = []
+        self._free: Counter[_Buffer] = Counter()
         self.num_bytes = 0
 
     def take(self, dtype: DType, numel: int) -> _Buffer:
-        fitting = [b for b in self._free if b[0] is dtype and b[1] >= numel]
+        fitting = [
+            b for b, count in self._free.items() if count and b[0] is dtype and b[1] >= numel
+        ]
         if fitting:
             best = min(fitting, key=lambda b: b[1])
-            self._free.remove(best)
+            self._free[best] -= 1
             return best
         self.num_bytes += numel * ITEMSIZE[dtype]
         return dtype, numel
 
     def give(self, buffers: Sequence[_Buffer]) -> None:
-        self._free += buffers
+        self._free.update(buffers)
 
 
 def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:

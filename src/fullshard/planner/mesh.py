@@ -4,12 +4,14 @@
                                       0   1   2   3     replicate axis
                                       4   5   6   7          |  v
 
-Neighbouring ranks share a shard group, so that gathers stay on one host.
+Neighbouring ranks share a shard group, so that gathers stay on one host. A DeviceMesh may number
+its ranks in another order, which `Mesh.order` keeps: [[0, 2], [1, 3]] is order (0, 2, 1, 3).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from fullshard.errors import ConfigError
 from fullshard.planner.strategy import StrategyRow
@@ -17,10 +19,16 @@ from fullshard.planner.strategy import StrategyRow
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of the two axes; rank = replicate_index * shard + shard_index."""
+    """Sizes of the two axes, and which rank is where.
+
+    Attributes:
+        order: The rank at each place, place = replicate_index * shard + shard_index. Empty: every
+            rank is at the place of its own number.
+    """
 
     replicate: int
     shard: int
+    order: tuple[int, ...] = field(default=(), metadata={"omitted": ()})
 
     @property
     def world_size(self) -> int:
@@ -30,23 +38,46 @@ class Mesh:
         """(replicate index, shard index) of a rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1}; got {rank}.")
-        return divmod(rank, self.shard)
+        return divmod(self.order.index(rank) if self.order else rank, self.shard)
 
     def shard_groups(self) -> list[list[int]]:
         """Ranks that gather from each other."""
-        return [[r * self.shard + s for s in range(self.shard)] for r in range(self.replicate)]
+        ranks = self.order or range(self.world_size)
+        return [list(ranks[r * self.shard : (r + 1) * self.shard]) for r in range(self.replicate)]
 
     def replicate_groups(self) -> list[list[int]]:
         """Ranks that hold the same slice."""
-        return [[r * self.shard + s for r in range(self.replicate)] for s in range(self.shard)]
+        ranks = self.order or range(self.world_size)
+        return [list(ranks[s :: self.shard]) for s in range(self.shard)]
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Ranks in all, and ranks on one host (None: all on one host)."""
+    """The ranks that there are.
+
+    Attributes:
+        world_size: Number of ranks.
+        local_world_size: Number of ranks per host. None: all ranks are on one host.
+        order: See `Mesh.order`.
+    """
 
     world_size: int
     local_world_size: int | None = None
+    order: tuple[int, ...] = ()
+
+
+def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
+    """`Mesh.order` of the ranks of a device mesh, row by row.
+
+    Raises:
+        ConfigError: They are not all ranks from 0, each once.
+    """
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ConfigError(
+            f"mesh: expected a mesh of all ranks, 0 to {len(ranks) - 1}, each once; got "
+            f"{list(ranks)}. A part of the ranks is not yet supported."
+        )
+    return () if list(ranks) == sorted(ranks) else tuple(ranks)
 
 
 def resolve_mesh(
@@ -81,7 +112,7 @@ def resolve_mesh(
             f"replicate x shard: expected {world} (the number of ranks); got {replicate} x {shard}"
             f" = {replicate * shard}. Leave one of them out and it follows from the other."
         )
-    return Mesh(replicate, shard)
+    return Mesh(replicate, shard, topology.order)
 
 
 def _check_divides(key: str, size: int, world: int) -> None:

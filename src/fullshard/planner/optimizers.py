@@ -29,8 +29,8 @@ class OptimizerStates:
     """What is kept for the elements of a parameter that a rank holds, and beside them.
 
     Attributes:
-        name: Of the optimizer, as people know it.
-        num_states: Of the parameter's shape, in the master dtype: two moments of AdamW.
+        name: Name of the optimizer, as people know it.
+        num_states: States with the parameter's shape, in the master dtype; AdamW has two.
         num_averages: Averages of the weights that are kept beside them, likewise.
         other_bytes: An element, whatever the master dtype is: of optimizers that are not ours.
         count_bytes: A parameter: AdamW counts the updates of each, as a float32.

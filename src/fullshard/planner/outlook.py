@@ -67,11 +67,15 @@ class Machine:
         device: Its abilities; None where only its memory is known, or nothing.
         memory_bytes: What it holds; None where nobody said.
         calibration: What was measured on it, which then says the time of a step.
+        host_bytes: A rank's part of the host's memory; None on a machine other than this one.
+        is_host: Whether ranks compute on the host itself, in the host's memory.
     """
 
     device: Device | None
     memory_bytes: int | None
     calibration: Calibration | None = None
+    host_bytes: int | None = None
+    is_host: bool = False
 
 
 RowsOf = Callable[[Plan, ShardConfig], tuple[MemoryRow, ...]]
@@ -114,7 +118,7 @@ class Outlook:
         times: Seconds of a step by what they are spent on; None without a known device.
         fit: Whether it fits; None where the memory is not known.
         bars: The schedule of a micro-batch, where `times` are of a calibration.
-        forward_bytes: Of the micro-batch at most before its backward begins.
+        forward_bytes: Peak bytes of the micro-batch before its backward begins.
     """
 
     config: ShardConfig
@@ -157,7 +161,10 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     plan = plan.trained_by(job.optimizer)
     run = workload(plan, config, job, machine)
     held = peak_memory(run)
-    traced = job.trace(plan, config, job.batch.micro_batch) if job.trace is not None else None
+    trace, state = job.trace, sum_by_place(plan.memory)[Place.DEVICE]
+    if machine.memory_bytes is not None and state > machine.memory_bytes:
+        trace = None  # whatever a step computes, it does not fit
+    traced = trace(plan, config, job.batch.micro_batch) if trace is not None else None
     counted = _counted(run, held) if traced is None else traced.whole.rows()
     forward = sum(counted.values()) if traced is None else traced.forward.total
     counted["accumulation buffers"] = _accumulation_bytes(plan, job.batch)
@@ -178,8 +185,10 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     if machine.memory_bytes is not None:
         reserved = max(peak, min(reserved, machine.memory_bytes))
         fit = judge_fit(peak, machine.memory_bytes)
+        if machine.host_bytes is not None and outlook.peak_bytes[Place.HOST] > machine.host_bytes:
+            fit = Fit.NO
     outlook = replace(outlook, reserved_bytes=reserved, fit=fit)
-    measured = _measured(outlook, machine)
+    measured = _measured(outlook, machine) if fit is not Fit.NO else None
     if measured is not None:
         return replace(outlook, times=measured.times, bars=measured.bars)
     times = step_times(run) if machine.device is not None and job.is_timed else None

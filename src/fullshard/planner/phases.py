@@ -22,6 +22,7 @@ from fullshard.planner.outlook import WORKSPACES, Outlook
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 
+LOAD = "load"
 TEACHER = "teacher: "  # before the names of its rows
 _LOADED = ("parameter shards", "gradient shards", "shared weights to compute with", "buffers")
 _SHARDED = (*_LOADED, WORKSPACES, "slots", "gradient slots")
@@ -40,7 +41,7 @@ class Storage:
     """What a run reads and writes.
 
     Attributes:
-        source: Of the first weights.
+        source: Where the first weights come from.
         saves: Whether it saves checkpoints while it trains.
         keep: Complete checkpoints that stay; None: all.
     """
@@ -70,7 +71,7 @@ def phases_of(outlook: Outlook, storage: Storage) -> tuple[Phase, ...]:
     device, host = _reading(plan, storage.source)
     copy = plan.staging_bytes if storage.saves else 0
     found = [
-        _phase("load", _among(state, _LOADED), device, host),
+        _phase(LOAD, _among(state, _LOADED), device, host),
         _phase("shard", _among(state, _SHARDED)),
         _phase("forward", state, outlook.forward_bytes, copy),
         _phase("backward", state, whole, copy),

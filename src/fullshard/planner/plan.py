@@ -67,8 +67,8 @@ class Plan:
         events: One training step, action by action.
         memory: Bytes per rank by kind.
         transport: Who moves the bytes; `auto` where the plan was made without a device.
-        buffer_bytes: Of the model's buffers.
-        saved_buffer_bytes: Of those among them that a checkpoint has.
+        buffer_bytes: Bytes of the model's buffers.
+        saved_buffer_bytes: Bytes of the buffers that a checkpoint has.
         grad_sync: Which micro-batches of an accumulated step reduce.
         recompute: Modules whose forward runs again in backward.
         homes: Where state lives.
@@ -266,7 +266,7 @@ def _bare_units(
         module, row = modules[choice.module], rows[choice.module]
         own = settings.get(choice.module, UnitSettings())
         row = row_of(own.strategy) if own.strategy else row
-        own_mesh = mesh if row.shard_params else Mesh(mesh.world_size, 1)
+        own_mesh = mesh if row.shard_params else Mesh(mesh.world_size, 1, mesh.order)
         units.append(
             UnitPlan(
                 index=index,

@@ -8,7 +8,7 @@ hook fires first.
     forward   enter(i):  GATHER i if it is not held, GATHER i+1 .. i+depth, FORWARD i
               leave(i):  RELEASE i, unless it is used again before anything takes its slot
     backward  enter(i):  RELEASE what is over, GATHER i, GATHER i-1 .. i-depth, BACKWARD i
-              complete(i):  REDUCE i in plan order, ACCUMULATE (and UPDATE) the one before it
+              complete(i):  REDUCE i in plan order, ACCUMULATE the one before it
 
 [Note: catching up]
 Gathers and reductions are issued in plan order: entering unit j first passes the units that this
@@ -103,6 +103,7 @@ class Scheduler:
         self._ancestors = [ancestors_of(units, unit) for unit in units]
         self._reduces = set(order.reduce)
         self._last_forward = {unit: at for at, unit in enumerate(order.forward)}
+        self._first_forward = {unit: order.forward.index(unit) for unit in set(order.forward)}
         self._last_backward = {unit: at for at, unit in enumerate(order.backward)}
         sharing = [u.index for u in units if any(group.shared for group in u.groups)]
         self._shares = {around for u in sharing for around in (u, *self._ancestors[u])}
@@ -117,20 +118,26 @@ class Scheduler:
         self.holds: Callable[[int], bool] = self._table.holds
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
+        self._in_forward = 0, 0  # what is issued and the position, while a backward runs
         self._stepped = False
         self._sync = Sync.ALL
-        self._updates = False
 
     # ---- forward
 
-    def begin_forward(self) -> list[Event]:
-        """A forward of the whole model: weights may have changed, so every slot is stale."""
-        self._table.clear()
-        self._issued = self._position = 0
+    def begin_forward(self, unit: int = ROOT, *, stale: bool = True) -> list[Event]:
+        """A forward of the whole model begins, or of a unit alone.
+
+        Args:
+            unit: The outermost.
+            stale: Whether weights may have changed, so that no slot holds them.
+        """
+        if stale or unit == ROOT:
+            self._table.clear()
+        self._issued = self._position = self._first_forward.get(unit, len(self.order.forward))
         if self._stepped:
             self._table.pending_uses.clear()
             self._stepped = False
-        return self.publish()
+        return self.publish(unit)
 
     def publish(self, unit: int = ROOT) -> list[Event]:
         """A forward begins, of the whole model or of a unit alone."""
@@ -177,22 +184,21 @@ class Scheduler:
 
     # ---- backward
 
-    def begin_backward(
-        self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL, updates: bool = False
-    ) -> None:
+    def begin_backward(self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL) -> None:
         """A backward begins.
 
         Args:
             nothing_expected: Units that get no gradient from it on this rank.
             sync: What becomes of its gradients.
-            updates: Whether units are updated inside of it, where it sums over all ranks.
         """
         self._sync = sync
-        self._updates = updates and sync is Sync.ALL
+        self._in_forward = self._issued, self._position
         self._table.begun.clear()
         self._table.complete = set(nothing_expected)
         self._outstanding.clear()
         self._issued = self._position = self._reduced = 0
+        if any(self._table.open):  # inside a forward: gather on demand
+            self._issued = self._position = len(self.order.backward)
 
     def enter_backward(self, unit: int) -> list[Event]:
         """A gradient of one of the unit's outputs is there."""
@@ -203,6 +209,13 @@ class Scheduler:
         self._walk(unit, events, backward=True)
         self._table.enter(unit)
         events.append(event_of(EventKind.BACKWARD, unit))
+        return events
+
+    def enter_inner(self, unit: int) -> list[Event]:
+        """A gradient of its outputs is there, in a backward that another one waits for."""
+        events: list[Event] = []
+        if self._reads(unit, backward=True):
+            self._table.gather(unit, events, inner=True)
         return events
 
     def complete(self, unit: int) -> list[Event]:
@@ -224,6 +237,7 @@ class Scheduler:
         while self._outstanding:
             self._land(events)
         events += self._table.release_all()
+        self._issued, self._position = self._in_forward  # one may be under way
         self._stepped = True
         if reduce and self._sync is Sync.ALL:
             events.append(event_of(EventKind.SETTLE, -1))
@@ -306,8 +320,6 @@ class Scheduler:
     def _land(self, events: list[Event]) -> None:
         unit = self._outstanding.popleft()
         events.append(event_of(EventKind.ACCUMULATE, unit))
-        if self._updates:
-            events.append(event_of(EventKind.UPDATE, unit))
 
 
 def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:

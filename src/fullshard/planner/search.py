@@ -1,7 +1,8 @@
 """Other ways to run the same step: what fits, what is faster, and what to write for it.
 
     candidates = strategies x recompute x ways to cut a rank's samples into micro-batches
-                 (x gradients on the wire in 16 bits, x offload, where nothing else fits)
+                 (x gradients on the wire in 16 bits, x offload, x all of it computed in bf16
+                 without prefetch, where nothing else fits; then more hosts)
 
 The samples of an update stay the same, so that every candidate trains the same model.
 """
@@ -15,9 +16,10 @@ from typing import Any
 
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy
-from fullshard.errors import WillNotFitError, WrapError
+from fullshard.errors import ConfigError, WillNotFitError, WrapError
 from fullshard.planner.hardware import Fit
 from fullshard.planner.homes import Place
+from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
@@ -27,6 +29,7 @@ MICRO_BATCH = "per_device_train_batch_size"
 WORTHWHILE = 0.97  # of the step time: less of a gain is within the forecast's error
 SHOWN = 3
 MAX_MICRO_BATCH = 256
+MAX_WORLD = 1024  # ranks, at most, that advice names
 RECOMPUTES = (Recompute(RecomputeKind.NONE), Recompute(RecomputeKind.BLOCK))
 HYBRID = (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 FLAT = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
@@ -34,6 +37,7 @@ FLAT = (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
 ON_HOST = Offload(parameters=Home.CPU, gradients=Home.CPU, optimizer=Home.CPU)
 
 PlanOf = Callable[[ShardConfig], Plan]
+PlanAt = Callable[[ShardConfig, Topology], Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,14 @@ class Advice:
     def sentence(self, before: Outlook) -> str:
         """What it brings."""
         peak = human_bytes(self.outlook.peak_bytes[Place.DEVICE])
+        if not self.changes:
+            least = changes_between(before, self.outlook)
+            how = f" ({Advice(least, self.outlook).words})" if least else ""
+            return (
+                f"nothing that was tried fits: the least is {peak} a device{how}. Use devices with "
+                "more memory, a smaller model (hidden_size, num_hidden_layers, vocab_size) or "
+                "shorter sequences (max_seq_length)"
+            )
         told = f"{self.outlook.fit or 'takes'}: {peak} a device"
         host = self.outlook.peak_bytes[Place.HOST]
         if host > before.peak_bytes[Place.HOST]:
@@ -63,17 +75,22 @@ class Advice:
         now, then = before.step_time_s, self.outlook.step_time_s
         if now is not None and then is not None:
             told += f", {then:.3g} s a step ({now / then:.2f} x as fast)"
-        more = self.outlook.plan.mesh.world_size / before.plan.mesh.world_size
-        if more != 1:
-            told += f", {more:g} x the samples an update"
+        now, then = (_samples(one) for one in (before, self.outlook))
+        if now != then:
+            told += f", {then / now:g} x the samples an update"
         return f"{self.words}: {told}"
+
+
+def _samples(one: Outlook) -> float:
+    """Of an update, on all ranks."""
+    return one.job.batch.micro_batch * one.job.batch.accumulation * one.plan.mesh.world_size
 
 
 def advise(current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 1) -> list[Advice]:
     """The cheapest changes that make a run fit, or faster.
 
     Fewer changes come first; of equally many, the fastest. Empty where nothing is known of the
-    device, or nothing helps.
+    device, or nothing helps; for a run that does not fit, the least that was found is named then.
     """
     if machine.memory_bytes is None:
         return []
@@ -83,6 +100,9 @@ def advise(current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 
     ]
     wanted = (Fit.FITS, Fit.TIGHT) if current.fit is Fit.NO else (Fit.FITS,)
     fitting = [one for one in found if one.outlook.fit in wanted and one.changes]
+    if current.fit is Fit.NO and not fitting:
+        every = [current, *(one.outlook for one in found)]
+        return [Advice({}, min(every, key=lambda one: one.peak_bytes[Place.DEVICE]))]
     if current.fit is Fit.FITS:
         now = current.step_time_s
         fitting = [
@@ -96,6 +116,44 @@ def advise(current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 
         if not out or _cost(best[count]) < WORTHWHILE * _cost(out[-1]):
             out.append(best[count])
     return out[:SHOWN]
+
+
+def on_more_hosts(
+    current: Outlook, plan_at: PlanAt, machine: Machine, topology: Topology
+) -> list[Advice]:
+    """The fewest hosts, by doubling, that take a run that does not fit; [] where none do.
+
+    Tried with each rank's work as it is, then with the least that a rank can be given.
+    """
+    local = topology.local_world_size or topology.world_size
+    worlds = [topology.world_size << power for power in range(1, MAX_WORLD.bit_length())]
+    worlds = [world for world in worlds if world <= MAX_WORLD]
+    least = current.config.model_copy(
+        update={"strategy": Strategy.FULL_SHARD, "activation_checkpointing": RECOMPUTES[1]}
+    )
+    most_relief = _reliefs(least, current.job, machine)[-1]
+    ways = [
+        (current.config, current.job),
+        (least, _splits(current.job)[0]),
+        (least.model_copy(update=most_relief), _splits(current.job)[0]),
+    ]
+    for config, job in ways if worlds else ():
+
+        def at(world: int, config: ShardConfig = config, job: Job = job) -> Outlook:
+            return look(plan_at(config, Topology(world, local)), config, job, machine)
+
+        try:
+            if at(worlds[-1]).fit is Fit.NO:
+                continue
+            fitting = next(one for one in map(at, worlds) if one.fit is not Fit.NO)
+        except (ConfigError, WrapError):  # a mesh of given sizes, or nothing that repeats
+            continue
+        world = fitting.plan.mesh.world_size
+        where = {"--nodes": str(world // local)}
+        if machine.host_bytes is not None:
+            where = {"launch.num_machines": f"{world // local} launch.num_processes={world}"}
+        return [Advice({**where, **changes_between(current, fitting)}, fitting)]
+    return []
 
 
 def compare(
@@ -154,7 +212,10 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
             str(old.activation_checkpointing),
             str(new.activation_checkpointing),
         ),
+        "sharding.param_dtype": (_said(old.param_dtype), _said(new.param_dtype)),
         "sharding.reduce_dtype": (_said(old.reduce_dtype), _said(new.reduce_dtype)),
+        "sharding.forward_prefetch": (str(old.forward_prefetch), str(new.forward_prefetch)),
+        "sharding.backward_prefetch": (str(old.backward_prefetch), str(new.backward_prefetch)),
         "sharding.offload": ("none", "cpu")
         if old.offload is None and new.offload is not None
         else ("", ""),
@@ -188,7 +249,7 @@ def _candidates(
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
     recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
     fits = False
-    for relief in _reliefs(current.config, offloads=current.job.optimizer.owned is None):
+    for relief in _reliefs(current.config, current.job, machine):
         for strategy in strategies:
             if _is_hopeless(strategy, current.job, machine):
                 continue
@@ -206,13 +267,19 @@ def _candidates(
             return
 
 
-def _reliefs(config: ShardConfig, *, offloads: bool) -> list[dict[str, Any]]:
+def _reliefs(config: ShardConfig, job: Job, machine: Machine) -> list[dict[str, Any]]:
     """What may change beside the strategy, one after the other until something fits."""
     found: list[dict[str, Any]] = [{}]
     if config.param_dtype is DType.BFLOAT16 and config.reduce_dtype in (None, DType.FLOAT32):
         found.append({"reduce_dtype": DType.BFLOAT16})
-    if config.offload is None and offloads:
-        found.append({"offload": ON_HOST})
+    offload: dict[str, Any] = {}
+    if config.offload is None and job.optimizer.owned is None and not machine.is_host:
+        offload = {"offload": ON_HOST}
+        found.append(offload)
+    halves = {"reduce_dtype": DType.BFLOAT16}
+    if config.param_dtype is not DType.FLOAT16:
+        halves["param_dtype"] = DType.BFLOAT16
+    found.append({**offload, **halves, "forward_prefetch": 0, "backward_prefetch": 0})
     return found
 
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+def clean_name(name: str) -> str:
+    """A parameter's or module's name as users know it, without what wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

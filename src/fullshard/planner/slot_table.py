@@ -55,13 +55,16 @@ class SlotTable:
         """The unit is used now: it no longer waits."""
         self._waiting.discard(unit)
 
-    def gather(self, unit: int, events: list[Event], *, recompute: bool = False) -> None:
+    def gather(
+        self, unit: int, events: list[Event], *, recompute: bool = False, inner: bool = False
+    ) -> None:
         """Put the unit into its slot.
 
         Args:
             unit: Needed now.
             events: Gets a GATHER unless the slot holds the unit already.
             recompute: What is evicted is gathered again by its own recompute.
+            inner: Every backward that has begun goes on afterwards.
 
         Raises:
             SlotError: The slot's holder computes (law 5).
@@ -73,7 +76,8 @@ class SlotTable:
         if holder >= 0:
             under_way = holder in self.begun and holder not in self.complete
             last_use = under_way and self.pending_uses[holder] <= 0
-            if self.open[holder] or (last_use and not recompute):
+            goes_on = inner and holder in self.begun
+            if self.open[holder] or goes_on or (last_use and not recompute):
                 raise SlotError(
                     f"{self._units[unit].title}: expected its slot to be free; it holds "
                     f"{self._units[holder].title}, whose computation is under way. Put both into "
@@ -98,18 +102,18 @@ class SlotTable:
         return True
 
     def release(self, unit: int) -> list[Event]:
-        """Empty the unit's slot if it is the holder."""
+        """Empty the unit's slot if it is the holder, and its forward is over."""
         slot = self._slots[unit]
-        if slot is None or self._holder.get(slot) != unit:
+        if slot is None or self._holder.get(slot) != unit or self.open[unit]:
             return []
         del self._holder[slot]
         return [event_of(EventKind.RELEASE, unit)]
 
     def release_all(self) -> list[Event]:
-        """Empty every slot."""
-        events = [event_of(EventKind.RELEASE, unit) for unit in sorted(self._holder.values())]
-        self.clear()
-        return events
+        """Empty every slot but those of forwards that are under way."""
+        over = [unit for unit in sorted(self._holder.values()) if not self.open[unit]]
+        self._waiting.clear()
+        return [event for unit in over for event in self.release(unit)]
 
     def last_holders(self, order: Sequence[int]) -> set[int]:
         """The units that hold their slots when all of `order` was gathered once."""

@@ -79,7 +79,7 @@ class ModelSpec:
     """A model as the planner sees it.
 
     Attributes:
-        saved_buffer_bytes: Of buffers that a state dict has.
+        saved_buffer_bytes: Bytes of buffers that a state dict has.
     """
 
     kind: str

@@ -31,7 +31,7 @@ class StepTime:
 
     Attributes:
         times: Its parts; they add up.
-        bars: Of its last micro-batch.
+        bars: Timeline of its last micro-batch.
     """
 
     times: Times
@@ -44,9 +44,9 @@ def step_time(
     """Seconds of a step; None where so many ranks were not measured, or are of several hosts.
 
     Args:
-        plan: Of the run, with the transport that it will have.
-        work: Of a micro-batch.
-        calibration: Of the machine.
+        plan: Plan of the run, with the transport that it will have.
+        work: Operations of one micro-batch.
+        calibration: Calibration of the machine.
         accumulation: Micro-batches.
     """
     ceilings = calibration.of(plan.mesh.world_size)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fullshard.config.sharding import ShardConfig
-from fullshard.config.values import Strategy
 from fullshard.planner.forecast.memory import peak_memory
 from fullshard.planner.forecast.speed import step_times
 from fullshard.planner.forecast.workload import Mesh
 from fullshard.planner.hardware import Fit
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Job, Machine, Outlook, look, workload
+from fullshard.planner.outlook import Machine, Outlook, workload
 from fullshard.planner.phases import Storage
-from fullshard.planner.plan import Plan
-from fullshard.planner.search import MICRO_BATCH, Advice, PlanOf, advise, choose
+from fullshard.planner.search import Advice, PlanAt, advise, on_more_hosts
 
 MAX_SCALE = 1024
-FAR_OFF = 1.5  # of the memory: an estimate above it is not planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +23,7 @@ class ScalePoint:
 
     Attributes:
         world_size: Ranks.
-        step_time_s: Of a step.
+        step_time_s: Seconds per step.
         efficiency: Tokens a second and rank, of those at the best of all scales.
         peak_bytes: On a device; an estimate.
         fits: Whether that is less than the device has.
@@ -56,54 +51,28 @@ class Study:
 
 
 def study(
-    config: ShardConfig,
-    plan_of: PlanOf,
-    job: Job,
+    outlook: Outlook,
+    plan_at: PlanAt,
     machine: Machine,
     topology: Topology,
-    *,
-    leaves_micro_batch: bool = False,
+    storage: Storage | None = None,
 ) -> Study:
-    """Plan, look around, and look at other scales.
+    """Look around an outlook, and at other scales.
 
     Args:
-        config: What is asked for; `strategy: auto` is chosen.
-        plan_of: Plans a configuration on the topology.
-        job: One rank's step.
+        outlook: Outlook of a configuration that leaves nothing to choose.
+        plan_at: Plans a configuration on a topology.
         machine: What a rank runs on.
         topology: Ranks.
-        leaves_micro_batch: Whether the job's micro-batch is all that a rank has for an update, to
-            be divided.
-
-    Raises:
-        WillNotFitError: `auto`, and nothing fits.
+        storage: What the run reads and writes.
     """
     hosts = -(-topology.world_size // (topology.local_world_size or topology.world_size))
-    asked = config.strategy
-    if asked is Strategy.AUTO:
-        config = config.model_copy(update={"strategy": Strategy.FULL_SHARD})
-    outlook = look(plan_of(config), config, job, machine)
-    free = ["strategy"] * (asked is Strategy.AUTO) + [MICRO_BATCH] * leaves_micro_batch
-    if free:
-        outlook = choose(outlook, plan_of, machine, free, hosts=hosts)
-    advice = advise(outlook, plan_of, machine, hosts=hosts)
-    return Study(outlook, advice, scaling(outlook, machine, topology), machine, hosts)
-
-
-def on_more_ranks(
-    study: Study, topology: Topology, plan_at: Callable[[Topology], Plan]
-) -> list[Advice]:
-    """The fewest hosts that take what does not fit, each rank's work kept; none where it fits."""
-    local = topology.local_world_size or topology.world_size
-    before, limit = study.outlook, FAR_OFF * (study.machine.memory_bytes or 0)
-    for point in study.scaling if before.fit is Fit.NO else ():
-        is_larger = point.world_size > topology.world_size and point.world_size % local == 0
-        if is_larger and point.peak_bytes < limit:
-            plan = plan_at(Topology(point.world_size, local))
-            outlook = look(plan, before.config, before.job, study.machine)
-            if outlook.fit is not Fit.NO:
-                return [Advice({"--nodes": str(point.world_size // local)}, outlook)]
-    return []
+    advice = advise(outlook, lambda config: plan_at(config, topology), machine, hosts=hosts)
+    if outlook.fit is Fit.NO:
+        more = on_more_hosts(outlook, plan_at, machine, topology)
+        advice = [one for one in advice if one.changes or not more] + more
+    points = scaling(outlook, machine, topology)
+    return Study(outlook, advice, points, machine, hosts, storage or Storage())
 
 
 def scaling(outlook: Outlook, machine: Machine, topology: Topology) -> list[ScalePoint]:

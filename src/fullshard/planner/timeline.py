@@ -42,7 +42,7 @@ class Cost:
 
     Attributes:
         own_s: That the rank is busy; before a message starts.
-        wire_s: Of its message.
+        wire_s: Time on the wire of its message.
         beside_s: That the message takes from the rank's work while it is under way.
     """
 
@@ -64,7 +64,7 @@ class Timeline:
     Attributes:
         bars: In the order of events.
         end_s: When all is done.
-        exposed_s: Of that, the rank waited for messages.
+        exposed_s: The part of it in which the rank waited for messages.
     """
 
     bars: tuple[Bar, ...]
@@ -76,7 +76,7 @@ def play(events: Iterable[Event], cost_of: CostOf, *, issues_ahead: bool = False
     """Play events in their order.
 
     Args:
-        events: Of a micro-batch.
+        events: Events of a micro-batch.
         cost_of: Their costs.
         issues_ahead: Whether the rank is a device that its host runs ahead of: what is gathered
             ahead is issued when the unit before begins, not when it ends, and what lands does so

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fullshard.config.values import DType, Strategy
 from fullshard.planner.layout import FlatLayout
 from fullshard.planner.mesh import Mesh
+from fullshard.planner.slices import clean_name
 from fullshard.planner.spec import (
     ITEMSIZE,
     ModelSpec,
@@ -27,8 +28,8 @@ class DtypeContract:
     Attributes:
         master: At rest, and what the optimizer updates.
         compute: In the slot; forward and backward see it.
-        reduce: Of gradients on the wire.
-        accumulate: Of gradient sums: promote(float32, master).
+        reduce: Dtype of gradients on the wire.
+        accumulate: Dtype of gradient sums: promote(float32, master).
     """
 
     master: DType
@@ -115,7 +116,7 @@ class UnitPlan:
     @property
     def title(self) -> str:
         """The name as people read it."""
-        return self.name or "(root)"
+        return clean_name(self.name) or "(root)"
 
     @property
     def numel(self) -> int:

@@ -15,13 +15,12 @@ root's.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fullshard.config.values import WrapKind
+from fullshard.config.values import WrapKind, nearest
 from fullshard.errors import WrapError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, is_inside, parent_name
 
@@ -123,6 +122,7 @@ class _Tree:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.root = spec.modules[0]
+        self.kind_of = {module.name: module.kind for module in spec.modules}
         self.children: dict[str, list[ModuleSpec]] = defaultdict(list)
         for module in spec.modules[1:]:
             self.children[parent_name(module.name)].append(module)
@@ -139,8 +139,9 @@ class _Tree:
                 self.numel[path] += param.numel
 
     def kinds(self) -> list[str]:
-        """Class names that hold parameters, in order of first appearance."""
-        return list(dict.fromkeys(m.kind for m in self.spec.modules if self.numel[m.name]))
+        """Class names of what may be a unit, in order of first appearance."""
+        members = (m for m in self.spec.modules if self.numel[m.name] and m.can_be_unit)
+        return list(dict.fromkeys(m.kind for m in members))
 
     def total(self, members: Sequence[ModuleSpec]) -> int:
         """Parameters of several modules."""
@@ -247,8 +248,10 @@ def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
     present = tree.kinds()
     missing = [name for name in classes if name not in present]
     if missing:
-        nearest = difflib.get_close_matches(missing[0], present, n=1, cutoff=0.0)
-        hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+        blocks = dict.fromkeys(tree.kind_of[block.module] for block in _repeated_blocks(tree))
+        hint = f" Its blocks are {', '.join(blocks)}." if blocks else ""
+        if guess := nearest(missing[0], present):
+            hint = f" Did you mean '{guess}'?"
         raise WrapError(
             f"wrap: expected classes of modules with parameters in {tree.spec.kind}, got "
             f"'{missing[0]}'.{hint} Present: {', '.join(present)}."

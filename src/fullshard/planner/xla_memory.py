@@ -33,8 +33,8 @@ class StepShape:
 
     Attributes:
         num_logits: Tokens times vocabulary.
-        kept_bytes: Of activations that forward keeps for backward.
-        gathered_bytes: Of the blocks' parameters that it keeps whole.
+        kept_bytes: Bytes of activations that forward keeps for backward.
+        gathered_bytes: Bytes of the blocks' parameters that it keeps whole.
         block_bytes: That one block keeps where nothing is computed anew.
         accumulates: Whether there are several micro-batches: their sum is there all the time.
         on_cpu: Whose compiler it is.

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command
-from fullshard.engine.engine import engine_of
-from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.train.facts import DatasetFacts
@@ -22,7 +18,7 @@ class DataFacts:
 
     Attributes:
         command: Whose run it is.
-        config: Of the run.
+        config: Configuration of the run.
         data: Facts about the data set.
         steps: Counts of steps.
     """
@@ -44,17 +40,15 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunFacts(DataFacts):
-    """The same, and the model that torch's engine runs.
+    """The same, and what torch's engine will run.
 
     Attributes:
-        model: Sharded.
+        plan: Plan of the run.
+        device: On which ranks compute: cpu or cuda.
     """
 
-    model: nn.Module
-
-    @property
-    def plan(self) -> Plan:
-        return engine_of(self.model).plan.trained_by(states_of(self.config.training))
+    plan: Plan
+    device: str
 
 
 def banner(facts: RunFacts) -> list[tuple[str, str]]:
@@ -82,9 +76,10 @@ def dtype_contracts(plan: Plan) -> list[str]:
 
 
 def _model(facts: RunFacts) -> str:
-    num_frozen = sum(not parameter.requires_grad for parameter in facts.model.parameters())
-    frozen = f" ({num_frozen} tensors frozen)" if num_frozen else ""
     plan = facts.plan
+    groups = [group for unit in plan.units for group in unit.groups if not group.trainable]
+    num_frozen = sum(len(group.layout.placements) for group in groups)
+    frozen = f" ({num_frozen} tensors frozen)" if num_frozen else ""
     return f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}, {facts.weights()}"
 
 
@@ -102,10 +97,10 @@ def _data(data: DatasetFacts) -> str:
 
 
 def _mesh(facts: RunFacts) -> str:
-    mesh, engine = facts.plan.mesh, engine_of(facts.model)
+    mesh = facts.plan.mesh
     return (
-        f"{mesh.world_size} rank(s) on {engine.device.type}: replicate {mesh.replicate} x "
-        f"shard {mesh.shard}, {facts.plan.strategy}, transport {engine.transport.name}"
+        f"{mesh.world_size} rank(s) on {facts.device}: replicate {mesh.replicate} x "
+        f"shard {mesh.shard}, {facts.plan.strategy}, transport {facts.plan.transport}"
     )
 
 

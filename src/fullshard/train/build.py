@@ -11,21 +11,19 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Backend, DistillLoss, DType
-from fullshard.engine.initial import has_weights_of
+from fullshard.config.values import DistillLoss, DType
+from fullshard.engine.hugging_face import build_on_meta
+from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
-from fullshard.planner.optimizers import states_of
 from fullshard.planner.phases import Source
 from fullshard.train.head import PROJECTION
 from fullshard.train.lora import AdaptedWeights, add_adapters
-from fullshard.train.model import build_model, build_on_meta, config_from_folder, freeze
-from fullshard.train.prepare import Prepared, weights_folder
+from fullshard.train.model import build_model, config_from_folder, freeze
+from fullshard.train.prepare import given_model_config, weights_folder
+from fullshard.train.student import is_cut
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from fullshard.planner.arrays import ArraysPlan
-    from fullshard.planner.plan import Plan
 
 
 def model_on_meta(config: RunConfig, model_config: PretrainedConfig) -> nn.Module:
@@ -35,27 +33,6 @@ def model_on_meta(config: RunConfig, model_config: PretrainedConfig) -> nn.Modul
         ConfigError: A glob or a layer's name matches nothing, or adapters have no weights.
     """
     return trainable(build_on_meta(model_config), config)
-
-
-def plan_run(prepared: Prepared, world_size: int) -> Plan | ArraysPlan:
-    """The plan of the run, from the model on meta or from shapes.
-
-    Raises:
-        ConfigError: The mesh, the units, adapters or a `freeze` glob are impossible for this model.
-    """
-    config = prepared.config
-    if config.backend is Backend.JAX:
-        from fullshard.train.xla_teaching import check_teacher, projection_shapes
-        from fullshard.xla.decoder import DecoderConfig, plan_table
-
-        decoder = DecoderConfig.of(prepared.model_config)
-        more = projection_shapes(config, decoder.hidden_size)
-        table = plan_table(prepared.model_config, config, world_size, more)
-        check_teacher(config, table)
-        return table
-    model = model_on_meta(config, prepared.model_config)
-    plan = fs.plan(model, config.sharding, world_size=world_size)
-    return plan.trained_by(states_of(config.training))
 
 
 def build_sharded(
@@ -70,9 +47,9 @@ def build_sharded(
     loads them, are loaded whole on every rank and then cut.
 
     Args:
-        config: Of the run.
-        model_config: Of the model.
-        device: Of this rank.
+        config: Configuration of the run.
+        model_config: Configuration of the model.
+        device: Device of this rank.
         before: Is shown the model before it is sharded.
     """
     dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
@@ -94,13 +71,27 @@ def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> Source:
     """Where the first weights come from.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         bare: Gives the model without what the run adds to it, where there is a folder.
     """
     folder = weights_folder(config)
     if folder is None:
         return Source.WHOLE if _adds(config) else Source.INITIAL
     return Source.FOLDER if has_weights_of(bare(), folder) else Source.WHOLE
+
+
+def check_weights(config: RunConfig) -> None:
+    """Reads the headers of all files of weights that a run begins with: its own and the teacher's.
+
+    Raises:
+        ConfigError: A file is not whole, or a tensor has another shape than the model's.
+    """
+    own, teacher = weights_folder(config), config.teacher
+    if own is not None and not (config.distill is not None and is_cut(config.distill)):
+        check_weights_of(build_on_meta(given_model_config(config)), own)
+    if teacher is not None and teacher.name_or_path:
+        model = build_on_meta(config_from_folder(teacher, "teacher"))
+        check_weights_of(model, Path(teacher.name_or_path))
 
 
 def _adds(config: RunConfig) -> bool:
@@ -120,8 +111,7 @@ def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
     freeze(model, config.freeze)
     if _projects(config):
         assert config.teacher is not None, "the loss needs one"
-        folder = Path(config.teacher.name_or_path or "")
-        theirs = config_from_folder(folder).get_text_config().hidden_size
+        theirs = config_from_folder(config.teacher, "teacher").get_text_config().hidden_size
         like = next(model.parameters())
         own = model.config.get_text_config().hidden_size  # type: ignore[union-attr]
         if own != theirs:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ import numpy.typing as npt
 from fullshard.errors import DataError
 from fullshard.train.chat_packing import best_fit
 from fullshard.train.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.train.conversations import Example, Examples
-from fullshard.train.facts import DatasetFacts, load_facts, save_facts
+from fullshard.train.conversations import ASSISTANT, Example, Examples, Turns
+from fullshard.train.facts import DatasetFacts, save_facts
 from fullshard.train.order import Indices
 from fullshard.train.packing import Tokens, token_dtype
 
@@ -127,9 +128,10 @@ class ChatDataset:
         save_facts(folder, KIND, self.facts, self.tokenizer)
 
     @classmethod
-    def load(cls, folder: Path) -> ChatDataset:
+    def load(
+        cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
+    ) -> ChatDataset:
         """Maps what `save` wrote."""
-        _, facts, tokenizer = load_facts(folder)
         with np.load(folder / "samples.npz") as found:
             cuts: list[Any] = np.split(found["tokens"], found["bounds"][1:-1])
         samples = tuple(list(map(int, cut)) for cut in cuts if len(cut))
@@ -156,11 +158,7 @@ def make_chat_dataset(
     rows = [_rows(part, settings, len(tokenizer)) for part in kept]
     num_tokens = sum(len(e.ids) for part in encoded for e in part)
     if len(rows[0]) == 0:
-        raise DataError(
-            f"data.path: expected answers to learn within training.max_seq_length "
-            f"({settings.sequence_length} tokens), got none in {len(data.examples):,} examples. "
-            "Raise training.max_seq_length, or look at sft.assistant_only_loss."
-        )
+        raise _nothing_to_learn(data, encoded[0], settings)
     sampled = parts[1] or parts[0]
     prompts = [prompt_of(example, tokenizer)[0] for example in sampled[: settings.num_samples]]
     ids: Any = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
@@ -178,6 +176,32 @@ def make_chat_dataset(
         notes=_notes(encoded, kept, rows[0], settings),
     )
     return ChatDataset(facts, rows[0], rows[1], tuple(ids), tokenizer)
+
+
+def _nothing_to_learn(
+    data: Examples, encoded: Sequence[Encoded], settings: ChatSettings
+) -> DataError:
+    """Why no training example has a token to learn: no answers, or none within a row."""
+    starts = [one.learned.index(True) for one in encoded if any(one.learned)]
+    many = f"{len(encoded):,} training examples"
+    if starts:
+        return DataError(
+            f"training.max_seq_length: expected more tokens than {min(starts)}, where the first "
+            f"answer of {many} begins, got {settings.sequence_length}. Raise it."
+        )
+    turns = [example for example in data.examples if isinstance(example, Turns)]
+    roles = Counter(str(message["role"]) for one in turns for message in one.messages)
+    if turns and ASSISTANT not in roles:
+        got = ", ".join(f"{role} ({count:,})" for role, count in roles.most_common(5))
+        return DataError(
+            f"data.path: expected messages with the role 'assistant', which are what is learned, "
+            f"got none in {many}; the roles are {got}. Rename the role of the answers, or set "
+            "sft.assistant_only_loss=false to learn every message."
+        )
+    return DataError(
+        f"data.path: expected answers to learn, got none in {many}: they are empty, or the chat "
+        "template does not mark them. Look at the data, or set sft.chat_template_path."
+    )
 
 
 def hold_out(

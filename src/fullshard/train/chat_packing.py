@@ -48,7 +48,7 @@ def dealt(chosen: Indices, lengths: Indices) -> Indices:
 
     Args:
         chosen: (accumulation, world_size, per_device) rows of a step; -1 are empty places.
-        lengths: Of every row, in tokens.
+        lengths: Lengths of every row, in tokens.
     """
     flat = chosen.reshape(-1)
     sizes = np.where(flat < 0, -1, lengths[np.maximum(flat, 0)])

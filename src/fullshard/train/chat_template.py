@@ -10,11 +10,15 @@ the conversation is written up to each answer, and up to its end: what was added
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from fullshard.config.schema import ModelConfig
 from fullshard.errors import ConfigError, DataError
 from fullshard.train.conversations import ASSISTANT, Example, Message, Pair, Turns
 
@@ -33,6 +37,7 @@ Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration 
 {% endif %}\
 {% endfor %}\
 {% if add_generation_prompt %}Answer:{% endif %}"""
+TEMPLATE_LIMIT_S = 10.0  # of one conversation; ordinary ones take milliseconds
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,8 +46,8 @@ class Learned:
     """Which tokens the loss counts.
 
     Attributes:
-        completions_only: Of prompts and completions, the completions.
-        assistant_only: Of conversations, the assistant's turns.
+        completions_only: Learn the completions only, not the prompts.
+        assistant_only: Learn the assistant's turns only.
     """
 
     completions_only: bool = True
@@ -57,8 +62,13 @@ class Encoded:
     learned: list[bool]
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None) -> None:
+def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: ModelConfig) -> None:
     """Gives a tokenizer its chat template: of a file, of another tokenizer, else its own or ours.
+
+    Args:
+        tokenizer: Changed in place.
+        path: A Jinja file, or a folder with a tokenizer; None: no other template.
+        model: Says whether code of a tokenizer's folder may run.
 
     Raises:
         ConfigError: The path holds none.
@@ -72,7 +82,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None) -> None:
         return
     from fullshard.train.tokenizer import load_tokenizer
 
-    other = load_tokenizer(path) if path.is_dir() else None
+    other = load_tokenizer(model, "sft.chat_template_path", path) if path.is_dir() else None
     if other is None or other.chat_template is None:
         raise ConfigError(
             f"sft.chat_template_path: expected a Jinja file or a folder with a chat template, got "
@@ -134,12 +144,13 @@ def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learne
 
 def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     try:
-        found: Any = tokenizer.apply_chat_template(
-            cast("Any", list(example.messages)),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        with _time_limit():
+            found: Any = tokenizer.apply_chat_template(
+                cast("Any", list(example.messages)),
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
     except Exception as error:  # templates raise what they like
         raise _refused(example.place, error) from error
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
@@ -197,13 +208,39 @@ def _render(
     add_generation_prompt: bool = False,
 ) -> str:
     try:
-        text = tokenizer.apply_chat_template(
-            cast("Any", list(messages)), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        with _time_limit():
+            text = tokenizer.apply_chat_template(
+                cast("Any", list(messages)),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
     except Exception as error:  # templates raise what they like
         raise _refused(place, error) from error
     assert isinstance(text, str), "one conversation is one text"
     return text
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Ends a template that loops for too long; only the main thread can be interrupted.
+
+    Raises:
+        TimeoutError: Inside the block, after TEMPLATE_LIMIT_S.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_alarm(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"it did not end within {TEMPLATE_LIMIT_S:.0f} s")
+
+    handler = signal.signal(signal.SIGALRM, on_alarm)
+    timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _refused(place: str, error: Exception) -> DataError:

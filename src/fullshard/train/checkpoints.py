@@ -19,7 +19,7 @@ from torch import nn
 
 from fullshard import loading, saving
 from fullshard.engine.engine import engine_of
-from fullshard.errors import CheckpointError, ConfigError, PreemptedError
+from fullshard.errors import ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
 from fullshard.saving import SaveSettings
@@ -47,7 +47,7 @@ class RunCheckpoints:
     """Saves a run's checkpoints in the background; a Keeper of the loop.
 
     Args:
-        folder: Of the run's checkpoints.
+        folder: Folder of the run's checkpoints.
         kept: What they hold.
         steps: When they are due.
         limit: Complete ones to keep; None: all.
@@ -89,32 +89,30 @@ class RunCheckpoints:
             watchdog.phase("saving", step)
             self._save(step, wait=stopping or last)
         if stopping:
-            saved = "is saved" if every is not None else "saves nothing (save_strategy: no)"
+            way_out = (
+                "which is saved. Start it again to resume."
+                if every is not None
+                else "and saved nothing (save_strategy: no). It begins anew; leave save_strategy "
+                "out to be able to resume."
+            )
             raise PreemptedError(
                 f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "
-                f"step {step}, which {saved}. Start it again to resume."
+                f"step {step}, {way_out}"
             )
         return due
 
     def resume(self, resume: Resume) -> int:
         """Load the newest usable checkpoint; returns the number of finished steps. A collective.
 
-        A run that goes on in its own folder begins at the beginning where it left none.
+        A run that left no checkpoint in its own folder has no path, and starts at the beginning.
 
         Raises:
-            CheckpointError: There is none, or it is of another model or optimizer.
+            CheckpointError: None can be read, or it is of another model or optimizer.
         """
         if resume.path is None:
             return 0
         engine = engine_of(self._kept.model)
-        try:
-            found = loading.choose(engine, resume.path)
-        except CheckpointError as error:
-            if resume.required:
-                raise
-            if engine.rank == 0:
-                logger.warning("%s", error)
-            return 0
+        found = loading.choose(engine, resume.path)
         state = loading.load_found(found, self._kept.model, self._kept.optimizer)
         self._kept.scaler.load_state_dict(state.get(SCALER) or {})
         # Losses of another run, perhaps of other data, say nothing here.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from fullshard.config.load import load_config
@@ -21,6 +22,15 @@ from fullshard.train import start
 
 WARM_UP = 2  # steps that are left out: the first ones make buffers
 GB = 1e9  # the documents' habit
+# Heading, factor and format of what `train` measures; and what documents call it.
+COLUMNS = {
+    "memory_gb": ("memory (GB)", 1, ".3f"),
+    "samples_per_sec": ("samples/s", 1, ".1f"),
+    "tokens_per_sec": ("tokens/s", 1, ",.0f"),
+    "step_time_s": ("step (ms)", 1e3, ".1f"),
+    "loss": ("loss", 1, ".4f"),
+}
+ALIASES = {"memory": "memory_gb", "throughput": "samples_per_sec"}
 
 
 def create_fsdp_config(strategy: str = "FULL_SHARD", **sharding: Any) -> dict[str, Any]:
@@ -64,8 +74,8 @@ def train(config: Mapping[str, Any], max_steps: int = 20) -> dict[str, Any]:
     world_size = start.world_size_of(resolved, None)
     resolved = resolved.for_ranks(world_size)
     checked = start.check(resolved, world_size, Command.TRAIN, "never")
-    folder, _ = start.make_folder(checked, Command.TRAIN)
-    _, ended = start.start_ranks(folder, world_size, resolved.config.launch.timeout)
+    with start.made_folder(checked, Command.TRAIN) as (folder, _):
+        _, ended = start.start_ranks(folder, world_size, resolved.config.launch.timeout)
     if ended.exit_code != 0:
         said = ended.failure.message if ended.failure else "it was stopped"
         raise FullshardError(
@@ -85,15 +95,39 @@ def train(config: Mapping[str, Any], max_steps: int = 20) -> dict[str, Any]:
 
 
 def print_comparison_table(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print what `train` measured, a line a name."""
-    width = max([len("configuration"), *map(len, results)])
-    lines = [f"{'configuration':<{width}}  memory (GB)  samples/s  tokens/s  step (ms)"]
-    lines += [
-        f"{name:<{width}}  {found['memory_gb']:>11.3f}  {found['samples_per_sec']:>9.1f}  "
-        f"{found['tokens_per_sec']:>8,.0f}  {1e3 * found['step_time_s']:>9.1f}"
-        for name, found in results.items()
-    ]
-    print("\n".join(lines))  # noqa: T201  (that is what it is for)
+    """Print one line per configuration and one column per quantity that any of them has.
+
+    Args:
+        results: What `train` returned, by name; or numbers picked from it, under its keys, under
+            `memory` and `throughput`, or under names of your own. A missing number prints as "-".
+    """
+    rows = {str(name): _named(found) for name, found in results.items()}
+    present = [key for row in rows.values() for key in row]
+    keys = [key for key in COLUMNS if key in present]
+    keys += dict.fromkeys(key for key in present if key not in COLUMNS)
+    columns = [[COLUMNS[key][0] if key in COLUMNS else key for key in keys]]
+    columns += [[_cell(key, row.get(key)) for key in keys] for row in rows.values()]
+    widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
+    width = max(map(len, ["configuration", *rows]))
+    for name, cells in zip(["configuration", *rows], columns, strict=True):
+        padded = (f"{cell:>{size}}" for cell, size in zip(cells, widths, strict=True))
+        print("  ".join([f"{name:<{width}}", *padded]))  # noqa: T201  (that is what it is for)
+
+
+def _named(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a result, under the names that `train` has for them."""
+    return {
+        ALIASES.get(key, key): value
+        for key, value in found.items()
+        if isinstance(value, Real) and not isinstance(value, bool)
+    }
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    _, scale, form = COLUMNS.get(key, ("", 1, ".4g"))
+    return format(scale * value, form)
 
 
 def _text(value: Any) -> str:

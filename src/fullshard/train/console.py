@@ -21,9 +21,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.errors import printable
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.planner.render import human_bytes
-from fullshard.train.generate import printable
 
 LABEL_WIDTH = 10
 SAMPLE_WIDTH = 160

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fullshard.train.baseline import interpolated_bigram
-from fullshard.train.facts import DatasetFacts, load_facts, save_facts
+from fullshard.train.facts import DatasetFacts, save_facts
 from fullshard.train.packing import Tokens, hold_out, join, pack
 from fullshard.train.text import Corpus
 from fullshard.train.tokenizer import encode, train_tokenizer
@@ -50,13 +50,8 @@ class Dataset:
             np.save(folder / "held_out.npy", self.held_out)
 
     @classmethod
-    def load(cls, folder: Path) -> Dataset:
-        """Maps what `save` wrote; the tokens are read from disk as they are used.
-
-        Raises:
-            DataError: Nothing is there, as on a machine that does not share the run's folder.
-        """
-        _, facts, tokenizer = load_facts(folder)
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        """Maps what `save` wrote; the tokens are read from disk as they are used."""
         held_out = folder / "held_out.npy"
         return cls(
             facts,

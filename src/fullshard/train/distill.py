@@ -38,7 +38,7 @@ class Distillation:
 
     Args:
         data: Whose batches these are.
-        head: Of the student.
+        head: Head of the student.
         teacher: A model, or the logits that one left.
         mix: The loss.
         chunk_size: Tokens whose logits are held at a time.
@@ -180,7 +180,7 @@ class _Step:
     """A micro-batch.
 
     Attributes:
-        inputs: Of both models.
+        inputs: Arguments of both models.
         predicted: Rows and columns of (batch, length - 1) that predict a token that counts.
         targets: (num_predicted,) these tokens.
     """

@@ -40,7 +40,7 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mix: Mix) -> torch.
     Args:
         student: (num_tokens, vocabulary) logits.
         teacher: The same.
-        mix: Of these, loss, temperature and beta.
+        mix: Settings; loss, temperature and beta are read.
     """
     q = log_probabilities(student, mix.temperature)
     p = log_probabilities(teacher, mix.temperature).to(q.dtype)
@@ -66,7 +66,7 @@ def top_k_divergence(
         student: (num_tokens, vocabulary) logits.
         values: (num_tokens, k) of the teacher's logits.
         ids: (num_tokens, k) token ids that they belong to.
-        mix: Of these, the temperature.
+        mix: Settings; the temperature is read.
     """
     q = log_probabilities(student, mix.temperature).gather(1, ids)
     p = log_probabilities(values, mix.temperature).to(q.dtype)

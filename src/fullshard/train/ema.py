@@ -22,7 +22,7 @@ class Average:
     """The average of what an optimizer trains.
 
     Args:
-        optimizer: Of the sharded model.
+        optimizer: Optimizer of the sharded model.
         decay: Weight of the past in [0, 1).
     """
 

@@ -13,9 +13,9 @@ from torch import nn
 from fullshard.config.schema import LoraConfig, RunConfig
 from fullshard.doors.live import export_together, live_source
 from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.together import agree
 from fullshard.train.lora import adapters_of, merged, save_adapters
-from fullshard.train.model import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ def save_model(
     Args:
         model: Sharded.
         config: Its configuration.
-        tokenizer: Of the run.
+        tokenizer: Tokenizer of the run.
         folder: Where; made if missing, replaced as a whole where it is there.
         adapters: Are saved alone too, and merged into these weights.
         max_file_bytes: Largest file of weights, unless one tensor is larger.
@@ -118,8 +118,8 @@ def write_folder(
 
     Args:
         state: By the model's names.
-        config: Of the model.
-        tokenizer: Of the run.
+        config: Configuration of the model.
+        tokenizer: Tokenizer of the run.
         folder: Where; made if missing.
     """
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())

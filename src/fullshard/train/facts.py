@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import DataError
 from fullshard.train.baseline import Baseline
 
@@ -25,11 +26,11 @@ class DatasetFacts:
     Attributes:
         origin: What it was read from.
         sequence_length: Most tokens in a sequence.
-        num_train_sequences: Of which steps draw theirs.
+        num_train_sequences: Number of sequences that steps draw from.
         num_held_out_sequences: For evaluation.
         num_train_tokens: In training sequences.
         num_held_out_tokens: In held-out sequences.
-        num_dropped_tokens: Of both parts, that are in no sequence.
+        num_dropped_tokens: Tokens of both parts that are in no sequence.
         vocab_size: Entries of the tokenizer.
         baseline: The interpolated bigram over the held-out sequences, where it means something.
         prompt: A sample goes on from it.
@@ -73,14 +74,20 @@ def save_facts(
     (folder / FACTS).write_text(text + "\n", encoding="utf-8")
 
 
-def load_facts(folder: Path) -> tuple[str, DatasetFacts, PreTrainedTokenizerBase]:
-    """Kind, facts and tokenizer as `save_facts` wrote them.
+def load_facts(
+    folder: Path, *, trust: bool = False
+) -> tuple[str, DatasetFacts, PreTrainedTokenizerBase]:
+    """Kind, facts and tokenizer as `save_facts` wrote them; see `read_facts` for errors."""
+    kind, facts = read_facts(folder)
+    return kind, facts, read_tokenizer(folder / TOKENIZER, "model", trust=trust)
+
+
+def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
+    """Kind and facts as `save_facts` wrote them.
 
     Raises:
         DataError: Nothing is there, as on a machine that does not share the run's folder.
     """
-    from transformers import AutoTokenizer
-
     if not (folder / FACTS).is_file():
         raise DataError(
             f"training.output_dir: expected the run's tokens in '{folder}', got nothing. "
@@ -91,8 +98,7 @@ def load_facts(folder: Path) -> tuple[str, DatasetFacts, PreTrainedTokenizerBase
     facts = DatasetFacts(
         **found, baseline=Baseline(**baseline) if baseline else None, notes=tuple(notes)
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER, local_files_only=True)
-    return kind, facts, tokenizer
+    return kind, facts
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from fullshard.errors import ConfigError
+from safetensors import SafetensorError
+
+from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
+from fullshard.errors import ConfigError, printable
 from fullshard.train.model import check_model_folder, quiet_libraries, require_transformers
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class SamplingSettings:
         max_new_tokens: Most tokens to add; None: as many as the model has positions for, at most
             200.
         temperature: 0 takes the most likely token every time.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     max_new_tokens: int | None = None
@@ -71,13 +73,16 @@ def model_folder_of(folder: Path) -> Path:
     return folder
 
 
-def generate(folder: Path, prompt: str | None, settings: SamplingSettings) -> Sample:
+def generate(
+    folder: Path, prompt: str | None, settings: SamplingSettings, *, trust: bool = False
+) -> Sample:
     """Samples from a local model folder.
 
     Args:
         folder: A Hugging Face model folder with weights and tokenizer.
         prompt: Text to go on from; None: the model's beginning-of-text token.
         settings: How to draw.
+        trust: Whether Python code that the folder brings may run.
 
     Raises:
         ConfigError: The folder cannot be loaded, or there is nothing to go on from.
@@ -86,7 +91,7 @@ def generate(folder: Path, prompt: str | None, settings: SamplingSettings) -> Sa
     quiet_libraries()
     import torch
 
-    model, tokenizer = _load(folder)
+    model, tokenizer = _load(folder, trust=trust)
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
     start = tokenizer.bos_token_id
     if not ids and start is None:
@@ -101,14 +106,20 @@ def generate(folder: Path, prompt: str | None, settings: SamplingSettings) -> Sa
         if settings.temperature > 0
         else {"do_sample": False}
     )
-    with torch.no_grad():
-        output: torch.Tensor = cast("Any", model).generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=settings.max_new_tokens or _room(model, inputs.shape[1]),
-            pad_token_id=tokenizer.pad_token_id,
-            **sampling,
-        )
+    try:
+        with torch.no_grad():
+            output: torch.Tensor = cast("Any", model).generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=settings.max_new_tokens or _room(model, inputs.shape[1]),
+                pad_token_id=tokenizer.pad_token_id,
+                **sampling,
+            )
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"FOLDER: expected a model that can generate with its generation_config.json, got "
+            f"'{folder}' ({type(error).__name__}: {error}). Correct its files."
+        ) from error
     new = output[0, inputs.shape[1] :]
     text = tokenizer.decode(new.tolist(), skip_special_tokens=True)
     assert isinstance(text, str), "one list of tokens is one text"
@@ -123,23 +134,14 @@ def _room(model: PreTrainedModel, num_prompt_tokens: int) -> int:
     return max(1, min(MOST_NEW_TOKENS, positions - num_prompt_tokens))
 
 
-def printable(text: str) -> str:
-    """A text in which nothing moves a terminal's cursor."""
-    return "".join(map(_printable, text))
-
-
-def _printable(char: str) -> str:
-    is_control = unicodedata.category(char) == "Cc" and char not in "\n\t"
-    return "\N{REPLACEMENT CHARACTER}" if is_control else char
-
-
-def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+def _load(folder: Path, *, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = read_config(folder, "FOLDER", trust=trust)
+    tokenizer = read_tokenizer(folder, "FOLDER", trust=trust)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        model: Any = read_model(folder, config)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"FOLDER: expected a model folder with weights and tokenizer, got '{folder}', which "
             f"transformers cannot load ({error}). Name another folder."

@@ -85,7 +85,7 @@ def chunked(
         hidden: (num_rows, width).
         weight: (vocabulary, width) of the head.
         bias: (vocabulary,), or None.
-        loss: Of some of the rows.
+        loss: Loss of some of the rows.
         chunk_size: Rows at a time.
     """
     how = _How(loss, chunk_size, torch.is_grad_enabled())

@@ -19,18 +19,20 @@ import torch
 from torch import nn
 
 from fullshard.config.environment import read_launch_environment
+from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, SftConfig
 from fullshard.config.values import Backend, Command, DType
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import HangError
 from fullshard.launch import rendezvous
-from fullshard.launch.exit_codes import exit_code_of
 from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
 from fullshard.observe.position import Verdict
+from fullshard.planner.optimizers import states_of
+from fullshard.planner.plan import Plan
 from fullshard.train.answers import answer
 from fullshard.train.banner import RunFacts, banner
 from fullshard.train.build import build_sharded, model_on_meta
@@ -44,7 +46,7 @@ from fullshard.train.loop import Loop, Recipe, Trainee
 from fullshard.train.model import quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.out_of_memory import answered
-from fullshard.train.outlook import View, leaves_something, view_of, with_choices
+from fullshard.train.outlook import View, topology_of, view_of
 from fullshard.train.patience import Patience
 from fullshard.train.prepare import (
     StepPlan,
@@ -54,7 +56,7 @@ from fullshard.train.prepare import (
     weights_folder,
 )
 from fullshard.train.recipes import load_data, make_recipe
-from fullshard.train.result import conclude, environment, planned
+from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder, RunStatus, now
 from fullshard.train.scaling import LossScaler
@@ -74,7 +76,8 @@ def run(config: RunConfig, run_dir: Path) -> None:
     """Trains on this rank; the process group is made and ended here.
 
     Args:
-        config: Of the run, checked.
+        config: The run's configuration as this rank was given it, for the rendezvous. The one in
+            the folder, which rank 0 has checked and completed, is what runs.
         run_dir: A run's folder that holds the prepared data.
 
     Raises:
@@ -83,8 +86,10 @@ def run(config: RunConfig, run_dir: Path) -> None:
     folder = RunFolder(run_dir)
     launch = read_launch_environment()
     rank = launch.rank if launch else 0
-    try:
+    with folder.recorded(rank):
         rendezvous.init_process_group(config.launch.timeout, run_dir)
+        if folder.config.is_file():  # else load_data says that machines do not share the folder
+            config = load_config(folder.config).config
         watchdog.on_hang(partial(_record_hang, folder))
         seat = Seat(rank, launch.world_size if launch else 1, _device())
         if config.backend is Backend.JAX:
@@ -93,10 +98,6 @@ def run(config: RunConfig, run_dir: Path) -> None:
             train(config, folder, seat.rank, _is_ending)
         else:
             _train(config, folder, seat)
-    except BaseException as error:
-        message = str(error) or "stopped by a signal"
-        folder.fail(type(error).__name__, message, exit_code_of(error), rank)
-        raise
     rendezvous.shutdown()
 
 
@@ -131,11 +132,9 @@ class _Run:
 
     @classmethod
     def read(cls, config: RunConfig, folder: RunFolder, seat: Seat) -> _Run:
-        dataset, record = load_data(folder.data), folder.read_record()
+        dataset, record = load_data(folder.data, config.model), folder.read_record()
         resume, command = Resume.of_record(record), Command(record["command"])
         model_config = model_config_of(config, dataset.tokenizer)
-        if leaves_something(config):  # a launcher of others started us
-            config = with_choices(config, model_on_meta(config, model_config), seat.world_size)
         steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
         return cls(config, folder, seat, command, resume, dataset, steps, model_config)
 
@@ -147,7 +146,7 @@ class _Run:
     def view(self) -> View:
         """The run as the planner sees it."""
         bare = model_on_meta(self.config, self.model_config)
-        return view_of(self.config, bare, self.seat.world_size)
+        return view_of(self.config, bare, topology_of(self.config, self.seat.world_size))
 
     def export(self, model: nn.Module, place: Path, adapter: Path) -> None:
         """Writes what can be opened anywhere, adapters alone too; all ranks call it."""
@@ -169,12 +168,14 @@ def _carry_out(run: _Run, began: float) -> None:
     if run.command is Command.CACHE:
         _cache(run.config, run.dataset, recipe, folder, seat)
         return
+    console = _announced(run) if seat.is_first else None
     if run.command is Command.DISTILL:
         teaching = set_up(run.config, folder, recipe, seat)
         model, recipe = teaching.student(run.model_config, seat), teaching.recipe()
     else:
         model = build_sharded(run.config, run.model_config, seat.device)
-    console = _announced(run, model) if seat.is_first else None
+    if seat.is_first:
+        _check_plan(run, model)
     loop, watcher = _learn(run, model, recipe, console)
     watchdog.phase("saving", run.steps.num_steps)
     run.export(model, folder.model, folder.adapter)
@@ -189,8 +190,7 @@ def _carry_out(run: _Run, began: float) -> None:
     watchdog.phase("")
     if console:
         wall_s = time.perf_counter() - began
-        seed = run.config.training.seed
-        conclude(folder, watcher, run.dataset.facts, seed, wall_s, average_loss)
+        conclude(folder, watcher, run.dataset.facts, run.config, wall_s, average_loss)
 
 
 def _learn(
@@ -214,7 +214,8 @@ def _learn(
             logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")
         speak = partial(_speak, model, run.dataset, config, console)
         trainee = replace(trainee, keeper=keeper, speak=speak)
-        utilization = run.view.utilization() if console else None
+        on_gpu = seat.device.type == "cuda"
+        utilization = run.view.utilization() if console and on_gpu else None
         with RunWatcher(console, folder, done, config, utilization) as watcher:
             loop = Loop(trainee, recipe, settings, team, watcher)
             loop.run(done)
@@ -249,18 +250,26 @@ def _speak(
             console.print_sample(step, *texts)
 
 
-def _announced(run: _Run, model: nn.Module) -> RunConsole:
-    """Writes what is planned and shows it; returns where the run goes on to be shown."""
-    facts = RunFacts(run.command, run.config, run.dataset.facts, run.steps, model)
+def _announced(run: _Run) -> RunConsole:
+    """Shows what is planned, before a weight is made; returns where the run goes on to be shown."""
+    plan = Plan.from_json(run.folder.plan.read_text(encoding="utf-8"))
+    device = run.seat.device.type
+    facts = RunFacts(run.command, run.config, run.dataset.facts, run.steps, plan, device)
     console = RunConsole(run.steps.num_steps, run.steps.log_every)
-    run.folder.plan.write_text(facts.plan.to_json(), encoding="utf-8")
-    run.folder.update_record(
-        status=RunStatus.RUNNING,
-        planned=planned(facts.plan, run.steps, run.view.outlook),
-        environment=environment(),
-    )
+    mark_running(run.folder, run.seat.device, run.model_config)
     console.print_banner(f"fullshard {run.command}  {run.folder.path}", banner(facts))
     return console
+
+
+def _check_plan(run: _Run, model: nn.Module) -> None:
+    """Says so where the engine runs another plan than the one that was shown, and records it."""
+    found = engine_of(model).plan.trained_by(states_of(run.config.training))
+    shown = Plan.from_json(run.folder.plan.read_text(encoding="utf-8"))
+    if found == shown:
+        return
+    run.folder.plan.write_text(found.to_json(), encoding="utf-8")
+    why = f", transport {found.transport}" if found.transport is not shown.transport else ""
+    logger.warning("the engine's plan is another than the one above%s; see plan.json", why)
 
 
 def _trainee(config: RunConfig, model: nn.Module, seat: Seat) -> Trainee:
@@ -288,5 +297,4 @@ def _settings(config: RunConfig, steps: StepPlan) -> LoopSettings:
         grad_reduction=config.sharding.grad_reduction,
         max_skipped_steps=training.max_skipped_steps,
         patience=Patience(training.early_stopping_patience, training.early_stopping_threshold),
-        updates_in_backward=training.optimizer_in_backward,
     )

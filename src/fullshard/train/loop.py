@@ -22,7 +22,6 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.values import GradSync
-from fullshard.engine.step_in_backward import StepInBackward
 from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import StepRow
 from fullshard.train.ema import Average
@@ -193,11 +192,10 @@ class Loop(StepLoop):
         learning_rate = settings.schedule.learning_rate(step - 1)
         for group in trainee.optimizer.param_groups:
             group["lr"] = learning_rate
-        total, norm = self._accumulate(batches, num_tokens)
+        total = self._accumulate(batches, num_tokens)
         self._watcher.entered("optimizer", step)
         self._scaler.unscale()
-        if norm is None:
-            norm = fs.clip_grad_norm_(trainee.model, settings.max_grad_norm or math.inf)
+        norm = fs.clip_grad_norm_(trainee.model, settings.max_grad_norm or math.inf)
         grad_norm = float(norm)
         finite = math.isfinite(grad_norm)
         if not finite and not self._scaler.enabled:
@@ -271,16 +269,9 @@ class Loop(StepLoop):
         missing = most - len(batches)
         return batches + [blank] * missing, int(sum(part[0] for part in parts))
 
-    def _accumulate(
-        self, batches: list[Batch], num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Forward and backward of every micro-batch.
-
-        Returns:
-            This rank's summed loss, and the gradient's norm where backward has updated already.
-        """
+    def _accumulate(self, batches: list[Batch], num_tokens: int) -> torch.Tensor:
+        """Forward and backward of every micro-batch; returns this rank's summed loss."""
         settings, model = self._settings, self._trainee.model
-        update: StepInBackward | None = None
         scale = backward_scale(num_tokens, self._team.world_size, settings.grad_reduction)
         totals: list[torch.Tensor] = []
         for index, batch in enumerate(batches):
@@ -289,14 +280,10 @@ class Loop(StepLoop):
                 if not last and settings.grad_sync is not GradSync.EVERY_MICRO_BATCH:
                     outer_only = settings.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
                     around.enter_context(fs.no_sync(model, outer_only=outer_only))
-                if last and settings.updates_in_backward:
-                    context = fs.step_in_backward(model, self._trainee.optimizer)
-                    update = around.enter_context(context)
                 batch_total, _ = self._recipe.loss(model, batch)
                 self._scaler.scale(batch_total * scale).backward()
             totals.append(batch_total.detach())
-        total = torch.stack(totals).sum(dtype=torch.float64)
-        return total, None if update is None else update.grad_norm
+        return torch.stack(totals).sum(dtype=torch.float64)
 
     @staticmethod
     def _mean_loss(parts: list[list[float]], num_tokens: int) -> float:

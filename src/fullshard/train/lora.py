@@ -76,9 +76,9 @@ class AdaptedWeights(FolderWeights):
     """A folder's weights for a model with more parameters, and the first values of these.
 
     Args:
-        folder: Of the model.
+        folder: Folder of the model.
         prefix: See FolderWeights.
-        seed: Of lora_A, and of a student's projection.
+        seed: Seed of lora_A, and of a student's projection.
     """
 
     def __init__(self, folder: Path, prefix: str, seed: int) -> None:
@@ -146,7 +146,7 @@ def save_adapters(
     """Writes the adapters alone, as peft reads them.
 
     Args:
-        state: Of the whole model, with adapters.
+        state: State of the whole model, with adapters.
         lora: Their configuration.
         base: Folder of the model that they belong to.
         folder: Where; made if it is missing.

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
+from fullshard.engine.hugging_face import build, last_line, read_config, read_model
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ EXTRA_CONFIG_KEYS = frozenset(
     {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "model_type"}
     | {"output_attentions", "rope_scaling", "rope_theta", "torch_dtype", "partial_rotary_factor"}
 )
+
+MOST_LAYERS = 10_000
 
 
 def require_transformers() -> None:
@@ -53,7 +57,6 @@ def config_from_settings(settings: Mapping[str, Any]) -> PretrainedConfig:
         ConfigError: An unknown type, a type without a causal language model, a key that the
             class does not have (it would take it in silence), or a value that it refuses.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     settings = dict(settings)
@@ -74,11 +77,13 @@ def config_from_settings(settings: Mapping[str, Any]) -> PretrainedConfig:
                 f"one. {hint}"
             )
     try:
-        return config_class(**settings)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+        config = config_class(**settings)
+    except Exception as error:
         raise ConfigError(
-            f"model.config: {config_class.__name__} refuses these values: {_last_line(error)}"
+            f"model.config: {config_class.__name__} refuses these values: {last_line(error)}"
         ) from error
+    _check_sizes(config)
+    return config
 
 
 def accepted_keys(config_class: type) -> set[str]:
@@ -90,23 +95,22 @@ def accepted_keys(config_class: type) -> set[str]:
     return keys - {"self", "args", "kwargs"}
 
 
-def config_from_folder(folder: Path) -> PretrainedConfig:
+def config_from_folder(model: ModelConfig, section: str = "model") -> PretrainedConfig:
     """The configuration of a local model folder.
+
+    Args:
+        model: Names the folder, and says whether its own code may run.
+        section: `model` or `teacher`, for errors.
 
     Raises:
         ConfigError: The folder, its config.json or a causal language model for it is missing.
     """
-    check_model_folder(folder)
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.name_or_path: expected a config.json that transformers reads, got one in "
-            f"'{folder}' that it refuses: {_last_line(error)}"
-        ) from error
-    _check_has_causal_lm(config.model_type, type(config), "model.name_or_path")
+    folder, key = Path(model.name_or_path or ""), f"{section}.name_or_path"
+    check_model_folder(folder, key)
+    config = read_config(folder, key, trust=model.trust_remote_code)
+    if not hasattr(config, "auto_map"):
+        _check_has_causal_lm(config.model_type, type(config), key)
+    _check_sizes(config)
     return config
 
 
@@ -135,7 +139,7 @@ def fit_to_tokenizer(
 
     Args:
         config: Changed in place.
-        tokenizer: Of this run.
+        tokenizer: Tokenizer of this run.
         given: Keys that the user set, which stay as they are.
 
     Raises:
@@ -144,24 +148,26 @@ def fit_to_tokenizer(
     text_config = config.get_text_config()
     if "vocab_size" not in given:
         text_config.vocab_size = len(tokenizer)
-    elif text_config.vocab_size < len(tokenizer):
-        raise ConfigError(
-            f"model.config.vocab_size: expected at least {len(tokenizer)} (the tokenizer's "
-            f"entries), got {text_config.vocab_size}. Raise it or leave it out."
-        )
+    check_vocabulary("model", text_config.vocab_size, tokenizer)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if key not in given:
             setattr(text_config, key, getattr(tokenizer, key))
 
 
-def check_length(config: PretrainedConfig, max_seq_length: int) -> None:
-    """Raises ConfigError where sequences are longer than the model has positions."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and max_seq_length > positions:
+def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError where a tokenizer has entries that a model has no embedding for."""
+    if vocab_size < len(tokenizer):
         raise ConfigError(
-            f"training.max_seq_length: expected at most {positions} (the model's "
-            f"max_position_embeddings), got {max_seq_length}. Lower it or raise the model's."
+            f"{key}.config.vocab_size: expected at least {len(tokenizer)} (the tokenizer's "
+            f"entries), got {vocab_size}. Raise it or leave it out; for weights that are given use "
+            "their own tokenizer (data.tokenizer), or lower data.vocab_size."
         )
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """The longest sequence that a model has positions for; None: it has no limit."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def build_model(
@@ -172,27 +178,15 @@ def build_model(
     Args:
         config: What to build.
         folder: Whose weights to load; None: the model's own initialisation from `seed`.
-        dtype: Of the parameters (the master dtype).
-        seed: Of the initialisation.
+        dtype: Dtype of the parameters (the master dtype).
+        seed: Seed of the initialisation.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     if folder is None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, local_files_only=True
-    )
-
-
-def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model without storage: names, shapes, dtypes."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
+        return build(config, dtype=dtype)
+    return read_model(folder, config, dtype=dtype)
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> int:
@@ -224,6 +218,16 @@ def _unmatched_glob(glob: str, names: list[str]) -> str:
     return f"freeze: expected globs of parameter names, got '{glob}', which matches none. {hint}"
 
 
+def _check_sizes(config: PretrainedConfig) -> None:
+    """Raises ConfigError for a size that no model has; building one of 10M layers takes hours."""
+    for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        size = getattr(config.get_text_config(), key, None)
+        most = MOST_LAYERS if key == "num_hidden_layers" else None
+        if isinstance(size, int) and (size < 1 or (most is not None and size > most)):
+            expected = f"between 1 and {most:,}" if most else "at least 1"
+            raise ConfigError(f"model.config.{key}: expected {expected}, got {size:,}. Correct it.")
+
+
 def _check_has_causal_lm(model_type: str, config_class: type, key: str) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -239,9 +243,3 @@ def _unknown(key: str, value: object, choices: list[str]) -> str:
     hint = f"Did you mean '{guess}'?" if guess else "Use one such as llama, qwen3 or gpt2."
     got = "none" if value is None else f"'{value}'"
     return f"{key}: expected a model type of transformers, got {got}. {hint}"
-
-
-def _last_line(error: Exception) -> str:
-    """The sentence of a validation error that says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

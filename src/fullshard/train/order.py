@@ -28,7 +28,7 @@ class BatchShape:
     """How a global batch is divided: per_device x accumulation x world.
 
     Attributes:
-        samples: Of one step, where they do not fill every place; None: they do.
+        samples: Samples of one step, where they do not fill every place; None: they do.
     """
 
     per_device: int
@@ -62,7 +62,7 @@ class SampleOrder:
     Attributes:
         num_samples: Sequences in the data.
         shape: How a global batch is divided.
-        seed: Of the shuffling.
+        seed: Seed of the shuffling.
     """
 
     num_samples: int

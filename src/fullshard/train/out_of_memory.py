@@ -11,7 +11,7 @@ import torch
 from fullshard.errors import OutOfMemoryError
 from fullshard.planner.homes import Place
 from fullshard.planner.render import human_bytes
-from fullshard.train.outlook import View
+from fullshard.train.outlook import View, memory_lines
 
 # What torch says on the CPU, where it has no exception of its own for it.
 _SAID = re.compile(r"can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
@@ -43,19 +43,16 @@ def _answer(view: View, error: BaseException) -> str:
     outlook = view.outlook
     peak = outlook.peak_bytes[Place.DEVICE]
     memory = view.machine.memory_bytes or 0
-    guilty = max(outlook.rows, key=lambda row: row.num_bytes)
     said = (str(error).splitlines() or ["no more memory"])[0]
     expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
-    lines = [
-        f"memory: expected to need {expected}; got: {said}",
-        "planned for the largest rank:",
-        *(
-            f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
-            + ("   <- the largest" if row is guilty else "")
-            for row in outlook.rows
-        ),
-    ]
     advice = view.advice()
     if not advice:
         advice = ["a smaller per_device_train_batch_size, or activation_checkpointing: block"]
-    return "\n".join([*lines, "what would help:", *(f"  {line}" for line in advice)])
+    return "\n".join(
+        [
+            f"memory: expected to need {expected}; got: {said}",
+            *memory_lines(outlook.rows),
+            "what would help:",
+            *(f"  {line}" for line in advice),
+        ]
+    )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.config import host_memory
 from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
 from fullshard.engine.collectives.shared_home.segment import Host
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.launch.machine import describe_machine
 from fullshard.launch.topology import configured_topology
@@ -26,19 +26,24 @@ from fullshard.planner.forecast.memory import GIB
 from fullshard.planner.forecast.workload import Batch
 from fullshard.planner.hardware import Fit, Gpus
 from fullshard.planner.homes import Place
-from fullshard.planner.optimizers import states_of
+from fullshard.planner.memory import MemoryRow
+from fullshard.planner.mesh import Topology, resolve_mesh
+from fullshard.planner.optimizers import OptimizerStates, states_of
 from fullshard.planner.outlook import Job, Machine, Outlook, look
-from fullshard.planner.phases import Storage
+from fullshard.planner.phases import LOAD, Storage, phases_of
 from fullshard.planner.plan import Plan
-from fullshard.planner.search import MICRO_BATCH, PlanOf, advise, choose
+from fullshard.planner.render import human_bytes
+from fullshard.planner.search import MICRO_BATCH, PlanAt, choose
 from fullshard.planner.strategy import row_of
+from fullshard.planner.study import Study, study
 from fullshard.train.build import model_on_meta, weights_source
-from fullshard.train.model import build_on_meta, quiet_libraries, require_transformers
-from fullshard.train.prepare import Prepared, given_model_config
+from fullshard.train.model import quiet_libraries, require_transformers
+from fullshard.train.prepare import given_model_config, model_config_of
 from fullshard.train.taught import Taught
 from fullshard.train.tracing import Tracer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from fullshard.train.xla_outlook import XlaOutlook
 
 
 def job_of(
@@ -116,42 +121,74 @@ def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -
     return Machine(device, hardware.memory_bytes)
 
 
-def on_one_host(config: ShardConfig, world_size: int) -> ShardConfig:
-    """With the transport that ranks of one host take to compute on its CPU, where it was left open.
+def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
+    """With the transport that ranks of this machine take where it was left open.
 
-    As `resolve_transport` does it, before there are ranks.
+    As `resolve_transport` does it, before there are ranks; ranks of a host are neighbours.
     """
-    if config.transport is not Transport.AUTO or world_size == 1:
+    world = topology.world_size
+    if config.transport is Transport.FAKE:
         return config
-    shares = row_of(config.strategy).shard_params and config.offload is None
-    shared = shares and Host.here() is not None
-    transport = Transport.SHARED if shared else Transport.DIRECT
-    return config.model_copy(update={"transport": transport})
+    kind = config.transport
+    if world == 1:
+        kind = Transport.DIRECT
+    elif kind is Transport.AUTO and torch.cuda.is_available():
+        kind = Transport.C10D
+    elif kind is Transport.AUTO:
+        mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
+        together = (topology.local_world_size or world) % mesh.shard == 0
+        shares = mesh.shard > 1 and together and config.offload is None
+        kind = Transport.SHARED if shares and Host.here() is not None else Transport.DIRECT
+    return config.model_copy(update={"transport": kind})
 
 
 def this_machine(num_ranks: int) -> Machine:
     """What a rank of this host runs on: its GPU, or its part of the host's memory."""
+    host_bytes = host_memory.total_bytes() // num_ranks
     if not torch.cuda.is_available():
-        return Machine(None, psutil.virtual_memory().total // num_ranks)
+        return Machine(None, host_bytes, host_bytes=host_bytes, is_host=True)
     facts = torch.cuda.get_device_properties(0)
-    return machine_of(Gpus(num_ranks, facts.name, facts.total_memory))
+    found = machine_of(Gpus(num_ranks, facts.name, facts.total_memory))
+    return replace(found, host_bytes=host_bytes)
+
+
+def topology_of(config: RunConfig, world_size: int) -> Topology:
+    """A run's ranks, and how many of them are on this machine."""
+    told = read_launch_environment() or configured_topology(config.launch)
+    return Topology(world_size, told.local_world_size or world_size)
 
 
 @dataclass(frozen=True)
 class View:
-    """A run as the planner sees it, and how to see others.
+    """A run as the planner sees it: what `plan`, a dry run and the run itself show.
 
     Attributes:
+        config: Configuration of the run; what was left to the planner is filled in.
         outlook: What it takes.
-        plan_of: Plans another configuration of the same model and ranks.
+        plan_at: Plans another configuration of the same model, on any ranks.
         machine: What a rank runs on.
-        hosts: How many.
+        topology: Its ranks.
+        storage: What it reads and writes.
     """
 
+    config: RunConfig
     outlook: Outlook
-    plan_of: PlanOf
+    plan_at: PlanAt
     machine: Machine
-    hosts: int
+    topology: Topology
+    storage: Storage
+
+    @property
+    def plan(self) -> Plan:
+        return self.outlook.plan
+
+    def plan_of(self, sharding: ShardConfig) -> Plan:
+        """Another configuration on the same ranks."""
+        return self.plan_at(sharding, self.topology)
+
+    @property
+    def rows(self) -> tuple[MemoryRow, ...]:
+        return self.outlook.rows
 
     def utilization(self) -> float | None:
         """What one token a second of all ranks is, as a share of the devices' bf16 peaks.
@@ -167,46 +204,158 @@ class View:
         flops = job.model.flops_per_token(job.batch.seq_len, share)
         return flops / (device.peak * self.outlook.plan.mesh.world_size)
 
+    def study(self) -> Study:
+        """With advice: for a run that does not fit, from what each phase of it needs."""
+        outlook, machine = self.outlook, self.machine
+        lack = self.lack()
+        if lack is not None and machine.memory_bytes is not None:
+            beyond = max(0, lack.needed - outlook.peak_bytes[Place.DEVICE]) * machine.is_host
+            machine = replace(machine, memory_bytes=max(1, machine.memory_bytes - beyond))
+            outlook = replace(outlook, fit=Fit.NO)
+        found = study(outlook, self.plan_at, machine, self.topology, self.storage)
+        return replace(found, machine=self.machine)
+
     def advice(self) -> list[str]:
         """What takes a tenth less at least, in words, of a run that found no more memory."""
         peak = self.outlook.peak_bytes[Place.DEVICE]
         machine = replace(self.machine, memory_bytes=min(self.machine.memory_bytes or peak, peak))
         before = replace(self.outlook, fit=Fit.TIGHT)  # whatever was planned
-        found = advise(before, self.plan_of, machine, hosts=self.hosts)
+        found = study(before, self.plan_at, machine, self.topology).advice
         return [one.sentence(self.outlook) for one in found]
 
+    def lack(self) -> Lack | None:
+        """The memory that is short by most; None where all phases of the run fit."""
+        phases, machine = phases_of(self.outlook, self.storage), self.machine
+        if machine.is_host:  # weights come in where they stay
+            needed = max(p.device + (p.host if p.name != LOAD else 0) for p in phases)
+            found = [("this machine", needed, machine.memory_bytes)]
+        else:
+            found = [
+                ("the device", max(p.device for p in phases), machine.memory_bytes),
+                ("the host", max(p.host for p in phases), machine.host_bytes),
+            ]
+        lacks = [Lack(where, n, has) for where, n, has in found if has is not None and n > has]
+        return max(lacks, key=lambda one: one.needed / max(1, one.memory), default=None)
 
-def view_of(config: RunConfig, model: nn.Module, world_size: int) -> View:
-    """A run on this machine.
 
-    A CPU's time is what was measured on it, where that is known.
+@dataclass(frozen=True)
+class Lack:
+    """More than there is.
+
+    Attributes:
+        where: Whose memory it is.
+        needed: Bytes that a rank needs.
+        memory: Bytes that a rank has.
+    """
+
+    where: str
+    needed: int
+    memory: int
+
+    def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
+        """Why a run is not started, with the plan and what would help.
+
+        Args:
+            rows: Rows of the plan.
+            advice: Sentences.
+        """
+        return "\n".join(
+            [
+                f"memory: expected at most {human_bytes(self.memory)} a rank, which is what "
+                f"{self.where} has for it; the plan takes {human_bytes(self.needed)}: "
+                f"{Fit.NO.sentence(self.needed, self.memory)}",
+                *memory_lines(rows),
+                "what would help:",
+                *(f"  {line}" for line in advice or [SMALLER]),
+            ]
+        )
+
+
+SMALLER = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
+
+
+def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
+    """The plan's table of memory."""
+    most = max(rows, key=lambda row: row.num_bytes)
+    return [
+        "planned for the largest rank:",
+        *(
+            f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
+            + ("   <- the largest" if row is most else "")
+            for row in rows
+        ),
+    ]
+
+
+def view_of(
+    config: RunConfig,
+    model: nn.Module,
+    topology: Topology,
+    machine: Machine | None = None,
+    optimizer: OptimizerStates | None = None,
+) -> View:
+    """What a run will do and take: the one place where its plan is made.
+
+    `strategy: auto` and `per_device_train_batch_size: auto` are chosen: the fastest that fits (see
+    `choose`), with the sequences of an update kept. Every rank comes to the same choice: hosts and
+    devices of a run are taken to be alike. A CPU's time is what was measured on it, where known.
 
     Args:
-        config: Its configuration; `strategy: auto` stands for full_shard.
+        config: Configuration of the run.
         model: Its model, on meta.
-        world_size: All ranks.
+        topology: Its ranks.
+        machine: What a rank runs on; None: this machine.
+        optimizer: States other than those of the configuration's optimizer.
+
+    Raises:
+        ConfigError: The mesh, the units or a glob are impossible for this model.
+        WillNotFitError: Something is left to the planner, and nothing fits.
     """
-    launched = read_launch_environment()
-    told = launched or configured_topology(config.launch)
-    local = told.local_world_size or world_size
+    world, local = topology.world_size, topology.local_world_size or topology.world_size
+    hosts = -(-world // local)
+    if machine is None:
+        machine = this_machine(local)
+        if hosts == 1 and machine.is_host:
+            machine = replace(machine, calibration=known_calibration(world))
+    is_here = machine.host_bytes is not None
 
-    hosts, on_gpu = -(-world_size // local), torch.cuda.is_available()
+    def resolved(sharding: ShardConfig, topology: Topology = topology) -> ShardConfig:
+        return transport_here(sharding, topology) if is_here else sharding
 
-    def plan_of(sharding: ShardConfig) -> Plan:
-        if hosts == 1 and not on_gpu:
-            sharding = on_one_host(sharding, world_size)
-        return fs.plan(model, sharding, world_size=world_size, local_world_size=local)
+    def plan_at(sharding: ShardConfig, topology: Topology) -> Plan:
+        world, local = topology.world_size, topology.local_world_size
+        sharding = resolved(sharding, topology)
+        return fs.plan(model, sharding, world_size=world, local_world_size=local)
 
-    sharding = config.sharding
+    sharding, training, free = config.sharding, config.training, list[str]()
     if sharding.strategy is Strategy.AUTO:
         sharding = sharding.model_copy(update={"strategy": Strategy.FULL_SHARD})
-    machine = this_machine(local)
-    if hosts == 1 and not on_gpu:
-        machine = replace(machine, calibration=known_calibration(world_size))
-    taught = Taught.of(config, local, on_gpu=on_gpu)
-    job = job_of(model, config.training, world_size, taught)
-    outlook = look(plan_of(sharding), sharding, job, machine)
-    return View(outlook, plan_of, machine, hosts)
+        free.append("strategy")
+    if training.leaves_micro_batch:
+        training = training.undivided(world)
+        free.append(MICRO_BATCH)
+    on_gpu = machine.device is not None or torch.cuda.is_available()
+    taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
+    job = job_of(model, training, world, taught)
+    if optimizer is not None:
+        job = replace(job, optimizer=optimizer)
+    outlook = look(plan_at(sharding, topology), sharding, job, machine)
+    if free:
+        outlook = choose(outlook, lambda s: plan_at(s, topology), machine, free, hosts=hosts)
+        config = _with_choices(config, outlook)
+    return View(config, outlook, plan_at, machine, topology, storage_of(config))
+
+
+def _with_choices(config: RunConfig, outlook: Outlook) -> RunConfig:
+    """What a configuration left to the planner, as it was chosen."""
+    changes: dict[str, object] = {}
+    if config.sharding.strategy is Strategy.AUTO:
+        changes["sharding"] = outlook.config
+    if config.training.leaves_micro_batch:
+        batch = outlook.job.batch
+        micro, count = round(batch.micro_batch), round(batch.accumulation)
+        changes["training"] = config.training.in_micro_batches(micro, count)
+    return config.model_copy(update=changes)
 
 
 def known_calibration(world_size: int) -> Calibration | None:
@@ -225,7 +374,7 @@ def model_of(config: RunConfig) -> nn.Module:
     """The model as it will be trained, of a configuration alone: without storage or data."""
     require_transformers()
     quiet_libraries()
-    return model_on_meta(config, given_model_config(config))
+    return model_on_meta(config, model_config_of(config))
 
 
 def storage_of(config: RunConfig) -> Storage:
@@ -238,51 +387,27 @@ def storage_of(config: RunConfig) -> Storage:
 
 def look_at(config: RunConfig, world_size: int, machine: Machine) -> Outlook:
     """What `fullshard plan` says of a configuration on ranks of one host."""
-    model = model_of(config)
-    plan = fs.plan(model, config.sharding, world_size=world_size)
-    taught = Taught.of(config, world_size, on_gpu=machine.device is not None)
-    job = job_of(model, config.training, world_size, taught)
-    return look(plan, config.sharding, job, machine)
+    return view_of(config, model_of(config), Topology(world_size), machine).outlook
 
 
-def outlook_of(prepared: Prepared, world_size: int) -> Outlook | None:
-    """What a run takes; None for a backend whose memory the compiler lays out."""
-    if prepared.config.backend is Backend.JAX:
-        return None
-    model = model_on_meta(prepared.config, prepared.model_config)
-    return view_of(prepared.config, model, world_size).outlook
+def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
+    """A run on this machine, on either engine.
+
+    Raises:
+        ConfigError: See `view_of`.
+        WillNotFitError: See `view_of`.
+    """
+    if config.backend is not Backend.JAX:
+        return view_of(config, model_of(config), topology)
+    from fullshard.train.xla_outlook import look
+
+    require_transformers()
+    quiet_libraries()
+    machine = this_machine(topology.local_world_size or topology.world_size)
+    world = topology.world_size
+    return look(config, model_config_of(config), world, on_cpu=machine.is_host, machine=machine)
 
 
 def leaves_something(config: RunConfig) -> bool:
     """Whether the planner chooses a part of a configuration."""
     return config.sharding.strategy is Strategy.AUTO or config.training.leaves_micro_batch
-
-
-def with_choices(config: RunConfig, model: nn.Module, world_size: int) -> RunConfig:
-    """What a configuration leaves to the planner, as the fastest that fits (see `choose`).
-
-    `strategy: auto`, `per_device_train_batch_size: auto`. The sequences of an update are kept.
-    Every rank comes to the same choice: hosts and devices of a run are taken to be alike.
-
-    Raises:
-        WillNotFitError: Nothing fits.
-    """
-    training, free = config.training, ["strategy"] * (config.sharding.strategy is Strategy.AUTO)
-    if training.leaves_micro_batch:
-        free.append(MICRO_BATCH)
-        config = config.model_copy(update={"training": training.undivided(world_size)})
-    if not free:
-        return config
-    view = view_of(config, model, world_size)
-    chosen = choose(view.outlook, view.plan_of, view.machine, free, hosts=view.hosts)
-    changes: dict[str, object] = {"sharding": chosen.config}
-    if config.sharding.strategy is Strategy.AUTO:
-        logger.info("strategy: auto is %s here", chosen.config.strategy)
-    if training.leaves_micro_batch:
-        batch = chosen.job.batch
-        micro, count = round(batch.micro_batch), round(batch.accumulation)
-        changes["training"] = config.training.in_micro_batches(micro, count)
-        logger.info(
-            "per_device_train_batch_size: auto is %d here, in %d micro-batch(es)", micro, count
-        )
-    return config.model_copy(update=changes)

@@ -10,6 +10,7 @@ is said once.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from fullshard.train import facts as data_facts
 from fullshard.train.document_check import check_documents
 from fullshard.train.facts import DatasetFacts
 from fullshard.train.model import (
-    check_length,
     check_model_folder,
+    check_vocabulary,
     config_from_folder,
     config_from_settings,
     fit_to_tokenizer,
+    num_positions,
     quiet_libraries,
     require_transformers,
 )
@@ -41,6 +43,9 @@ from fullshard.train.top_k import check_facts
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from fullshard.config.load import Resolved
+
+logger = logging.getLogger(__name__)
 
 SAVE_STEPS = 500  # Hugging Face's default
 DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
@@ -52,7 +57,7 @@ class StepPlan:
 
     Attributes:
         num_steps: Updates of the run.
-        num_warmup_steps: Of the learning rate.
+        num_warmup_steps: Warm-up steps of the learning rate.
         log_every: Steps between printed lines.
         eval_every: Steps between evaluations; 0: at the end alone.
         save_every: Steps between checkpoints; None: there are none.
@@ -93,7 +98,7 @@ def prepare(
     """Reads, checks and tokenizes; writes nothing.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         command: Which recipe it is for.
         world_size: All ranks.
         global_batch: See `plan_steps`.
@@ -102,14 +107,11 @@ def prepare(
         ConfigError: The model or the numbers of the run cannot be used.
         DataError: The data cannot be used.
     """
-    require_transformers()
     check_optimizer(config.training.optim)
-    quiet_libraries()
     given, tokenizer = given_model_config(config), _given_tokenizer(config)
     if command is not Command.TRAIN and config.teacher is not None:
         check_teacher(config.teacher, tokenizer, config.distill or DistillConfig())
-        tokenizer = tokenizer or load_tokenizer(Path(config.teacher.name_or_path or ""))
-    check_length(given, config.training.max_seq_length)
+    _check_trains_tokenizer(config, tokenizer)
     dataset = make_data(config, command, tokenizer, _vocab_size(config, given))
     model_config = model_config_of(config, dataset.tokenizer)
     if command is Command.DISTILL and config.distill is not None and config.distill.cache:
@@ -124,17 +126,64 @@ def prepare(
     )
 
 
-def model_config_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The model's configuration, fitted to the run's tokenizer; the same in every process."""
-    model_config = given_model_config(config)
+def model_config_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PretrainedConfig:
+    """The model's configuration with the run's vocabulary; the same in every process.
+
+    The vocabulary is known without data: that of the configuration or of a given tokenizer, else
+    the most entries that a tokenizer trained on the data may have.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: The run's tokenizer, whose special tokens the model takes; None: not known.
+
+    Raises:
+        ConfigError: The tokenizer has more entries than the model's or the teacher's vocabulary.
+    """
+    model_config, own = given_model_config(config), _given_tokenizer(config)
+    given = ("vocab_size",)  # a new tokenizer, whose special tokens the model must know
     if config.model.config is not None:
         given = tuple(config.model.config)
-    elif _given_tokenizer(config) is None:
-        given = ("vocab_size",)  # a new tokenizer, whose special tokens the model must know
-    else:
+    elif own is not None:
         given = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    fit_to_tokenizer(model_config, tokenizer, given)
+    if "vocab_size" not in given:
+        entries = _vocab_size(config, model_config) if own is None else len(own)
+        model_config.get_text_config().vocab_size = entries
+    if tokenizer is not None:
+        fit_to_tokenizer(model_config, tokenizer, (*given, "vocab_size"))
+        if config.teacher is not None and config.teacher.name_or_path is not None:
+            theirs = config_from_folder(config.teacher, "teacher").get_text_config()
+            check_vocabulary("teacher", theirs.vocab_size, tokenizer)
     return model_config
+
+
+def with_fitting_length(resolved: Resolved) -> Resolved:
+    """Shortens a `max_seq_length` that nobody set to the positions of the model and its teacher.
+
+    Raises:
+        ConfigError: Somebody set it, and a model has fewer positions.
+    """
+    require_transformers()
+    quiet_libraries()
+    config = resolved.config
+    models = {"model": given_model_config(config)}
+    if config.teacher is not None and config.teacher.name_or_path is not None:
+        models["teacher"] = config_from_folder(config.teacher, "teacher")
+    length = config.training.max_seq_length
+    limits = {name: num_positions(found) or length for name, found in models.items()}
+    name = min(limits, key=lambda name: limits[name])
+    if limits[name] >= length:
+        return resolved
+    limit = f"{limits[name]} (the {name}'s max_position_embeddings)"
+    if resolved.is_chosen("training.max_seq_length"):
+        raise ConfigError(
+            f"training.max_seq_length: expected at most {limit}, got {length}. Lower it or leave "
+            "it out."
+        )
+    logger.info("max_seq_length: %s; the default is %d", limit, length)
+    training = config.training.model_copy(update={"max_seq_length": limits[name]})
+    return replace(resolved, config=config.model_copy(update={"training": training}))
 
 
 def weights_folder(config: RunConfig) -> Path | None:
@@ -157,7 +206,7 @@ def check_teacher(
             "random. Train it first (fullshard train), and name RUN/model."
         )
     check_model_folder(folder, "teacher")
-    theirs = load_tokenizer(folder)
+    theirs = load_tokenizer(teacher, "teacher")
     if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
         return
     ours, other = tokenizer.get_vocab(), theirs.get_vocab()
@@ -180,8 +229,8 @@ def plan_steps(
     """Resolves epochs and shares of steps to counts.
 
     Args:
-        training: Of the run.
-        facts: Of its data.
+        training: Training section of the run.
+        facts: Facts of its data.
         world_size: All ranks.
         global_batch: Samples of one step in the run that is gone on with; it is kept.
 
@@ -244,9 +293,8 @@ def given_model_config(config: RunConfig) -> PretrainedConfig:
     Raises:
         ConfigError: It cannot be read, or a student cannot be cut out of it.
     """
-    folder = _model_folder(config)
-    if folder is not None:
-        whole = config_from_folder(folder)
+    if config.model.name_or_path is not None:
+        whole = config_from_folder(config.model)
         if config.distill is not None and is_cut(config.distill):
             return student_config(whole, config.distill)
         return whole
@@ -255,9 +303,10 @@ def given_model_config(config: RunConfig) -> PretrainedConfig:
 
 
 def _given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    """data.tokenizer, else the model's own, else the teacher's; None: one is trained."""
     if config.data.tokenizer is not None:
         folder = Path(config.data.tokenizer)
-        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        tokenizer = load_tokenizer(config.model, "data.tokenizer", folder)
         if tokenizer is None:
             raise ConfigError(
                 f"data.tokenizer: expected a local folder with a tokenizer, got '{folder}'. "
@@ -265,10 +314,26 @@ def _given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
             )
         return tokenizer
     folder = _model_folder(config)
-    if folder is None:
-        return None
-    check_model_folder(folder)
-    return load_tokenizer(folder)
+    if folder is not None:
+        check_model_folder(folder)
+    found = None if folder is None else load_tokenizer(config.model, folder=folder)
+    if found is None and config.teacher is not None and config.teacher.name_or_path:
+        found = load_tokenizer(config.teacher, "teacher.name_or_path")
+    return found
+
+
+def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuses to train a tokenizer for weights that know another one's tokens, unless asked to."""
+    teacher = (config.teacher and config.teacher.name_or_path) or None
+    weights = weights_folder(config) or (Path(teacher) if teacher else None)
+    if tokenizer is not None or weights is None or config.data.vocab_size is not None:
+        return
+    key = "model.name_or_path" if weights_folder(config) else "teacher.name_or_path"
+    raise ConfigError(
+        f"{key}: expected weights with their tokenizer, got '{weights}' without one. Put its files "
+        "into the folder or name the folder that has them (data.tokenizer). Set data.vocab_size to "
+        "train a new tokenizer on the data, whose tokens these weights have never seen."
+    )
 
 
 def _vocab_size(config: RunConfig, model_config: PretrainedConfig) -> int:

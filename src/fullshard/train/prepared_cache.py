@@ -23,6 +23,7 @@ from fullshard import __version__
 from fullshard.config.environment import cache_folder
 from fullshard.train.chat_dataset import ChatDataset, ChatSettings
 from fullshard.train.conversations import Examples
+from fullshard.train.facts import read_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,8 @@ def cached(
     folder = cache_folder() / "chats" / _key(data, settings, tokenizer)
     if folder.is_dir():
         logger.info("data: prepared before, taken from %s", folder)
-        return ChatDataset.load(folder)
+        _, facts = read_facts(folder)
+        return ChatDataset.load(folder, facts, tokenizer)
     made = make()
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     with suppress(OSError):  # a cache that cannot be written is none

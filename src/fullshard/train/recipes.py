@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.config.schema import RunConfig, SftConfig
+from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
 from fullshard.config.values import Command
 from fullshard.train.causal_lm import PackedText, Sequences
 from fullshard.train.chat_dataset import KIND as CHAT
@@ -41,7 +41,7 @@ def make_data(
     """Reads, tokenizes and packs the data of a run.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         command: Which recipe it is for.
         tokenizer: None trains one on the data.
         vocab_size: Most entries of one that is trained.
@@ -67,14 +67,18 @@ def uses_chats(config: RunConfig, command: Command) -> bool:
     return command is Command.SFT
 
 
-def load_data(folder: Path) -> Prepared:
+def load_data(folder: Path, model: ModelConfig) -> Prepared:
     """Maps the prepared data of a run.
+
+    Args:
+        folder: Folder of the data.
+        model: Says whether code of the tokenizer may run.
 
     Raises:
         DataError: Nothing is there.
     """
-    kind, _, _ = load_facts(folder)
-    return (ChatDataset if kind == CHAT else Dataset).load(folder)
+    kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
+    return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
 
 
 def make_recipe(
@@ -109,6 +113,7 @@ def _make_chats(
     if tokenizer is None:
         texts = (text for example in data.examples for text in texts_of(example))
         tokenizer = train_tokenizer(texts, vocab_size)
-    set_template(tokenizer, Path(sft.chat_template_path) if sft.chat_template_path else None)
+    template = Path(sft.chat_template_path) if sft.chat_template_path else None
+    set_template(tokenizer, template, config.model)
     chosen = tokenizer
     return cached(data, settings, chosen, lambda: make_chat_dataset(data, settings, chosen))

@@ -60,7 +60,7 @@ class Files:
     Attributes:
         path: What was named.
         files: In their order.
-        kind: Of all of them.
+        kind: Kind of all of them.
     """
 
     path: Path
@@ -79,17 +79,23 @@ class Files:
             DataError: A file cannot be read; names the line.
         """
         for file in self.files:
-            match self.kind:
-                case Kind.PARQUET:
-                    yield from _read_parquet(file, columns)
-                case Kind.JSONL:
-                    yield from _read_jsonl(file)
-                case Kind.JSON:
-                    yield from _read_json(file)
-                case Kind.DATASETS:
-                    yield from _read_datasets(file)
-                case Kind.TEXT:
-                    yield Record(read_text(file), str(file))
+            try:
+                match self.kind:
+                    case Kind.PARQUET:
+                        yield from _read_parquet(file, columns)
+                    case Kind.JSONL:
+                        yield from _read_jsonl(file)
+                    case Kind.JSON:
+                        yield from _read_json(file)
+                    case Kind.DATASETS:
+                        yield from _read_datasets(file)
+                    case Kind.TEXT:
+                        yield Record(read_text(file), str(file))
+            except (OSError, ValueError) as error:
+                raise DataError(
+                    f"data.path: expected a file that can be read, got '{file}' "
+                    f"({type(error).__name__}: {error}). Replace the file or name another."
+                ) from error
 
 
 def files_at(path: Path) -> Files:
@@ -98,9 +104,15 @@ def files_at(path: Path) -> Files:
     Raises:
         DataError: There is none, or they are of several kinds.
     """
-    if any((path / mark).is_file() for mark in DATASETS_MARKS):
-        return Files(path, (path,), Kind.DATASETS)
-    files = _files_at(path)
+    try:
+        if any((path / mark).is_file() for mark in DATASETS_MARKS):
+            return Files(path, (path,), Kind.DATASETS)
+        files = _files_at(path)
+    except OSError as error:
+        raise DataError(
+            f"data.path: expected an existing file or folder, got "
+            f"'{str(error.filename or path)[:200]}' ({error.strerror}). Name another."
+        ) from error
     examples = {SUFFIXES.get(file.suffix.lower(), Kind.TEXT): file for file in files}
     if len(examples) > 1:
         listed = ", ".join(f"{kind} ({examples[kind].name})" for kind in sorted(examples))
@@ -115,11 +127,7 @@ def _files_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not _is_hidden(file.relative_to(path))
-        )
+        files = sorted(_files_below(path))
         if not files:
             raise DataError(
                 f"data.path: expected a folder with text, JSONL or parquet files, "
@@ -129,8 +137,27 @@ def _files_at(path: Path) -> list[Path]:
     raise DataError(_missing_path(path))
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _files_below(folder: Path) -> Iterator[Path]:
+    """What is not hidden, also in folders below.
+
+    Raises:
+        DataError: Something would be left out: a link to none or to a folder, a pipe, a device.
+        OSError: A folder cannot be read.
+    """
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_symlink() or not entry.is_dir():
+            what = "a link to nothing" if entry.is_symlink() else "a pipe or a device"
+            what = "a link to a folder, which is not followed" if entry.is_dir() else what
+            raise DataError(
+                f"data.path: expected files that can be read, got '{entry}', {what}. "
+                "Mend or remove it."
+            )
+        else:
+            yield from _files_below(entry)
 
 
 def _missing_path(path: Path) -> str:
@@ -165,13 +192,34 @@ def _read_jsonl(file: Path) -> Iterator[Record]:
             continue
         place = f"{file}:{number}"
         try:
-            record = json.loads(line)
+            record = _parsed(line, place)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"data.path: expected one JSON object a line, got {error.msg} at {place}, "
                 f"column {error.colno}. Mend the line."
             ) from error
         yield Record(record, place)
+
+
+def _parsed(text: str, place: str) -> Any:
+    """The value of a JSON text, all of which can be tokenized.
+
+    Raises:
+        DataError: It is nested too deeply, or has numbers or characters that nothing can hold.
+        JSONDecodeError: It is no JSON.
+    """
+    try:
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # half of a pair of \ud83d\ude00 alone is no character
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"data.path: expected JSON records, got one that cannot be read at {place} "
+            f"({type(error).__name__}: {str(error)[:120]}). Mend or remove it."
+        ) from error
+    return value
 
 
 def _read_json(file: Path) -> Iterator[Record]:
@@ -181,7 +229,7 @@ def _read_json(file: Path) -> Iterator[Record]:
         yield from _read_jsonl(file)
         return
     try:
-        records = json.loads(content)
+        records = _parsed(content, str(file))
     except json.JSONDecodeError as error:
         raise DataError(
             f"data.path: expected a JSON list of objects, got {error.msg} at "

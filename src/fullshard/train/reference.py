@@ -89,9 +89,11 @@ class _Training:
         self.start_optimizer()
 
     def _build(self, folder: Path) -> nn.Module:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         extra = self.job["model_arguments"]
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **extra)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False, **extra
+        )
         model.to(self.master_dtype)
         model.load_state_dict(load_file(folder / "weights.safetensors"))
         for module in model.modules():

@@ -5,23 +5,31 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fullshard.config.schema import RunConfig
+from fullshard.engine.hugging_face import import_code
+from fullshard.observe.memory import memory_bytes
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.outlook import Outlook
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.train.baseline import Baseline
 from fullshard.train.console import RunConsole
 from fullshard.train.facts import DatasetFacts
 from fullshard.train.generate import Sample, SamplingSettings, generate
+from fullshard.train.outlook import View
 from fullshard.train.prepare import StepPlan
 from fullshard.train.run_folder import RunFolder, RunStatus, now
 from fullshard.train.watcher import RunWatcher
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fullshard.train.xla_outlook import XlaOutlook
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,17 @@ class Result:
         }
 
 
-def planned(
-    plan: Plan | ArraysPlan, steps: StepPlan, outlook: Outlook | None = None
-) -> dict[str, Any]:
-    """For run.json: what the plan said before the run."""
-    return {
+def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str, Any]:
+    """For run.json: what the plan said before the run.
+
+    Args:
+        view: The run as the planner sees it.
+        steps: Steps of the run; None: the run was refused before its data was read.
+    """
+    plan = view.plan
+    outlook = view.outlook if isinstance(view, View) else None
+    found: dict[str, Any] = {
+        "digest": plan.digest(),
         "world_size": plan.mesh.world_size,
         "num_parameters": plan.num_parameters,
         "num_units": plan.num_units,
@@ -78,10 +92,13 @@ def planned(
         "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
         "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
         "measures_process": not torch.cuda.is_available(),  # see `_memory`
-        "rows": plan.rows() + _staging(plan, steps),
-        "num_steps": steps.num_steps,
-        "samples_per_step": steps.order.shape.global_batch,
+        "rows": plan.rows(),
     }
+    if steps is None:
+        return found
+    found["rows"] += _staging(plan, steps)
+    shape = steps.order.shape
+    return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
 
 
 def _staging(plan: Plan | ArraysPlan, steps: StepPlan) -> list[dict[str, Any]]:
@@ -89,6 +106,18 @@ def _staging(plan: Plan | ArraysPlan, steps: StepPlan) -> list[dict[str, Any]]:
     if steps.save_every is None:
         return []
     return [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
+
+
+def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
+    """For run.json, on rank 0 before the model is built: what the process takes without it."""
+    import_code(model_config)  # it is no tensor either
+    record = folder.read_record()
+    before = memory_bytes(device)[0] if device.type == "cpu" else 0
+    folder.update_record(
+        status=RunStatus.RUNNING,
+        planned={**record["planned"], "process_bytes": before},
+        environment=environment(),
+    )
 
 
 def environment() -> dict[str, str]:
@@ -102,17 +131,17 @@ def conclude(
     folder: RunFolder,
     watcher: RunWatcher,
     facts: DatasetFacts,
-    seed: int,
+    config: RunConfig,
     wall_s: float,
     average_loss: float | None = None,
 ) -> None:
     """On rank 0, once model/ is written: draws a sample from it, writes and shows what came of it.
 
     Args:
-        folder: Of the run, with its model.
+        folder: Folder of the run, with its model.
         watcher: Has the last rows, and the console.
-        facts: Of the data: baseline and prompt.
-        seed: Of the sample.
+        facts: Facts of the data: baseline and prompt.
+        config: The run's configuration; gives the sample's seed and whether model code may run.
         wall_s: Since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay).
     """
@@ -128,7 +157,9 @@ def conclude(
         average_loss,
         stopped_early=watcher.step.step < folder.read_record()["planned"]["num_steps"],
     )
-    sample = generate(folder.model, facts.prompt, SamplingSettings(seed=seed))
+    settings = SamplingSettings(seed=config.training.seed)
+    trust = config.model.trust_remote_code
+    sample = generate(folder.model, facts.prompt, settings, trust=trust)
     _finish(folder, result, sample)
     _print_result(console, folder, result, sample)
 
@@ -179,13 +210,19 @@ def _print_result(console: RunConsole, folder: RunFolder, result: Result, sample
 
 
 def _memory(folder: RunFolder, result: Result) -> str:
-    """Planned beside measured."""
-    expected = folder.read_record()["planned"]["expected_peak_bytes"]
-    what = "" if torch.cuda.is_available() else " (the whole process, with its libraries)"
-    measured = human_bytes(result.step.memory_peak_bytes)
+    """Planned beside measured, like with like: on a CPU the whole process is measured."""
+    planned = folder.read_record()["planned"]
+    expected, before = planned["expected_peak_bytes"], planned.get("process_bytes", 0)
+    measured = f"measured {human_bytes(result.step.memory_peak_bytes)} a rank"
+    if before:
+        measured += " (the whole process)"
     if expected is None:  # the compiler lays out what is no state
-        return f"measured {measured} a rank{what}"
-    return f"planned {human_bytes(expected)} a rank, measured {measured}{what}"
+        return measured
+    told = f"planned {human_bytes(expected)} of tensors"
+    if before:
+        told += f" + {human_bytes(before)} that the process took before the model was built"
+        told += f" = {human_bytes(expected + before)}"
+    return f"{told}; {measured}"
 
 
 def _version(package: str) -> str:

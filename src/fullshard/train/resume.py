@@ -10,15 +10,15 @@ A run that ended early (early_stopping_patience) is a finished one, however many
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.format import STATE
-from fullshard.checkpoint.retain import candidates, checkpoints_in
+from fullshard.checkpoint.format import STATE, natural
+from fullshard.checkpoint.read import read_tables
+from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.load import Resolved, load_config
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import ConfigError, untrusted
 from fullshard.train.run_folder import RunFolder, RunStatus
 
 POSITION = "position"  # under which a checkpoint's state has [Note: data position]
@@ -82,11 +82,9 @@ def own_resume(folder: RunFolder) -> Resume:
     record = folder.read_record()
     first = Resume.of_record(record)
     batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
-    has_own = any(found.manifest is not None for found in checkpoints_in(folder.checkpoints))
-    if first.required and not has_own:
-        return replace(first, in_place=True)
-    own = folder.checkpoints if folder.checkpoints.is_dir() else None
-    return Resume(own, batch, in_place=True)
+    if any(not found.is_leftover for found in checkpoints_in(folder.checkpoints)):
+        return Resume(folder.checkpoints, batch, in_place=True)
+    return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
 
 
 def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
@@ -101,12 +99,14 @@ def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
     return resume.path is not None and more
 
 
-def check_same(resolved: Resolved, output_dir: Path) -> None:
-    """A run that goes on keeps its data and its model.
+def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
+    """A run that goes on has a complete checkpoint, and keeps its data and its model.
 
     Raises:
-        ConfigError: Something of these changed; names the key.
+        CheckpointError: There are checkpoints, and none is complete: they are not trained over.
+        ConfigError: Data or model changed; names the key.
     """
+    newest_complete(checkpoints)
     before = load_config(RunFolder(output_dir).config, []).config
     keys = [*SAME, "training.max_seq_length", "training.seed"]
     for key in keys:
@@ -125,12 +125,8 @@ def _get(config: Any, key: str) -> Any:
 
 
 def _from_path(path: Path) -> Resume:
-    complete = next((f for f in candidates(path) if f.manifest is not None), None)
-    if complete is None:
-        raise CheckpointError(
-            f"--resume: expected a complete checkpoint in '{path}'; there is none. "
-            "`fullshard ckpt ls` shows what a folder has."
-        )
-    state = json.loads((complete.path / STATE).read_text(encoding="utf-8"))
-    position = state.get("state", {}).get(POSITION) or {}
-    return Resume(path.resolve(), position.get("global_batch"), required=True)
+    found = newest_complete(path)
+    with untrusted(found.path / STATE, "the data position of a run"):
+        position = read_tables(found)[1]["state"].get(POSITION) or {}
+        batch = natural(position["global_batch"]) if "global_batch" in position else None
+    return Resume(path.resolve(), batch, required=True)

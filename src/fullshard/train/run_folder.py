@@ -13,19 +13,24 @@ runs/train/
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fullshard.errors import ConfigError
-from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
+from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
@@ -101,8 +106,11 @@ class RunFolder:
     def read_record(self) -> dict[str, Any]:
         """The run's record; raises ConfigError where the folder holds none."""
         try:
-            return json.loads(self.record.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            found: Any = json.loads(self.record.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("run.json holds no mapping")
+            return found
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"run folder: expected a run's folder with run.json, got '{self.path}' ({error}). "
                 "Name the output_dir of a run."
@@ -122,80 +130,121 @@ class RunFolder:
         *,
         final: bool = False,
     ) -> None:
-        """Records why a run ended; the first reason stays, unless a later one is `final`."""
+        """Records why a run ended; the first reason stays, unless a later one is `final`.
+
+        Raises nothing: what the run failed of matters more than what its record fails of.
+        """
         if not self.record.is_file():
             return
-        record = self.read_record()
-        if not final and record.get("status") not in (RunStatus.PREPARING, RunStatus.RUNNING):
-            return
-        interrupted = exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
-        self.update_record(
-            status=RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED,
-            exit_code=exit_code,
-            error={"type": kind, "message": message, "rank": rank},
-            ended=now(),
-        )
+        try:
+            record = self.read_record()
+            if not final and record.get("status") not in (RunStatus.PREPARING, RunStatus.RUNNING):
+                return
+            interrupted = exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
+            self.update_record(
+                status=RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED,
+                exit_code=exit_code,
+                error={"type": kind, "message": message, "rank": rank},
+                ended=now(),
+            )
+        except (OSError, ConfigError) as error:
+            logger.warning("run.json could not be written: %s", error)
+
+    @contextlib.contextmanager
+    def recorded(self, rank: int | None = None) -> Iterator[None]:
+        """Records any error of the block, and raises it."""
+        try:
+            yield
+        except BaseException as error:
+            ours = as_ours(error)
+            message = str(ours) or "stopped by a signal"
+            self.fail(public_name(ours), message, exit_code_of(ours), rank)
+            raise
 
 
+@contextlib.contextmanager
 def begin(
     output_dir: Path, command: str, *, goes_on: bool = False
-) -> tuple[RunFolder, Path | None]:
+) -> Iterator[tuple[RunFolder, Path | None]]:
     """Makes the folder of a new run; an older run there is moved to the first free `.1`, `.2`.
+
+    Inside the block this process holds the folder's lock, and errors end in run.json.
 
     Args:
         output_dir: Where the run shall lie.
-        command: Of fullshard, for the record.
+        command: Command of fullshard, for the record.
         goes_on: The older run is the new one: it stays.
 
-    Returns:
+    Yields:
         The folder, and where the older run now lies (None where there was none).
 
     Raises:
         ConfigError: The place holds something else than a run, or a run that is still going on.
     """
-    moved = None if goes_on else _move_older_run(output_dir)
-    folder = RunFolder(output_dir)
-    before = folder.read_record() if goes_on else {}  # what a rank has not replaced yet, holds
-    output_dir.mkdir(parents=True, exist_ok=True)
-    folder.logs.mkdir(exist_ok=goes_on)
-    _write_json(
-        folder.record,
-        {
-            "schema_version": SCHEMA_VERSION,
-            "command": command,
-            "status": RunStatus.PREPARING,
-            "exit_code": None,
-            "error": None,
-            "began": now(),
-            "ended": None,
-            "process": _this_process(),
-            "planned": before.get("planned", {}),
-            "measured": before.get("measured", {}),
-        },
-    )
-    return folder, moved
+    check_output_dir(output_dir)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_made(output_dir, error) from error
+    folder, moved = RunFolder(output_dir), None
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(RunLock(output_dir))
+        if not goes_on and folder.record.is_file():
+            moved = _move_older_run(output_dir)
+            output_dir.mkdir(exist_ok=True)
+            stack.enter_context(RunLock(output_dir))
+            lock.release()
+        before = folder.read_record() if goes_on else {}  # until a rank has replaced it
+        folder.logs.mkdir(exist_ok=True)
+        _write_json(
+            folder.record,
+            {
+                "schema_version": SCHEMA_VERSION,
+                "command": command,
+                "status": RunStatus.PREPARING,
+                "exit_code": None,
+                "error": None,
+                "began": now(),
+                "ended": None,
+                "process": {"host": socket.gethostname(), "pid": os.getpid()},
+                "planned": before.get("planned", {}),
+                "measured": before.get("measured", {}),
+            },
+        )
+        with folder.recorded():
+            yield folder, moved
 
 
 def check_output_dir(output_dir: Path) -> None:
     """Raises ConfigError where `begin` could not make a run there; changes nothing."""
-    if not output_dir.exists():
+    key = "training.output_dir"
+    try:
+        others = {entry.name for entry in output_dir.iterdir()} - {LOCK}
+    except FileNotFoundError:
+        parent = next(parent for parent in output_dir.absolute().parents if parent.exists())
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise _cannot_be_made(output_dir, f"'{parent}' cannot be written") from None
         return
-    if not output_dir.is_dir():
+    except NotADirectoryError:
         raise ConfigError(
-            f"training.output_dir: expected a folder, got the file '{output_dir}'. Name another."
-        )
-    if not any(output_dir.iterdir()):
-        return
-    if not (output_dir / "run.json").is_file():
+            f"{key}: expected a folder, got the file '{output_dir}'. Name another."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _cannot_be_made(output_dir, error) from error
+    if is_held(output_dir):
+        raise held_elsewhere(output_dir)
+    if others and "run.json" not in others:
         raise ConfigError(
-            f"training.output_dir: expected an empty folder or an older run, got '{output_dir}' "
-            "with other files. Name another folder."
+            f"{key}: expected an empty folder or an older run, got '{output_dir}' with other "
+            "files. Name another folder."
         )
-    if _is_alive(RunFolder(output_dir).read_record()):
-        raise ConfigError(
-            f"training.output_dir: expected a folder that no run uses, got '{output_dir}', whose "
-            "run is still going on. Name another folder or stop that run."
-        )
+
+
+def _cannot_be_made(output_dir: Path, why: object) -> ConfigError:
+    return ConfigError(
+        f"training.output_dir: expected a folder that can be made, got {str(output_dir)[:80]!r} "
+        f"({why}). Name another."
+    )
 
 
 def now() -> str:
@@ -203,12 +252,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _move_older_run(output_dir: Path) -> Path | None:
-    check_output_dir(output_dir)
-    if not output_dir.exists():
-        return None
-    if not any(output_dir.iterdir()):
-        return None
+def _move_older_run(output_dir: Path) -> Path:
     number = 1
     while (target := output_dir.with_name(f"{output_dir.name}.{number}")).exists():
         number += 1
@@ -216,25 +260,23 @@ def _move_older_run(output_dir: Path) -> Path | None:
     return target
 
 
-def _this_process() -> dict[str, Any]:
-    """Enough to tell later whether this very process still runs."""
-    process = psutil.Process()
-    return {"host": socket.gethostname(), "pid": process.pid, "created": process.create_time()}
-
-
-def _is_alive(record: dict[str, Any]) -> bool:
-    if record.get("status") not in (RunStatus.PREPARING, RunStatus.RUNNING):
-        return False
-    process = record.get("process", {})
-    if process.get("host") != socket.gethostname():
-        return False
-    try:
-        return psutil.Process(process["pid"]).create_time() == process["created"]
-    except (KeyError, psutil.Error):
-        return False
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=2) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        _write_in_place(path, json.dumps(value) + "\n")
+
+
+def _write_in_place(path: Path, text: str) -> None:
+    """On a full disk, the blocks that a file has already can still be written."""
+    with path.open("r+b") as file:
+        data = text.encode()
+        if len(data) > os.fstat(file.fileno()).st_blocks * 512:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        file.write(data)
+        file.truncate()

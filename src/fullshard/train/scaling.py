@@ -18,7 +18,7 @@ class LossScaler:
     """Scales losses, and steps where no gradient overflowed.
 
     Args:
-        optimizer: Of the sharded model.
+        optimizer: Optimizer of the sharded model.
         device: That computes.
         enabled: False leaves everything as it is.
     """

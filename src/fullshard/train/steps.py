@@ -44,7 +44,6 @@ class LoopSettings:
         grad_reduction: What the engine makes of the ranks' gradients.
         max_skipped_steps: Updates that may be left out since their gradient is not finite.
         patience: Ends the run before its last step.
-        updates_in_backward: Update each unit as soon as its gradients are there.
     """
 
     num_steps: int
@@ -55,7 +54,6 @@ class LoopSettings:
     grad_reduction: GradReduction = GradReduction.MEAN
     max_skipped_steps: int = 0
     patience: Patience = field(default_factory=Patience)
-    updates_in_backward: bool = False
 
 
 class StepLoop(ABC):

@@ -44,7 +44,7 @@ class Kept:
     """What is left of a teacher.
 
     Attributes:
-        layers: Of its layers.
+        layers: Indices of the teacher's layers that are kept.
         experts: By layer, of its experts; empty: all of them.
         shares: By layer, of its tokens, those that its kept experts got.
     """

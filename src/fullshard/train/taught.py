@@ -16,13 +16,14 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, RunConfig, ShardConfig
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.phases import TEACHER
 from fullshard.planner.plan import Plan
 from fullshard.train.distill import Distillation, Teacher
 from fullshard.train.divergence import Mix
 from fullshard.train.head import Head
-from fullshard.train.model import build_on_meta, config_from_folder
+from fullshard.train.model import config_from_folder
 from fullshard.train.teaching import settings_of, teacher_dtype, teacher_sharding
 from fullshard.train.top_k import TOP_IDS, TOP_VALUES, TopK
 
@@ -32,27 +33,37 @@ class Taught:
     """What a student learns from.
 
     Attributes:
-        config: Of the run.
+        config: Configuration of the run.
         teacher: On meta, its head ready to be asked; None where a cache stands for it.
         local_world_size: Ranks of a host.
+        resolved: Fills in what a sharding leaves open on the machine that is planned for.
     """
 
     config: RunConfig
     teacher: nn.Module | None
     local_world_size: int | None
+    resolved: Callable[[ShardConfig], ShardConfig]
 
     @classmethod
-    def of(cls, config: RunConfig, local_world_size: int | None, *, on_gpu: bool) -> Taught | None:
+    def of(
+        cls,
+        config: RunConfig,
+        local_world_size: int | None,
+        *,
+        on_gpu: bool,
+        resolved: Callable[[ShardConfig], ShardConfig] = lambda sharding: sharding,
+    ) -> Taught | None:
         """None for a run without a teacher."""
         settings = settings_of(config)
         if config.teacher is None or settings.cache is not None:
-            return None if settings.cache is None else cls(config, None, local_world_size)
-        folder = Path(config.teacher.name_or_path or "")
+            if settings.cache is None:
+                return None
+            return cls(config, None, local_world_size, resolved)
         dtype = teacher_dtype(settings, on_gpu=on_gpu)
-        model = build_on_meta(config_from_folder(folder), dtype).eval()
+        model = build_on_meta(config_from_folder(config.teacher, "teacher"), dtype).eval()
         model.requires_grad_(requires_grad=False)
         Head(model)
-        return cls(config, model, local_world_size)
+        return cls(config, model, local_world_size, resolved)
 
     @property
     def settings(self) -> DistillConfig:
@@ -72,7 +83,7 @@ class Taught:
         own = teacher_sharding(config, self.settings, dtype, Path())
         found = fs.plan(
             self.teacher,
-            own,
+            self.resolved(own),
             world_size=plan.mesh.world_size,
             local_world_size=self.local_world_size,
         )

@@ -17,6 +17,7 @@ from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConf
 from fullshard.config.values import Command, DType, Home, Transport
 from fullshard.engine.engine import engine_of
 from fullshard.engine.folder import INDEX
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import has_weights_of
 from fullshard.train.build import build_sharded
 from fullshard.train.distill import Distillation, Teacher
@@ -24,7 +25,7 @@ from fullshard.train.divergence import Mix
 from fullshard.train.facts import DatasetFacts
 from fullshard.train.head import Head
 from fullshard.train.loop import Recipe, TrainRows
-from fullshard.train.model import build_model, build_on_meta, config_from_folder
+from fullshard.train.model import build_model, config_from_folder
 from fullshard.train.order import evaluation_samples
 from fullshard.train.prepare import given_model_config
 from fullshard.train.run_folder import RunFolder
@@ -46,7 +47,7 @@ class Teaching:
     """Distillation on one rank, set up before the student is built.
 
     Attributes:
-        config: Of the run; its model is where the student's weights come from.
+        config: Configuration of the run; its model is where the student's weights come from.
         data: Recipe of the batches.
         teacher: A model, or the logits that one left.
         heads: The student's, once it is built.
@@ -101,15 +102,15 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
     """The teacher, sharded for forwards alone, in its own dtype and strategy.
 
     Args:
-        config: Of the run.
-        seat: Of this rank.
+        config: Configuration of the run.
+        seat: Rank and world size.
         run: The run's folder, where a teacher that is streamed from disk has its bytes.
     """
     settings = settings_of(config)
     assert config.teacher is not None, "checked before"
     folder = Path(config.teacher.name_or_path or "")
     dtype = teacher_dtype(settings, on_gpu=seat.device.type == "cuda")
-    model_config = config_from_folder(folder)
+    model_config = config_from_folder(config.teacher, "teacher")
     model: Any = build_on_meta(model_config, dtype)
     weights: Path | None = folder
     if not has_weights_of(model, folder):
@@ -161,8 +162,8 @@ def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat:
     sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
     width = len(sums) // max(1, len(layers))
     used = {layer: sums[at * width : (at + 1) * width] for at, layer in enumerate(layers)}
-    origin = Path((config.teacher or config.model).name_or_path or "")
-    full = config_from_folder(origin)
+    whole = config.teacher or config.model
+    origin, full = Path(whole.name_or_path or ""), config_from_folder(whole)
     kept = choose(used, full.num_hidden_layers, settings)
     if seat.is_first:
         write_student(origin, student, given_model_config(config), kept)

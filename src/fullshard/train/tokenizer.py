@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from fullshard.config.schema import ModelConfig
+from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 DOCUMENTS_AT_ONCE = 256
 PIECE_CHARACTERS = 1_000_000
+LONG_WORD = re.compile(r"\S{256}|\s{256}")
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a text
 
 
@@ -48,8 +52,18 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.train_from_iterator(_without_long_words(documents), trainer)
     return _wrapped(tokenizer)
+
+
+def _without_long_words(documents: Iterable[str]) -> Iterator[str]:
+    """The documents, cut within very long words: training takes the square of a word's length."""
+    for document in documents:
+        begin = 0
+        for run in LONG_WORD.finditer(document):
+            yield document[begin : run.end()]
+            begin = run.end()
+        yield document[begin:]
 
 
 def _wrapped(tokenizer: object) -> PreTrainedTokenizerBase:
@@ -64,24 +78,24 @@ def _wrapped(tokenizer: object) -> PreTrainedTokenizerBase:
     )
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a local model folder, or None where it has none.
+def load_tokenizer(
+    model: ModelConfig, key: str = "model.name_or_path", folder: Path | None = None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a local folder, or None where it has none.
+
+    Args:
+        model: Names the folder, and says whether its own code may run.
+        key: Names the folder, for errors.
+        folder: Another folder than the model's.
 
     Raises:
         ConfigError: The folder has tokenizer files that cannot be loaded.
     """
+    folder = folder or Path(model.name_or_path or "")
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any((folder / name).is_file() for name in names):
         return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"model.name_or_path: expected a tokenizer that loads, got one in '{folder}' that does "
-            f"not ({error}). Mend its files, or remove them to train a tokenizer on the data."
-        ) from error
+    return read_tokenizer(folder, key, trust=model.trust_remote_code)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[list[int]]:

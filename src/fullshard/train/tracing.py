@@ -65,9 +65,9 @@ class Tracer:
         """The moments at which most is alive; None where the model cannot be traced.
 
         Args:
-            plan: Of the model.
+            plan: Plan of the model.
             config: That it was planned with, and the recompute.
-            samples: Of a micro-batch.
+            samples: Samples of a micro-batch.
         """
         recompute = config.activation_checkpointing
         dtypes = {group.dtypes for unit in plan.units for group in unit.groups}

@@ -27,13 +27,13 @@ import fullshard as fs
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Transport, WrapKind
+from fullshard.engine.hugging_face import build, build_on_meta
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.planner.spec import matches
 from fullshard.planner.strategy import row_of
 from fullshard.train.model import (
-    build_on_meta,
     config_from_folder,
     config_from_settings,
     freeze,
@@ -174,7 +174,7 @@ def _check_supported(config: RunConfig) -> None:
 def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
     """Of the user's whole model; tied where the fault needs it."""
     if config.model.name_or_path is not None:
-        found = config_from_folder(Path(config.model.name_or_path))
+        found = config_from_folder(config.model)
     else:
         found = config_from_settings(config.model.config or {})
     text = found.get_text_config()
@@ -290,14 +290,12 @@ def trained_once(config: PretrainedConfig) -> nn.Module:
     Raises:
         ValueError: It is too large, or they were none.
     """
-    from transformers import AutoModelForCausalLM
-
     num_parameters = sum(param.numel() for param in build_on_meta(config).parameters())
     if num_parameters > MOST_PARAMETERS:
         raise ValueError(f"{num_parameters:,} parameters are too many for this check")
     torch.manual_seed(0)
     arguments = _model_arguments(config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **arguments).double()
+    model = build(config, dtype=torch.float32, **arguments).double()
     loss = _logits(model).logsumexp(-1).mean()
     loss.backward()
     if not bool(loss.isfinite()):

@@ -36,7 +36,7 @@ class Difference:
         kind: One of KINDS but RELOADED, which is all that happens in the step after loading.
         step: From 0; the number of steps for what came after loading.
         rank: Whose piece; None where it is of all.
-        name: Of the parameter; empty for a number.
+        name: Name of the parameter; empty for a number.
         error: Relative; infinite for NaN and for what is missing.
     """
 
@@ -57,7 +57,7 @@ class Row:
     """The worst error of one kind.
 
     Attributes:
-        where: Of the worst error; empty where nothing was compared.
+        where: Place of the worst error; empty if nothing was compared.
     """
 
     name: str

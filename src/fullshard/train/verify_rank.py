@@ -22,8 +22,9 @@ import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
+from fullshard.engine.hugging_face import build, read_config
+from fullshard.engine.kept import tensors_in
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.runtime import tensors_in
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
@@ -222,11 +223,8 @@ def _build(
     injection: Injection,
 ) -> nn.Module:
     """The job's model, sharded; without weights its own random ones, of the same seed."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(5)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **job.model_arguments)
+    model = build(read_config(folder, "model"), dtype=torch.float32, **job.model_arguments)
     model.to(getattr(torch, choice.master_dtype))
     if weights is not None:
         model.load_state_dict(weights)

@@ -82,7 +82,7 @@ class Shrunk:
     """The small configuration and how it differs.
 
     Attributes:
-        config: Of the same class.
+        config: Configuration of the same class.
         changes: Field by field.
         layers: Which of the model's layers the remaining ones stand for.
     """

@@ -18,10 +18,10 @@ class RunWatcher:
     """A Watcher of the loop.
 
     Args:
-        console: Of rank 0; None on the others.
-        folder: Of the run.
+        console: Console of rank 0; None on the others.
+        folder: Folder of the run.
         done: Steps that were finished before; rows of later ones, which will be taken again, go.
-        config: Of the run: its trackers.
+        config: Configuration of the run: its trackers.
         utilization: Model FLOPs utilization of one token a second, where that is known.
 
     Attributes:

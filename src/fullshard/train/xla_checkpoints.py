@@ -11,7 +11,6 @@ from typing import Any, cast
 import jax
 import optax
 
-from fullshard.errors import CheckpointError
 from fullshard.launch.signals import Caught
 from fullshard.train.checkpoints import PATIENCE, SCALER, RunCheckpoints
 from fullshard.train.patience import Patience
@@ -28,9 +27,9 @@ class XlaKept:
     """What a checkpoint of a run holds beside its state.
 
     Attributes:
-        plan: Of the state.
-        groups: Of torch's optimizer, with their parameters' names.
-        schedule: Of the learning rate, which the groups show.
+        plan: Plan of the state.
+        groups: Groups of torch's optimizer, with their parameters' names.
+        schedule: Schedule of the learning rate, which the groups show.
         tied: Further names of parameters.
         texts: Files of the tokenizer.
     """
@@ -68,13 +67,7 @@ class XlaCheckpoints(RunCheckpoints):
         """The state to go on from, and its number of finished steps; as `resume`. A collective."""
         if resume.path is None:
             return fresh(), 0
-        try:
-            state, beside = read.load(self._plan, resume.path, tx)
-        except CheckpointError as error:
-            if resume.required:
-                raise
-            logging.getLogger(__name__).warning("%s", error)
-            return fresh(), 0
+        state, beside = read.load(self._plan, resume.path, tx)
         self._patience.load_state_dict((resume.in_place and beside.values.get(PATIENCE)) or {})
         done = self._check_done(int(state.step), resume.path, resume)
         if jax.process_index() == 0:

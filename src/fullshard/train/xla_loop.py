@@ -38,7 +38,7 @@ class XlaTrainee:
         state: Parameters and optimizer; each step uses it up and makes the next.
         step: An update.
         totals: (state, batch) -> summed loss and label tokens, over all ranks.
-        memory_bytes: Of this process: now, and the most so far.
+        memory_bytes: Memory of this process: now, and the most so far.
         done: Steps that were finished before.
         beside: A training batch with what else a step needs of it.
     """

@@ -12,7 +12,10 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
+from fullshard.planner.outlook import Machine
 from fullshard.planner.xla_memory import StepShape, at_peak
+from fullshard.train.outlook import Lack
+from fullshard.train.xla_teaching import check_teacher, projection_shapes
 from fullshard.xla import optim
 from fullshard.xla.aot import Compiled, compile_step, devices_of
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table
@@ -25,24 +28,43 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+UNKNOWN = Machine(None, None)
+
+
 @dataclass(frozen=True)
 class XlaOutlook:
     """A plan with activations.
 
     Attributes:
         table: The plan.
-        num_micro_batches: Of a step.
+        num_micro_batches: Number of micro-batches of a step.
         rows: Memory of a device at its fullest: state to the byte, the rest estimated.
+        config: Configuration of the run.
+        machine: What a rank runs on.
     """
 
     table: ArraysPlan
     num_micro_batches: int
     rows: tuple[MemoryRow, ...]
+    config: RunConfig
+    machine: Machine
+
+    @property
+    def plan(self) -> ArraysPlan:
+        return self.table
 
     @property
     def peak_bytes(self) -> int:
         """Of a device."""
         return sum(row.num_bytes for row in self.rows)
+
+    def lack(self) -> Lack | None:
+        """The memory that is short; None where the run fits, or nobody knows."""
+        memory = self.machine.memory_bytes
+        where = "this machine" if self.machine.is_host else "the device"
+        if memory is None or self.peak_bytes <= memory:
+            return None
+        return Lack(where, self.peak_bytes, memory)
 
     def errors(self, exact: Compiled) -> dict[str, Any]:
         """How far the plan is from XLA: bytes of the state, share of the peak, and whether
@@ -57,19 +79,38 @@ class XlaOutlook:
         }
 
 
+def table_of_run(config: RunConfig, model_config: PretrainedConfig, world_size: int) -> ArraysPlan:
+    """What a run holds and moves, the student's projection included.
+
+    Raises:
+        ConfigError: See `look`.
+    """
+    more = projection_shapes(config, DecoderConfig.of(model_config).hidden_size)
+    table = plan_table(model_config, config, world_size, more)
+    check_teacher(config, table)
+    return table
+
+
 def look(
-    config: RunConfig, model_config: PretrainedConfig, world_size: int, *, on_cpu: bool = False
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    world_size: int,
+    *,
+    on_cpu: bool = False,
+    machine: Machine = UNKNOWN,
 ) -> XlaOutlook:
     """The plan of a run on so many devices.
 
     Args:
-        config: Of the run.
-        model_config: Of its model.
+        config: Configuration of the run.
+        model_config: Configuration of its model.
         world_size: Devices.
         on_cpu: Whether they are CPUs, whose compiler keeps more.
+        machine: What a rank runs on.
 
     Raises:
-        ConfigError: The decoder does not compute this model, or the mesh is impossible.
+        ConfigError: The decoder does not compute this model or its teacher, or the mesh is
+            impossible.
     """
     table, training = plan_table(model_config, config, world_size), config.training
     training = training.divided(world_size)
@@ -91,8 +132,9 @@ def look(
         accumulates=training.gradient_accumulation_steps > 1,
         on_cpu=on_cpu,
     )
+    table = table_of_run(config, model_config, world_size)
     rows = at_peak(table, shape)
-    return XlaOutlook(table, training.gradient_accumulation_steps, rows)
+    return XlaOutlook(table, training.gradient_accumulation_steps, rows, config, machine)
 
 
 def compiled_step(
@@ -101,8 +143,8 @@ def compiled_step(
     """What XLA makes of the run's step, and for how many devices; before jax does anything else.
 
     Args:
-        config: Of the run.
-        model_config: Of its model.
+        config: Configuration of the run.
+        model_config: Configuration of its model.
         topology: As for `devices_of`.
         world_size: Where no topology is named.
     """

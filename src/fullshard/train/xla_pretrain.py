@@ -39,9 +39,9 @@ from fullshard.train.prepare import (
     weights_folder,
 )
 from fullshard.train.recipes import load_data, make_recipe
-from fullshard.train.result import conclude, environment, planned
+from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume
-from fullshard.train.run_folder import RunFolder, RunStatus
+from fullshard.train.run_folder import RunFolder
 from fullshard.train.schedule import Schedule
 from fullshard.train.seat import Seat
 from fullshard.train.steps import LoopSettings
@@ -84,18 +84,19 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
     """Trains on this rank, inside a process group that is there for the rendezvous alone.
 
     Args:
-        config: Of the run, checked.
-        folder: Of the run, with the prepared data.
+        config: Configuration of the run, checked.
+        folder: Folder of the run, with the prepared data.
         rank: This process.
         is_ending: Whether the launcher ends the ranks because another one failed.
     """
     began = time.perf_counter()
     quiet_libraries()
-    dataset, record = load_data(folder.data), folder.read_record()
+    dataset, record = load_data(folder.data, config.model), folder.read_record()
     resume, command = Resume.of_record(record), Command(record["command"])
     world_size = _join(config, rank)
     steps = plan_steps(config.training, dataset.facts, world_size, resume.global_batch)
     built = _build(config, model_config_of(config, dataset.tokenizer), steps, command)
+    processes.connect(built.plan.mesh)
     console = RunConsole(steps.num_steps, steps.log_every) if rank == 0 else None
     if console is not None:
         _announce(DataFacts(command, config, dataset.facts, steps), folder, console, built)
@@ -129,7 +130,7 @@ def train(config: RunConfig, folder: RunFolder, rank: int, is_ending: Callable[[
     write_folder(weights, built.model_config, dataset.tokenizer, folder.model)
     watchdog.phase("")
     wall_s = time.perf_counter() - began
-    conclude(folder, watcher, dataset.facts, training.seed, wall_s)
+    conclude(folder, watcher, dataset.facts, config, wall_s)
 
 
 def _build(
@@ -221,13 +222,10 @@ def _initial(built: _Built) -> State:
 
 
 def _announce(facts: DataFacts, folder: RunFolder, console: RunConsole, built: _Built) -> None:
-    """Writes what is planned and shows it."""
+    """Shows what is planned."""
     table = built.plan.table
     mesh, num_micro_batches = table.mesh, facts.steps.order.shape.accumulation
-    folder.plan.write_text(table.to_json(), encoding="utf-8")
-    folder.update_record(
-        status=RunStatus.RUNNING, planned=planned(table, facts.steps), environment=environment()
-    )
+    mark_running(folder, torch.device("cpu"), built.model_config)
     moved = ", ".join(
         f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
         for kind, c in table.collectives(num_micro_batches).items()

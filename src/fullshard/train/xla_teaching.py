@@ -32,7 +32,7 @@ class XlaTeaching:
     """What a run learns from.
 
     Attributes:
-        settings: Of the loss.
+        settings: Settings of the loss.
         student: The model that is trained.
         teacher: None where a cache stands for it.
         folder: The teacher's weights, or the cache.
@@ -119,8 +119,8 @@ def projection_shapes(config: RunConfig, width: int) -> Tree:
     """A student's further arrays: a projection where hidden states have another width.
 
     Args:
-        config: Of the run.
-        width: Of the student's hidden states.
+        config: Configuration of the run.
+        width: Width of the student's hidden states.
     """
     if config.teacher is None or settings_of(config).loss is not DistillLoss.HIDDEN:
         return {}
@@ -147,7 +147,8 @@ def _shapes(teacher: DecoderConfig, settings: DistillConfig) -> Tree:
 
 def _decoder(config: RunConfig) -> DecoderConfig:
     try:
-        return DecoderConfig.of(config_from_folder(_folder(config)), "teacher")
+        assert config.teacher is not None, "checked before"
+        return DecoderConfig.of(config_from_folder(config.teacher, "teacher"), "teacher")
     except ConfigError as error:
         raise ConfigError(
             f"{error} `fullshard distill cache` with backend: torch keeps its logits, from which "

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.config.schema import ShardConfig
+from fullshard.engine.hugging_face import read_config
 from fullshard.launch.rank_entry import run_rank
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
@@ -156,9 +157,7 @@ def _train(
 
 
 def _decoder(folder: Path) -> DecoderConfig:
-    from transformers import AutoConfig
-
-    return DecoderConfig.of(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return DecoderConfig.of(read_config(folder, "model"))
 
 
 def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str]) -> XlaPlan:

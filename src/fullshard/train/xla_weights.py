@@ -21,7 +21,7 @@ def state_of(
     """A state with a fresh optimizer; each process keeps the part that its devices hold.
 
     Args:
-        plan: Of the model.
+        plan: Plan of the model.
         weights: Whole, by name, in the master dtype.
         tx: The optimizer.
     """

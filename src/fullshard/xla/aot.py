@@ -29,7 +29,7 @@ class Compiled:
 
     Attributes:
         arguments: State and batch.
-        in_place: Of these, given back in the same memory.
+        in_place: The part of the arguments that is returned in the same memory.
         temporary: Everything else that the step holds at once.
         peak: What the device reports; on CPUs, which report none, all of the above together.
         collectives: By kind, loops multiplied; None where this jaxlib cannot read what the plugin

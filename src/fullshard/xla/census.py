@@ -30,7 +30,7 @@ def census(compiled: Any, *, num_trips: int | None = None) -> dict[str, Collecti
 
     Args:
         compiled: What `.compile()` of a lowered jax function gave, or its HLO text.
-        num_trips: Of loops whose HLO does not say it (on TPU).
+        num_trips: Trip count of loops whose HLO does not give it (on TPU).
 
     Raises:
         ConfigError: A loop with collectives in it does not say how often it runs.

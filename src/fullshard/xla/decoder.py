@@ -68,7 +68,7 @@ class DecoderConfig:
         """From a Hugging Face configuration.
 
         Args:
-            config: Of the model.
+            config: Configuration of the model.
             key: What messages call it.
 
         Raises:
@@ -141,7 +141,7 @@ def plan_table(model_config: Any, run: RunConfig, world_size: int, more: Tree = 
     """What a run on this backend will hold and move; needs no device.
 
     Args:
-        model_config: Of Hugging Face.
+        model_config: Hugging Face configuration.
         run: The configuration.
         world_size: Devices.
         more: Shapes of further arrays that are trained with the model.
@@ -161,7 +161,7 @@ def logits_of(config: DecoderConfig, plan: XlaPlan, params: Tree, batch: Any) ->
 
     Args:
         config: The model.
-        plan: Of its arrays.
+        plan: Plan of its arrays.
         params: Whole arrays, and shards of the blocks.
         batch: `input_ids`, and where rows hold several documents `position_ids`, which begin anew
             with each: no token sees another document. See [Note: documents].

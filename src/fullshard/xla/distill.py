@@ -46,7 +46,7 @@ def distillation(student: Decoder, teacher: Decoder | None, settings: DistillCon
     """(parameters, batch, the teacher's arrays) -> summed loss, number of label tokens.
 
     Args:
-        student: Of whose arrays the loss is differentiated.
+        student: The model whose arrays are differentiated.
         teacher: None: the batch brings the logits that it left, `teacher_values` and
             `teacher_ids`, (batch, length, k).
         settings: Loss, temperature, shares, tokens at a time.
@@ -156,8 +156,8 @@ def _chunked(
         rows: Positions.
         head: (vocabulary, width) of the student.
         other_head: The teacher's, or None.
-        loss: Of a chunk's logits, summed.
-        settings: Of these, chunk_size.
+        loss: Loss of a chunk's logits, summed.
+        settings: Settings; chunk_size is read.
     """
     num_rows = rows.hidden.shape[0]
     num_chunks = -(-num_rows // settings.chunk_size)

@@ -17,7 +17,7 @@ def divergence(student: jax.Array, teacher: jax.Array, settings: DistillConfig) 
     Args:
         student: (num_tokens, vocabulary) logits.
         teacher: The same; entries that one of them has alone are padding.
-        settings: Of these, loss, temperature and beta.
+        settings: Settings; loss, temperature and beta are read.
     """
     size = min(student.shape[1], teacher.shape[1])
     q = _log_probabilities(student[:, :size], settings.temperature)
@@ -45,7 +45,7 @@ def top_k_divergence(
         student: (num_tokens, vocabulary) logits.
         values: (num_tokens, k) of the teacher's logits.
         ids: (num_tokens, k) token ids that they belong to.
-        settings: Of these, the temperature.
+        settings: Settings; the temperature is read.
     """
     whole = _log_probabilities(student, settings.temperature)
     q = jnp.take_along_axis(whole, ids, axis=-1)

@@ -43,7 +43,7 @@ def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
     """Whole arrays, in the compute dtype, of an array or a subtree given as shards.
 
     Args:
-        plan: Of the model.
+        plan: Plan of the model.
         unit: Dotted path of the array or subtree.
         shards: This device's parts; of stacked arrays those of one layer.
     """
@@ -130,7 +130,7 @@ def scan_blocks(
         block: (parameters of one layer, x) -> x, of the same shapes and dtypes.
         x: Input of the first block.
         stacked: Shards, with a first axis of layers.
-        plan: Of the model; its `activation_checkpointing` says what backward computes anew.
+        plan: Plan of the model; its `activation_checkpointing` says what backward computes anew.
         unit: Path of the stacked subtree; None: the only one.
 
     Returns:

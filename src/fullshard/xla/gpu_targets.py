@@ -51,7 +51,7 @@ class Chip:
         capability: (major, minor) compute capability.
         num_cores: Multiprocessors.
         clock_ghz: At its highest.
-        bandwidth: Of the memory, in bytes a second.
+        bandwidth: Bandwidth of the memory, in bytes a second.
         l2_bytes: Second-level cache.
     """
 

@@ -32,7 +32,7 @@ class XlaPlan:
     Attributes:
         table: Arrays, cuts, collectives and memory as plain data.
         mesh: Devices over ('replicate', 'shard').
-        structure: Of the tree of parameters.
+        structure: Structure of the tree of parameters.
     """
 
     table: ArraysPlan
@@ -105,7 +105,7 @@ def plan(
     Args:
         shapes: Arrays, or what `jax.eval_shape(init_fn, key)` gives: any pytree.
         config: A ShardConfig, a mapping of its fields, or None for the defaults.
-        mesh: Of `make_mesh`; None: all devices, as the config's strategy wants them.
+        mesh: Mesh of `make_mesh`; None: all devices, as the config's strategy wants them.
         blocks: Dotted paths of subtrees whose arrays have a first axis of layers. Their loss
             function meets shards there, and runs them by `scan_blocks`; all else it meets whole.
         freeze: Names (globs) of arrays that are not updated.
@@ -136,7 +136,9 @@ def table_of(
     )
     paths = jax.tree.leaves_with_path(shapes)
     named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in paths]
-    check_globs("freeze", freeze, [name for name, _ in named], "arrays")
+    names = [name for name, _ in named]
+    check_globs("freeze", freeze, names, "arrays")
+    check_globs("blocks", blocks, names, "subtrees")
     arrays = [
         _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze)))
         for name, leaf in named

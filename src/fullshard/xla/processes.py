@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fullshard.errors import ConfigError
 
@@ -34,6 +42,42 @@ def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool =
             f"launch.num_processes: expected one process a device; got {world_size} processes "
             f"and {jax.device_count()} devices. Set it to {jax.device_count()}, or hide devices."
         )
+
+
+def connect(mesh: Mesh) -> None:
+    """Connect the processes along each axis now, rather than in the first step.
+
+    gloo prints a line about it to standard output, which no setting turns off: standard output is
+    closed meanwhile. Does nothing in one process, or where gloo is not used.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    ones = jax.make_array_from_callback(
+        mesh.devices.shape, NamedSharding(mesh, P(*mesh.axis_names)), lambda _: np.ones((1, 1))
+    )
+    with _no_stdout():
+        for along in dict.fromkeys([tuple(axes), *((axis,) for axis in axes)]):
+            total = jax.shard_map(
+                partial(jax.lax.psum, axis_name=along),
+                mesh=mesh,
+                in_specs=P(*mesh.axis_names),
+                out_specs=P(*(None if axis in along else axis for axis in mesh.axis_names)),
+            )
+            jax.block_until_ready(jax.jit(total)(ones))
+
+
+@contextmanager
+def _no_stdout() -> Generator[None]:
+    sys.stdout.flush()
+    real = os.dup(1)
+    try:
+        with Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        yield
+    finally:
+        os.dup2(real, 1)
+        os.close(real)
 
 
 def play(num_devices: int) -> None:

@@ -48,8 +48,8 @@ def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
     """What a micro-batch's forward keeps on a device, over all blocks.
 
     Args:
-        plan: Of the model; its mesh may be abstract.
-        loss_fn: Of the step.
+        plan: Plan of the model; its mesh may be abstract.
+        loss_fn: Loss of the step.
         batch: Shapes of a micro-batch of all devices.
     """
     mapped = jax.shard_map(

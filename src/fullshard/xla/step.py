@@ -47,7 +47,7 @@ class State:
         params: Sharded arrays in the master dtype, padded where the plan says.
         opt_state: The optimizer's; None where there is none.
         step: Updates so far, an int32 scalar.
-        plan: Of the model.
+        plan: Plan of the model.
     """
 
     params: Tree
@@ -61,7 +61,7 @@ class Given:
     """Arrays that a loss reads and no step changes, such as a teacher's.
 
     Attributes:
-        plan: Of these arrays, on the mesh of the step.
+        plan: Plan of these arrays, on the mesh of the step.
         params: Sharded.
     """
 
@@ -78,7 +78,7 @@ def init(
     """A state that is born sharded: no device ever holds the whole, and any mesh gives one bits.
 
     Args:
-        plan: Of the tree that `init_fn` gives.
+        plan: Plan of the tree that `init_fn` gives.
         init_fn: key -> parameters.
         tx: The optimizer.
         key: A jax.random.key; None: of seed 0.
@@ -155,7 +155,7 @@ class Step:
         """One update.
 
         Args:
-            state: Of `init` or `load`.
+            state: State of `init` or `load`.
             batch: Arrays whose first axis is this process's samples (behind an axis of
                 micro-batches, where there are several).
             **extra: Given to the optimizer's update, such as learning_rate.
@@ -192,7 +192,7 @@ def train_step(
     """Compile what one update does.
 
     Args:
-        plan: Of the parameters.
+        plan: Plan of the parameters.
         loss_fn: (parameters, batch) -> (summed loss, number of label tokens) of one device's
             samples. It meets whole arrays in the compute dtype, and shards of stacked blocks.
         tx: Any optax transformation. Those that change single elements cost no communication.

@@ -18,7 +18,7 @@ def teacher_table(
     """What a teacher holds; needs no device.
 
     Args:
-        shapes: Of its arrays.
+        shapes: Shapes of its arrays.
         strategy: no_shard has all of it on every device; the others part it as the student is.
         dtype: That its weights are kept, gathered and computed with in.
         student: The plan whose mesh it shares.

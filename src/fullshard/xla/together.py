@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fullshard import errors
 from fullshard.errors import CheckpointError, FullshardError
 
 T = TypeVar("T")
@@ -38,10 +39,10 @@ def agree(do: Callable[[], T]) -> T:
         error = CheckpointError(f"{caught.filename or 'checkpoint'}: {caught.strerror or caught}")
     except Exception as caught:  # noqa: BLE001  whatever it is, the others must hear of it
         error = caught
-    told = tell(None if error is None else str(error))
+    told = tell(None if error is None else (type(error).__name__, str(error)))
     if error is not None:
         raise error
-    first = next((text for text in told if text is not None), None)
+    first = next((entry for entry in told if entry is not None), None)
     if first is not None:
-        raise FullshardError(first)
+        raise getattr(errors, first[0], FullshardError)(first[1])
     return result

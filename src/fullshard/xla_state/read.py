@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +18,8 @@ import optax
 
 from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.format import Kind, key_of
-from fullshard.checkpoint.read import Checkpoint, damaged_files
+from fullshard.checkpoint.read import Checkpoint, first_whole
 from fullshard.checkpoint.retain import Found, candidates
-from fullshard.checkpoint.values import decode
 from fullshard.doors.hugging_face import files_of
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError
@@ -34,8 +32,6 @@ from fullshard.xla.together import agree, tell
 from fullshard.xla_state.states import NUMPY, OPTAX, STATE_NAMES, bytes_of, sorted_states
 from fullshard.xla_state.write import Beside
 
-logger = logging.getLogger(__name__)
-
 
 def load(
     plan: XlaPlan, path: Path, tx: optax.GradientTransformation | None = None
@@ -45,21 +41,23 @@ def load(
     Raises:
         CheckpointError: There is none, or it is of another model; names the tensor.
     """
-    if not is_checkpoint(path):
+    if not is_checkpoint(path) and ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
         with _open_folder(path) as source:
             params = _read_arrays(plan, source, str)
         return with_optimizer(plan, params, tx), Beside()
     agree(SAVES.wait)
-    with Checkpoint.open(_choose(path)) as checkpoint:
+    with Checkpoint.open(_choose(path), checked=True) as checkpoint:
         source = _Saved(checkpoint)
         params = _read_arrays(plan, source, partial(key_of, Kind.MODEL))
         get_tensor = partial(state_tensor, checkpoint, 0)
         state = with_optimizer(plan, params, tx, _num_updates(checkpoint, get_tensor))
         groups: Sequence[Mapping[str, Any]] = ()
-        values = {n: decode(v, get_tensor) for n, v in checkpoint.state["state"].items()}
+        saved = checkpoint.state["state"]
+        values = {n: checkpoint.value(n, coded, get_tensor) for n, coded in saved.items()}
         if tx is not None:
             state = _with_saved_optimizer(state, source, values.pop(OPTAX, ()))
-            groups = decode(checkpoint.state["optimizer"]["groups"], get_tensor)
+            saved = checkpoint.state["optimizer"]["groups"]
+            groups = checkpoint.value("groups", saved, get_tensor)
     return state, Beside(groups, values, checkpoint.index.tied)
 
 
@@ -67,7 +65,7 @@ def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> in
     """The checkpoint's step; of one that was saved without, its optimizer's."""
     step, optimizer = checkpoint.state["step"], checkpoint.state.get("optimizer")
     if step is None and optimizer is not None:
-        scalars = decode(optimizer["scalars"], get_tensor)
+        scalars = checkpoint.value("scalars", optimizer["scalars"], get_tensor)
         step = max((int(found.get("step", 0)) for found in scalars.values()), default=0)
     return int(step or 0)
 
@@ -147,11 +145,6 @@ Source = _Saved | _Folder
 
 @contextmanager
 def _open_folder(path: Path) -> Generator[_Folder]:
-    if not ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
-        raise CheckpointError(
-            f"load: expected a checkpoint, a folder of step-* folders or a Hugging Face folder "
-            f"with safetensors; got '{path}'. Name another folder."
-        )
     with ExitStack() as closing:
         names = files_of(path, ONE_FILE, INDEX)
         files = [closing.enter_context(TensorFile.open(path / name)) for name in names]
@@ -160,21 +153,8 @@ def _open_folder(path: Path) -> Generator[_Folder]:
 
 def _choose(path: Path) -> Found:
     """The newest complete and undamaged checkpoint, the same on all processes. A collective."""
-    skipped: list[str] = []
-    for entry in agree(lambda: list(candidates(path))):
-        why = entry.why
-        if entry.manifest is not None:
-            here = damaged_files(entry, jax.process_index(), jax.process_count())
-            damaged = sorted(name for part in tell(here) for name in part)
-            if not damaged:
-                return entry
-            why = f"{damaged[0]} has other bytes than were written"
-        skipped.append(f"{entry.path.name}: {why}")
-        logger.warning("skipped checkpoint %s: %s", entry.path, why)
-    raise CheckpointError(
-        f"checkpoint: expected a complete one in '{path}'; skipped {'; '.join(skipped)}. "
-        "Start from an older folder, or from the beginning."
-    )
+    seat = (jax.process_index(), jax.process_count())
+    return first_whole(path, agree(partial(candidates, path)), seat, tell)
 
 
 def _read_arrays(plan: XlaPlan, source: Source, key: Callable[[str], str]) -> Any:

@@ -47,7 +47,7 @@ class Beside:
 
     Attributes:
         groups: Settings of torch's parameter groups, with their names under "params".
-        values: Of the caller.
+        values: The caller's values.
         tied: Further names of parameters: second name -> first name.
     """
 

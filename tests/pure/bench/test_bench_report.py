@@ -8,7 +8,6 @@ import math
 import pytest
 
 from fullshard.bench.cases import CASES, PEERS, find_case, groups_of, installed_peers
-from fullshard.bench.job import Job
 from fullshard.bench.machine import CpuClock, others_share
 from fullshard.bench.report import COLUMNS, Report, rows_of, table_of, to_dict, to_markdown
 from fullshard.bench.step import (
@@ -144,12 +143,6 @@ def test_a_case_knows_how_many_parameters_its_model_has(name, numel):
     assert CASES[name].numel == numel
     with torch.device("meta"):
         assert sum(p.numel() for p in GPT(CASES[name]).parameters()) == numel
-
-
-def test_a_job_survives_its_file(tmp_path):
-    job = Job(CASES["tiny"], ("fsdp2", "floor"), "time", 5, prefetch={"fsdp2": 2})
-    job.write(tmp_path)
-    assert Job.read(tmp_path) == job
 
 
 def test_the_share_of_others_leaves_our_own_time_out():

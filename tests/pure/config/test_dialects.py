@@ -44,7 +44,11 @@ def accelerate(*lines: str, top: str = "") -> str:
 def test_a_file_reads_as_before(name, snapshot, monkeypatch):
     monkeypatch.chdir(FOLDER)
     resolved = load_config(Path(name), needs_model=False)
-    shown = [line for line in text_of(resolved).splitlines() if not line.endswith("# default")]
+    shown = [
+        line
+        for line in text_of(resolved, with_defaults=True).splitlines()
+        if not line.endswith("# default")
+    ]
     assert "\n".join(shown) == snapshot
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,10 @@ FILES = {
     ),
     "model: x\ndata: &a [*a]\n": (
         "train.yaml: expected a mapping of keys, got one that contains itself through an alias"
+    ),
+    "a: &a [x,x,x]\n"
+    + "".join(f"{c}: &{c} [*{p},*{p},*{p}]\n" for p, c in pairwise("abcdefghi")): (
+        "train.yaml: expected a mapping of keys, got aliases that write more than 10,000 values"
     ),
     "model: !python/name:os.system x\n": (
         "train.yaml:1: expected YAML, got something else (could not determine a constructor for "
@@ -254,3 +261,27 @@ def test_errors_survive_the_way_to_another_process():
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.problems == caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: " + "{a: " * 3000,
+        "!!int key: 3",
+        "training: {seed: " + "9" * 5000 + "}",
+        "a: !!binary 1",
+    ],
+    ids=["deep", "key", "digits", "binary"],
+)
+def test_yaml_that_its_readers_choke_on_is_a_typed_error(tmp_path, text):
+    path = tmp_path / "train.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"train\.yaml"):
+        load_config(path)
+
+
+def test_a_pipe_a_device_and_a_name_that_no_file_has_are_typed_errors(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), Path("a\0b"), Path("x" * 5000)):
+        with pytest.raises(ConfigError, match="expected a readable file"):
+            load_config(path)

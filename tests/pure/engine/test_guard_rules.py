@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions, get_testing_overrides, resolve_name
 
-from fullshard.engine.guard import Rule, is_alias, rule_of, writes
+from fullshard.engine.guard import Rule, is_alias, rule_of, written_by
 
-_WHOLE = """sum mean prod max min amax amin std var median any all cumsum sort topk argmax matmul mm
-bmm addmm einsum conv2d linear layer_norm softmax log_softmax cross_entropy cat stack split chunk
-index_select gather scatter flip roll transpose permute squeeze unsqueeze flatten dot outer cdist
-svd qr cholesky inverse det trace histc unique nonzero equal allclose renorm"""
+_WHOLE = """prod median cumsum sort topk argmax matmul mm bmm addmm einsum conv2d linear layer_norm
+softmax log_softmax cross_entropy cat stack split chunk index_select gather scatter flip roll
+transpose permute squeeze unsqueeze flatten dot outer cdist svd qr cholesky inverse det trace histc
+unique nonzero equal allclose renorm logsumexp cumprod aminmax"""
 WHOLE = _WHOLE.split()
+NUMBERS = ["sum", "mean", "max", "min", "amax", "amin", "std", "var", "any", "all", "count_nonzero"]
 _RANDOM = "normal_ uniform_ bernoulli_ exponential_ dropout rand_like randn_like multinomial"
 RANDOM = _RANDOM.split()
 
@@ -27,6 +28,13 @@ def test_functions_of_the_whole_tensor_are_refused(name):
     assert rule_of(function)[0] is Rule.REFUSED
     if hasattr(torch.Tensor, name):
         assert rule_of(getattr(torch.Tensor, name))[0] is Rule.REFUSED
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_the_whole_tensor_are_joined_and_never_made_of_a_part(name):
+    """Never elementwise or plain, whose results would be this rank's alone."""
+    for function in (getattr(torch, name), getattr(torch.Tensor, name)):
+        assert rule_of(function) == (Rule.NUMBER, name)
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -50,14 +58,42 @@ def test_properties_and_functions_of_one_name_are_told_apart():
     assert rule_of(torch.Tensor.T.__get__)[0] is Rule.REFUSED
 
 
-def test_writes_are_told_by_name():
-    assert writes("mul_")
-    assert writes("_foreach_mul_")
-    assert writes("__setitem__")
-    assert not any(map(writes, ("mul", "__eq__", "__rsub__", "detach_", "requires_grad_")))
+def is_same(found: Any, wanted: list[torch.Tensor]) -> bool:
+    return list(map(id, found)) == list(map(id, wanted))
+
+
+def test_what_is_written_is_told_by_name():
+    one, other = torch.zeros(2), torch.ones(2)
+    assert is_same(written_by("mul_", (one, other), {}), [one])
+    assert is_same(written_by("_foreach_mul_", ([one], [other]), {}), [one])
+    assert is_same(written_by("__setitem__", (one, other > 0, 1.0), {}), [one])
+    for name in ("mul", "__eq__", "__rsub__", "detach_", "requires_grad_"):
+        assert not written_by(name, (one, other), {}), name
     assert is_alias("data")
     assert is_alias("detach")
     assert not is_alias("clone")
+
+
+def test_what_is_written_is_found_where_it_was_given():
+    one, other, third = torch.zeros(2), torch.ones(2), torch.ones(2)
+    for key in ("self", "input", "tensor"):
+        assert is_same(written_by("fill_", (), {key: one, "value": other}), [one])
+    assert is_same(written_by("relu", (one,), {"inplace": True}), [one])
+    assert is_same(written_by("relu", (one,), {"inplace": False}), [])
+    assert is_same(written_by("mul", (one, other), {"out": third}), [third])
+    assert is_same(written_by("frexp", (one,), {"out": (other, third)}), [other, third])
+
+
+def test_functions_of_lists_write_their_first_and_fused_ones_the_gradients_that_they_unscale():
+    params, grads = [torch.zeros(2), torch.zeros(2)], [torch.ones(2), torch.ones(2)]
+    scale = torch.ones(())
+    assert is_same(written_by("_foreach_mul_", (params, grads), {}), params)
+    assert is_same(written_by("_foreach_mul", (params, grads), {}), [])
+    assert is_same(written_by("_fused_sgd_", (params, grads), {"grad_scale": None}), params)
+    written = params + grads
+    assert is_same(written_by("_fused_sgd_", (params, grads), {"grad_scale": scale}), written)
+    named = {"grads": grads, "grad_scale": scale}
+    assert is_same(written_by("_fused_sgd_", (params,), named), written)
 
 
 def test_elementwise_functions_give_what_they_give_on_parts():

@@ -119,3 +119,16 @@ def test_a_failure_survives_its_file(tmp_path):
 def test_logs_keep_what_a_reader_saw_last(chunks, text):
     cleaner = LineCleaner()
     assert b"".join([cleaner.feed(chunk) for chunk in chunks]) + cleaner.finish() == text
+
+
+def test_a_line_without_an_end_is_overwritten_and_cut_in_bounded_memory():
+    text = b"old\rnew\x1b[K\r\r\nkept\r\x1b[K\nab\rc\rde\n\x1b[2Kx\r"
+    for size in (1, 2, 3, 100):
+        cleaner = LineCleaner()
+        told = b"".join(cleaner.feed(text[at : at + size]) for at in range(0, len(text), size))
+        assert told + cleaner.finish() == b"new\nkept\nde\nx\n"
+    bar = b"".join(cleaner.feed(b"\r%3d%%" % (step % 100)) for step in range(100_000))
+    assert (bar, cleaner.finish()) == (b"", b" 99%\n")
+    lines = b"".join(cleaner.feed(b"x" * 65536) for _ in range(64)).splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= (1 << 20) + 65536

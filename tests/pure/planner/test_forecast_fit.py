@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -12,18 +11,15 @@ import pytest
 from fullshard.planner.forecast.constants import FITTED, Constants
 from fullshard.planner.forecast.rows import DROPPED, read_workload
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
-def fitting(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("forecast_fit")
+def fitting() -> ModuleType:
+    return importlib.import_module("benchmarks.forecast_fit")
 
 
 @pytest.fixture
 def baselines(fitting: ModuleType) -> ModuleType:
-    return importlib.import_module("forecast_baselines")
+    return importlib.import_module("benchmarks.forecast_baselines")
 
 
 @pytest.mark.parametrize("what", ["speed", "memory"])

@@ -44,9 +44,20 @@ def test_what_cannot_be_read_is_refused_with_examples(text):
         parse_gpus(text)
 
 
-def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_way_out():
-    with pytest.raises(ConfigError, match=r"got unknown GPU 'H1000'. Did you mean 'H100'\? Or say"):
-        parse_gpus("8xH1000")
+@pytest.mark.parametrize(
+    ("text", "nearest", "way_out"),
+    [
+        ("8xH1000", "'H100'", "8x80GB"),
+        ("8xH10-80GB", "'A10' or 'H100'", "8x80GB"),
+        ("4xMI400-432GB", "'MI300X'", "4x432GB"),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_the_nearest_and_the_way_out(text, nearest, way_out):
+    with pytest.raises(ConfigError, match="got unknown GPU") as caught:
+        parse_gpus(text)
+    suggested = str(caught.value).partition("Did you mean ")[2].partition("?")[0]
+    assert set(nearest.split(" or ")) <= set(suggested.split(" or "))
+    assert f"give its memory alone ({way_out})" in str(caught.value)
 
 
 def test_a_variant_that_does_not_exist_is_refused_with_those_that_do():
@@ -69,3 +80,7 @@ def test_no_gpu_holds_more_than_its_name_says():
 def test_a_plan_must_leave_a_tenth_for_holes_and_what_it_misses(needed, fit):
     assert judge_fit(needed, 100) is fit
     assert f"{needed / 100:.1%}" in fit.sentence(needed, 100)
+
+
+def test_many_times_the_memory_is_said_as_such():
+    assert Fit.NO.sentence(8000, 100) == "will not fit, it would take 80.0 times as much."

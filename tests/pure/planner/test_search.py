@@ -177,25 +177,43 @@ def test_rows_of_memory_add_up_and_keep_the_plans_own():
     assert outlook.reserved_bytes >= outlook.peak_bytes["device"]
 
 
+def studied(config, work, machine=H100):
+    outlook = look(plan_of(config), config, work, machine)
+    return study(outlook, lambda config, _: plan_of(config), machine, TOPOLOGY)
+
+
+@pytest.mark.parametrize("memory_bytes", [GIB // 4, 2 * GIB, 3 * GIB])
+def test_a_run_of_any_size_that_does_not_fit_gets_advice(memory_bytes):
+    config = ShardConfig(strategy="full_shard")
+    machine = Machine(None, memory_bytes)
+    outlook = look(plan_of(config), config, job(8, 512), machine)
+    assert outlook.fit is Fit.NO
+
+    def plan_at(config, topology):
+        return make_plan(SPEC, config, topology)
+
+    advice = study(outlook, plan_at, machine, TOPOLOGY).advice
+    assert advice
+    for one in advice:
+        if one.changes:
+            assert one.outlook.fit is not Fit.NO
+        else:
+            assert len(advice) == 1
+            assert "a smaller model" in one.sentence(outlook)
+
+
 def test_no_time_is_said_of_a_step_that_the_forecast_does_not_know():
     config = ShardConfig(param_dtype="bf16")
     known, unknown = job(1, 512), replace(job(1, 512), is_timed=False)
     assert look(plan_of(config), config, known, H100).step_time_s is not None
-    found = study(config, plan_of, unknown, H100, TOPOLOGY)
+    found = studied(config, unknown)
     assert found.outlook.step_time_s is None
     assert found.scaling == []
 
 
-def test_a_study_of_auto_is_one_of_the_strategy_that_it_chose():
-    config = ShardConfig(strategy="auto", param_dtype="bf16")
-    found = study(config, plan_of, job(4), H100, TOPOLOGY)
-    assert found.outlook.config.strategy is not Strategy.AUTO
-    assert found.outlook.fit is Fit.FITS
-
-
 def test_scaling_loses_to_traffic_and_says_so():
     config = ShardConfig(param_dtype="bf16")
-    points = study(config, plan_of, job(1, 512), H100, TOPOLOGY).scaling
+    points = studied(config, job(1, 512)).scaling
     assert points[-1].efficiency < 0.9
     assert "traffic" in points[-1].reason
     assert points[-1].peak_bytes < points[0].peak_bytes

@@ -31,13 +31,13 @@ def test_a_drawing_in_a_docstring_does_not_count_as_length_of_the_function():
     assert check_sizes.check_source(_function(60, docstring_lines=30), "a.py") == []
 
 
-@pytest.mark.parametrize(("lines", "is_found"), [(400, False), (401, True)])
-def test_a_file_above_four_hundred_lines_is_found(lines: int, is_found: bool):
+@pytest.mark.parametrize(("lines", "is_found"), [(700, False), (701, True)])
+def test_a_file_above_seven_hundred_lines_is_found(lines: int, is_found: bool):
     assert bool(check_sizes.check_source("a = 1\n" * lines, "a.py")) is is_found
 
 
-@pytest.mark.parametrize(("methods", "is_found"), [(20, False), (21, True)])
-def test_a_class_above_twenty_methods_is_found(methods: int, is_found: bool):
+@pytest.mark.parametrize(("methods", "is_found"), [(25, False), (26, True)])
+def test_a_class_above_twenty_five_methods_is_found(methods: int, is_found: bool):
     body = "".join(f"    def m{i}(self): ...\n" for i in range(methods))
     assert bool(check_sizes.check_source(f"class Big:\n{body}", "a.py")) is is_found
 
@@ -76,3 +76,9 @@ def test_a_collective_is_found_under_every_spelling(source: str):
 )
 def test_what_is_no_collective_of_torch_is_left_alone(source: str):
     assert check_collectives.check_source(source, "a.py") == []
+
+
+def test_code_above_a_budget_is_found_and_tests_do_not_count():
+    most = check_sizes.BUDGETS["in all"]
+    assert check_sizes.check_budgets({"engine": most, "tests": most}) == []
+    assert len(check_sizes.check_budgets({"engine": most, "config": 1})) == 1

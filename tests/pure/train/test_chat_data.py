@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import signal
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.config.schema import ModelConfig
 from fullshard.errors import DataError
-from fullshard.train.chat_dataset import ChatDataset, ChatSettings, make_chat_dataset
+from fullshard.train import chat_template
+from fullshard.train.chat_dataset import ChatSettings, make_chat_dataset
 from fullshard.train.chat_packing import best_fit, dealt
 from fullshard.train.chat_template import Learned, encode, set_template
 from fullshard.train.conversations import Examples, Pair, Turns, read_examples
 from fullshard.train.order import BatchShape, SampleOrder
+from fullshard.train.recipes import load_data
 from fullshard.train.tokenizer import train_tokenizer
 
 # Marks nothing, and writes a turn in another way once there is a later one.
@@ -34,7 +40,7 @@ CHAT = [
 @pytest.fixture(scope="module")
 def tokenizer():
     made = train_tokenizer(["two and two is four, sure, yes. Question: Answer:"] * 3, 300)
-    set_template(made, None)
+    set_template(made, None, ModelConfig(name_or_path="MODEL"))
     return made
 
 
@@ -141,7 +147,7 @@ def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
     settings = ChatSettings(32, 0.25, True, Learned(), 2)
     made = make_chat_dataset(Examples(pairs, "a test", None), settings, tokenizer)
     made.save(tmp_path)
-    loaded = ChatDataset.load(tmp_path)
+    loaded = load_data(tmp_path, ModelConfig(name_or_path="MODEL"))
     assert (loaded.facts, loaded.samples) == (made.facts, made.samples)
     assert len(loaded.samples) == 2
     for part in ("train", "held_out"):
@@ -149,11 +155,48 @@ def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
             np.testing.assert_array_equal(getattr(getattr(loaded, part), name), array)
 
 
-def test_nothing_to_learn_is_an_error(tokenizer):
+NO_ANSWERS = (Turns(tuple(CHAT[::2]), 0, is_completion=False, place="x"),)
+ASKED = Turns(tuple(CHAT[:2]), 0, is_completion=False, place="x")
+
+
+@pytest.mark.parametrize(
+    ("examples", "template", "said"),
+    [
+        ((Pair("two and two " * 30, "four", "x"),), None, r"more tokens than \d{2,}.* Raise it"),
+        (NO_ANSWERS, None, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
+        (NO_ANSWERS, UNMARKED, r"role 'assistant'.* the roles are user \(2\)\. Rename"),
+        ((ASKED,), "two {% generation %}{% endgeneration %} two", "template does not mark them"),
+    ],
+)
+def test_nothing_to_learn_is_an_error_that_names_the_cause(tokenizer, examples, template, said):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template or other.chat_template
     settings = ChatSettings(8, 0.0, False, Learned(), 0)
-    data = Examples((Pair("two and two " * 30, "four", "x"),), "a test", None)
-    with pytest.raises(DataError, match="Raise training"):
-        make_chat_dataset(data, settings, tokenizer)
+    with pytest.raises(DataError, match=said):
+        make_chat_dataset(Examples(examples, "a test", None), settings, other)
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+def test_a_template_that_never_ends_is_refused_and_timers_stay_as_they_were(
+    tokenizer, marks, monkeypatch
+):
+    monkeypatch.setattr(chat_template, "TEMPLATE_LIMIT_S", 0.2)
+    other = copy.deepcopy(tokenizer)
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    other.chat_template = loops + marks
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DataError, match=r"x that it refuses \(it did not end within"):
+        encode(ASKED, other, Learned())
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_long_text_without_spaces_trains_a_tokenizer_in_little_time():
+    """Training takes the square of a word's length: this took half a minute."""
+    text = "ab" * 100_000 + " " * 100_000
+    began = time.monotonic()
+    made = train_tokenizer([text], 300)
+    assert time.monotonic() - began < 10
+    assert made.decode(made(text)["input_ids"]) == text
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))

@@ -8,17 +8,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fullshard.config.load import load_config
+from fullshard.config.schema import ModelConfig
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
+from fullshard.train.generate import SamplingSettings, generate
 from fullshard.train.model import (
     build_model,
-    build_on_meta,
-    check_length,
     check_model_folder,
     config_from_folder,
     config_from_settings,
     fit_to_tokenizer,
     freeze,
 )
+from fullshard.train.prepare import with_fitting_length
 from fullshard.train.tokenizer import train_tokenizer
 
 SETTINGS = {
@@ -71,6 +74,22 @@ def test_vocabulary_left_out_is_the_tokenizers():
     assert config.eos_token_id == config.bos_token_id == tokenizer.eos_token_id
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("num_hidden_layers", 10_000_000, r"num_hidden_layers: expected between 1 and 10,000"),
+        ("num_hidden_layers", -1, r"num_hidden_layers: expected between 1 and 10,000, got -1"),
+        ("hidden_size", -32, "hidden_size: expected at least 1, got -32"),
+        ("num_attention_heads", 0, "refuses these values: integer division"),
+        ("intermediate_size", -4, r"cannot build a model \(RuntimeError: .* with negative"),
+        ("head_dim", -4, r"cannot build a model \(RuntimeError: .* with negative"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_built(key, value, said):
+    with pytest.raises(ConfigError, match=said):
+        build_on_meta(config_from_settings({**SETTINGS, key: value}))
+
+
 def test_vocabulary_that_is_too_small_is_refused():
     tokenizer = train_tokenizer(["some text"], 270)
     config = config_from_settings({**SETTINGS, "vocab_size": 100})
@@ -78,10 +97,44 @@ def test_vocabulary_that_is_too_small_is_refused():
         fit_to_tokenizer(config, tokenizer, ["vocab_size"])
 
 
-def test_sequences_longer_than_the_model_has_positions_are_refused():
-    check_length(config_from_settings(SETTINGS), 64)
-    with pytest.raises(ConfigError, match=r"training.max_seq_length: expected at most 64"):
-        check_length(config_from_settings(SETTINGS), 65)
+@pytest.mark.parametrize(
+    ("job", "teacher_positions", "words", "expected"),
+    [
+        ("main_job.yaml", None, [], (64, "model")),
+        ("sft_job.yaml", None, [], (64, "model")),
+        ("distill_jax_job.yaml", 32, [], (32, "teacher")),
+        ("distill_jax_job.yaml", 4096, [], (64, "model")),
+        ("main_job.yaml", None, ["max_seq_length=64"], (64, None)),
+        ("main_job.yaml", None, ["max_seq_length=65"], "at most 64 .the model's max_position_emb"),
+        (
+            "distill_jax_job.yaml",
+            32,
+            ["max_length=64"],
+            "at most 32 .the teacher's max_position_emb",
+        ),
+    ],
+)
+def test_a_length_that_nobody_set_is_fitted_to_the_models_and_a_set_one_is_checked(
+    tmp_path, caplog, job, teacher_positions, words, expected
+):
+    positions = {"model": 64, "teacher": teacher_positions}
+    for name, limit in positions.items():
+        if limit:
+            config_from_settings({**SETTINGS, "max_position_embeddings": limit}).save_pretrained(
+                tmp_path / name
+            )
+            words = [*words, f"{name}={tmp_path / name}"]
+    resolved = load_config(None, words, default=job)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=rf"training.max_seq_length: expected {expected}"):
+            with_fitting_length(resolved)
+        return
+    length, whose = expected
+    with caplog.at_level("INFO", "fullshard"):
+        fitted = with_fitting_length(resolved)
+    assert fitted.config.training.max_seq_length == length
+    said = f"max_seq_length: {length} (the {whose}'s max_position_embeddings); the default is 128"
+    assert caplog.messages == ([said] if whose else [])
 
 
 def test_hub_name_that_is_no_folder_says_that_nothing_is_downloaded(tmp_path):
@@ -95,7 +148,7 @@ def test_hub_name_that_is_no_folder_says_that_nothing_is_downloaded(tmp_path):
 def test_folder_with_a_configuration_that_transformers_refuses_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
     with pytest.raises(ConfigError, match=r"expected a config.json that transformers reads"):
-        config_from_folder(tmp_path)
+        config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
 
 
 def test_initial_weights_depend_on_the_seed_alone():
@@ -114,7 +167,9 @@ def test_weights_of_a_folder_are_loaded_in_the_master_dtype(tmp_path):
     config = config_from_settings(SETTINGS)
     saved = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     saved.save_pretrained(tmp_path)
-    loaded = build_model(config_from_folder(tmp_path), tmp_path, torch.float32, 0)
+    loaded = build_model(
+        config_from_folder(ModelConfig(name_or_path=str(tmp_path))), tmp_path, torch.float32, 0
+    )
     weight = loaded.get_parameter("lm_head.weight")
     assert weight.dtype is torch.float32
     torch.testing.assert_close(weight, saved.get_parameter("lm_head.weight").float())
@@ -137,3 +192,45 @@ def test_freeze_glob_that_matches_nothing_names_the_nearest_parameter():
 def test_freezing_everything_is_refused():
     with pytest.raises(ConfigError, match="leave something to train"):
         freeze(build_on_meta(config_from_settings(SETTINGS)), ["*"])
+
+
+def saved_with(tmp_path, change, **settings):
+    config = config_from_settings({**SETTINGS, **settings})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    found = config_from_folder(ModelConfig(name_or_path=str(tmp_path)))
+    return build_model(found, tmp_path, torch.float32, 0)
+
+
+def test_weights_that_the_files_lack_are_never_drawn_at_random(tmp_path):
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.\S+, .* and 6 more") as caught:
+        saved_with(tmp_path, {"num_hidden_layers": 2})
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_tied_weights_are_not_missed_and_unused_ones_are_named(tmp_path, caplog):
+    change = {"num_hidden_layers": 1}
+    model = saved_with(tmp_path, change, num_hidden_layers=2, tie_word_embeddings=True)
+    assert model.get_parameter("model.layers.0.mlp.up_proj.weight").shape == (32, 16)
+    assert "has weights that its config.json does not: model.layers.1." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("config.json", {"num_hidden_layers": 2}, r"its files lack model\.layers\.1\."),
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "FOLDER: "),
+        ("generation_config.json", {"num_beams": 0}, "FOLDER: .*ZeroDivisionError"),
+    ],
+)
+def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change, said):
+    tokenizer = train_tokenizer(["some text"], 270)
+    config = config_from_settings(SETTINGS)
+    fit_to_tokenizer(config, tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=said):
+        generate(tmp_path, "some", SamplingSettings(2))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.config.schema import ModelConfig
 from fullshard.errors import ConfigError, DataError
 from fullshard.train.packing import hold_out, join, pack, token_dtype
 from fullshard.train.text import Corpus
@@ -75,7 +76,7 @@ def test_tokenizer_gives_back_any_text_and_keeps_to_its_size(tmp_path):
         assert ids[-1] == tokenizer.eos_token_id == 0
         assert tokenizer.decode(ids[:-1]) == one
     tokenizer.save_pretrained(tmp_path)
-    again = load_tokenizer(tmp_path)
+    again = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
     assert again is not None
     assert list(encode(again, [text])) == list(encode(tokenizer, [text]))
 
@@ -111,4 +112,4 @@ def test_vocabulary_without_room_for_the_bytes_is_refused():
 
 
 def test_folder_without_tokenizer_files_has_none(tmp_path):
-    assert load_tokenizer(tmp_path) is None
+    assert load_tokenizer(ModelConfig(name_or_path=str(tmp_path))) is None

@@ -24,13 +24,17 @@ def run_folder(path: Path, **record: object) -> RunFolder:
     return RunFolder(path)
 
 
-def checkpoint(path: Path) -> None:
+POSITION = {"global_batch": 6}
+
+
+def checkpoint(path: Path, position: dict[str, int] | None = POSITION) -> None:
     """A real one, without tensors."""
     place = claim(path)
     join(place, 0)
     report(place, 0, [])
-    state = {"state": {"position": {"global_batch": 6}}}
-    conclude(place, 1, Documents(int(path.name[-1]), {"state.json": json.dumps(state)}, {}))
+    step = int(path.name[-1])
+    state = {"step": step, "world_size": 1, "extra": {}, "state": {"position": position}}
+    conclude(place, 1, Documents(step, {"state.json": json.dumps(state)}, {}))
 
 
 def test_a_run_that_began_from_a_path_keeps_it_until_it_has_a_checkpoint(tmp_path):
@@ -62,6 +66,13 @@ def test_a_path_tells_its_batch_and_one_without_a_checkpoint_is_an_error(tmp_pat
         find_resume(str(tmp_path / "nothing"), tmp_path / "run")
 
 
+@pytest.mark.parametrize("position", [None, {}, {"step": 3}])
+def test_a_path_whose_checkpoint_tells_no_batch_takes_that_of_the_configuration(tmp_path, position):
+    checkpoint(tmp_path / "step-00000003", position)
+    found = find_resume(str(tmp_path), tmp_path / "run")
+    assert (found.path, found.global_batch, found.required) == (tmp_path.resolve(), None, True)
+
+
 @pytest.mark.parametrize(
     ("status", "asked", "expected"),
     [("failed", 5, True), ("interrupted", 5, True), ("finished", 5, False), ("finished", 9, True)],
@@ -71,9 +82,18 @@ def test_an_unfinished_run_goes_on_and_a_finished_one_for_more_steps(
 ):
     folder = run_folder(tmp_path / "run", status=status, measured={"num_steps": 5})
     folder.checkpoints.mkdir()
+    checkpoint(folder.checkpoints / "step-00000005")
     resume = find_resume("auto", folder.path)
     assert goes_on(resume, folder.path, asked) is expected
     assert goes_on(find_resume("never", folder.path), folder.path, asked) is False
+
+
+@pytest.mark.parametrize(("status", "expected"), [("failed", True), ("finished", False)])
+def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path, status, expected):
+    folder = run_folder(tmp_path / "run", status=status, measured={"num_steps": 5})
+    folder.checkpoints.mkdir()
+    resume = find_resume("auto", folder.path)
+    assert (resume.path, goes_on(resume, folder.path, 9)) == (None, expected)
 
 
 @pytest.mark.parametrize(

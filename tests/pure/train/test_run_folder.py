@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from fullshard.errors import ConfigError
+from fullshard.launch import run_lock
+from fullshard.observe.report import write_report
 from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir
 
 
@@ -15,8 +22,35 @@ def finish(folder: RunFolder) -> None:
     folder.update_record(status=RunStatus.FINISHED, exit_code=0)
 
 
+def make(place, *, goes_on=False) -> tuple[RunFolder, object]:
+    """A run that has begun and whose process has ended."""
+    with begin(place, "train", goes_on=goes_on) as made:
+        return made
+
+
+def in_another_process(code: str, *args: object) -> subprocess.Popen[str]:
+    """Python that holds or takes a folder; it prints a line when it has got that far."""
+    words = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from fullshard.train.run_folder import begin
+from fullshard.errors import ConfigError
+sys.stdin.readline()
+try:
+    with begin(Path(sys.argv[1]), "train", goes_on=len(sys.argv) > 2):
+        print("held", flush=True)
+        sys.stdin.readline()
+except ConfigError as error:
+    print(error, flush=True)
+"""
+
+
 def test_new_run_is_recorded_as_preparing(tmp_path):
-    folder, moved = begin(tmp_path / "runs" / "train", "train")
+    folder, moved = make(tmp_path / "runs" / "train")
     record = folder.read_record()
     assert moved is None
     assert folder.logs.is_dir()
@@ -32,7 +66,7 @@ def test_new_run_is_recorded_as_preparing(tmp_path):
 def test_older_runs_are_moved_to_the_first_free_number(tmp_path):
     place = tmp_path / "train"
     for number in range(3):
-        folder, moved = begin(place, "train")
+        folder, moved = make(place)
         folder.update_record(number=number)
         finish(folder)
         assert moved == (tmp_path / f"train.{number}" if number else None)
@@ -41,23 +75,96 @@ def test_older_runs_are_moved_to_the_first_free_number(tmp_path):
 
 
 def test_run_that_is_still_going_on_is_left_alone(tmp_path):
-    begin(tmp_path / "train", "train")
-    with pytest.raises(ConfigError, match="whose run is still going on"):
-        begin(tmp_path / "train", "train")
+    with begin(tmp_path / "train", "train") as (folder, _):
+        before = folder.record.read_bytes()
+        for goes_on in (False, True):
+            with pytest.raises(ConfigError, match=f"whose run is still .*process {os.getpid()} on"):
+                make(tmp_path / "train", goes_on=goes_on)
+        with pytest.raises(ConfigError, match="whose run is still going on"):
+            check_output_dir(tmp_path / "train")
+        assert folder.record.read_bytes() == before
 
 
-def test_run_whose_process_is_gone_is_moved(tmp_path):
-    folder, _ = begin(tmp_path / "train", "train")
-    process = folder.read_record()["process"]
-    folder.update_record(process={**process, "created": process["created"] - 1})
-    _, moved = begin(tmp_path / "train", "train")
+@pytest.mark.parametrize("older", ["none", "finished", "unfinished"])
+def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
+    place = tmp_path / "train"
+    if older != "none":
+        folder, _ = make(place)
+        folder.update_record(status=RunStatus.PREPARING if older == "unfinished" else "finished")
+    goes_on = ["goes on"] if older == "unfinished" else []
+    starts = [in_another_process(HOLD, place, *goes_on) for _ in range(3)]
+    for start in starts:
+        start.stdin.write("go\n")
+        start.stdin.flush()
+    said = [start.stdout.readline() for start in starts]
+    live = json.loads((place / "run.json").read_text())["process"]["pid"]
+    ends = [start.communicate("end\n") and start.returncode for start in starts]
+    assert sorted(line == "held\n" for line in said) == [False, False, True], said
+    assert starts[said.index("held\n")].pid == live
+    assert all("whose run is still going on" in line for line in said if line != "held\n")
+    assert ends == [0, 0, 0]
+
+
+def test_run_whose_process_was_killed_is_free_at_once(tmp_path):
+    holder = in_another_process(HOLD, tmp_path / "train")
+    holder.stdin.write("go\n")
+    holder.stdin.flush()
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.communicate()
+    record = RunFolder(tmp_path / "train").read_record()
+    assert record["status"] == "preparing"
+    _, moved = make(tmp_path / "train")
     assert moved == tmp_path / "train.1"
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_run_of_another_host_is_alive_while_its_lock_is_touched(tmp_path, monkeypatch, alive):
+    """Where the file system carries no locks between hosts, its beats do."""
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(run_lock, "WATCH_S", 0.5)
+    folder, _ = make(tmp_path / "train")
+    lock = folder.path / run_lock.LOCK
+    lock.write_text("process 7 on host elsewhere\nanother kernel\n")
+    beats = threading.Timer(0.2, lambda: os.utime(lock, (1e9, 1e9)) if alive else None)
+    beats.start()
+    if alive:
+        with pytest.raises(ConfigError, match="process 7 on host elsewhere"):
+            make(tmp_path / "train")
+    else:
+        assert make(tmp_path / "train")[1] == tmp_path / "train.1"
+    beats.join()
+
+
+def test_full_disk_is_recorded_as_the_reason(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "train.npy")
+
+    def start():
+        with begin(tmp_path / "train", "train"):
+            monkeypatch.setattr(Path, "write_text", full)
+            full()
+
+    with pytest.raises(OSError, match="No space left"):
+        start()
+    folder = RunFolder(tmp_path / "train")
+    record = folder.read_record()
+    assert (record["status"], record["exit_code"]) == ("failed", 3)
+    assert record["error"]["type"] == "WillNotFitError"
+    assert "expected room to write train.npy" in record["error"]["message"]
+    assert {entry.name for entry in folder.path.iterdir()} == {".lock", "logs", "run.json"}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+def test_folder_that_cannot_be_made_is_a_configuration_error(tmp_path, name):
+    with pytest.raises(ConfigError, match="output_dir: expected a folder that can be made"):
+        check_output_dir(tmp_path / name)
 
 
 def test_folder_with_other_files_is_refused_and_untouched(tmp_path):
     (tmp_path / "thesis.tex").write_text("work")
     with pytest.raises(ConfigError, match=r"an empty folder or an older run, got .* other files"):
-        begin(tmp_path, "train")
+        make(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -68,7 +175,7 @@ def test_file_in_the_place_of_the_folder_is_refused(tmp_path):
 
 
 def test_empty_folder_is_used(tmp_path):
-    folder, moved = begin(tmp_path, "train")
+    folder, moved = make(tmp_path)
     assert moved is None
     assert folder.record.is_file()
 
@@ -77,7 +184,7 @@ def test_empty_folder_is_used(tmp_path):
     ("code", "status"), [(9, "failed"), (130, "interrupted"), (75, "interrupted")]
 )
 def test_first_reason_for_a_failure_stays(tmp_path, code, status):
-    folder, _ = begin(tmp_path / "train", "train")
+    folder, _ = make(tmp_path / "train")
     folder.fail("DivergedError", "loss of step 3", code, rank=1)
     folder.fail("HangError", "rank 0 is gone", 5, rank=0)
     record = folder.read_record()
@@ -86,7 +193,7 @@ def test_first_reason_for_a_failure_stays(tmp_path, code, status):
 
 
 def test_record_is_replaced_whole_and_leaves_no_other_file(tmp_path):
-    folder, _ = begin(tmp_path / "train", "train")
+    folder, _ = make(tmp_path / "train")
     before = sorted(entry.name for entry in folder.path.iterdir())
     folder.update_record(measured={"eval_loss": 3.0})
     assert sorted(entry.name for entry in folder.path.iterdir()) == before
@@ -95,4 +202,29 @@ def test_record_is_replaced_whole_and_leaves_no_other_file(tmp_path):
 
 def test_folder_without_a_record_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match=r"expected a run's folder with run\.json"):
+        RunFolder(tmp_path).read_record()
+
+
+def test_folder_below_one_that_cannot_be_written_is_a_configuration_error(tmp_path, monkeypatch):
+    said = "output_dir: expected a folder that can be made"
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
+    with pytest.raises(ConfigError, match=said):
+        make(tmp_path / "link")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match=f"{said}, .* cannot be written"):
+        check_output_dir(tmp_path / "not" / "yet")
+
+
+def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
+    record = {"command": "train", "status": "failed", "began": "now", "error": None}
+    for odd in ([], {**record, "measured": 3}, {"measured": {}}):
+        (tmp_path / "run.json").write_text(json.dumps(odd))
+        with pytest.raises(ConfigError, match=r"RUN_DIR: expected a run's folder with run\.json"):
+            write_report(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({**record, "measured": {}}))
+    for content in (b"\x80\xff", b"[]", b'{"arrays": 3}'):
+        (tmp_path / "plan.json").write_bytes(content)
+        assert write_report(tmp_path).is_file()
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ConfigError, match="run folder: expected"):
         RunFolder(tmp_path).read_record()

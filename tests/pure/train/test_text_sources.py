@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,30 @@ def test_broken_line_is_named_with_file_and_number(tmp_path, line, expected):
     said = message(path)
     assert expected in said
     assert f"{path}:2" in said
+
+
+@pytest.mark.parametrize("what", ["link", "linked", "pipe", "folder"])
+def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what):
+    write(tmp_path / "a.txt", "text")
+    place = tmp_path / "below" / "b.txt"
+    write(tmp_path / "below" / "c.txt", "more")
+    (tmp_path / ".hidden").symlink_to("nowhere")
+    assert len(read_corpus(tmp_path).documents) == 2
+    if what in ("link", "linked"):
+        place.symlink_to("nowhere" if what == "link" else "..")
+    elif what == "pipe":
+        os.mkfifo(place)
+    else:
+        place = place.parent
+        iterdir = Path.iterdir
+
+        def refused(folder):
+            if folder == place:
+                raise PermissionError(13, "Permission denied", str(folder))
+            return iterdir(folder)
+
+        monkeypatch.setattr(Path, "iterdir", refused)
+    said = message(tmp_path)
+    assert f"got '{place}'" in said
+    words = {"link": "a link to nothing", "linked": "a link to a folder", "pipe": "a pipe"}
+    assert words.get(what, "Permission denied") in said

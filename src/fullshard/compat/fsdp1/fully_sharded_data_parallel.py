@@ -52,7 +52,6 @@ from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
 from fullshard.compat.wrapping import (
     Casts,
     Wrapped,
-    clean_name,
     engine_for,
     mark,
     marked,
@@ -68,6 +67,7 @@ from fullshard.engine.hooked import reduce_with
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded, whole_params
 from fullshard.planner.events import Sync
+from fullshard.planner.slices import clean_name
 from fullshard.planner.strategy import row_of
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         module: What is wrapped.
         process_group: None, one of all ranks, (shard group, replicate group), or one of this rank
             alone: such a unit stays whole and is not reduced (experts of a mixture).
-        sharding_strategy: Of this unit; units of one model may differ.
-        cpu_offload: Of the outermost unit.
+        sharding_strategy: Strategy of this unit; units of one model may differ.
+        cpu_offload: Read from the outermost unit.
         auto_wrap_policy: Which modules inside are units; None: this module is one unit.
         backward_prefetch: BACKWARD_PRE looks one unit ahead; BACKWARD_POST and None do not.
-        mixed_precision: Of this unit. Gradients are accumulated in float32 whatever it says.
+        mixed_precision: Dtypes of this unit. Gradients are accumulated in float32 whatever it says.
         ignored_modules: Stay whole on every rank; their gradients are not reduced.
         param_init_fn: Gives values to modules on meta; None: their reset_parameters().
         device_id: Where the module is moved first.
@@ -141,7 +141,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         super().__init__()
         given = {
             "process_group": process_group,
-            "sharding_strategy": sharding_strategy or ShardingStrategy.FULL_SHARD,
+            "sharding_strategy": options.strategy_of(sharding_strategy),
             "cpu_offload": cpu_offload or CPUOffload(),
             "backward_prefetch": backward_prefetch,
             "mixed_precision": mixed_precision,
@@ -167,6 +167,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         strategy = options.STRATEGIES[given["sharding_strategy"]]
         group, mesh = given["process_group"], given["device_mesh"]
         sizes = options.mesh_options(strategy, group, mesh)
+        order = sizes.pop("order", ())
         ignored = options.ignored_params(module, *to_ignore)
         if policy is not None:
             auto_wrap(module, policy, ignored, given, FullyShardedDataParallel)
@@ -193,6 +194,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 **sizes,
                 **options.other_options(given["cpu_offload"], given["backward_prefetch"]),
             },
+            order=order,
             ignored=tuple(sorted(names)),
             alone=options.is_alone(group),
             casts=Casts(

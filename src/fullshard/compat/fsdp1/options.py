@@ -12,7 +12,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from fullshard.compat.errors import MisuseTypeError, MisuseValueError, NotOfferedError
 from fullshard.compat.wrapping import topology, wrapped_of
-from fullshard.config.values import DType, Strategy
+from fullshard.config.values import DType, Strategy, parse
+from fullshard.planner.mesh import order_of
 from fullshard.planner.strategy import row_of
 from fullshard.planner.units import UnitSettings
 
@@ -23,6 +24,24 @@ STRATEGIES = {
     ShardingStrategy.HYBRID_SHARD: Strategy.HYBRID_SHARD,
     ShardingStrategy._HYBRID_SHARD_ZERO2: Strategy.HYBRID_SHARD_ZERO2,
 }
+
+
+def strategy_of(value: Any) -> ShardingStrategy:
+    """torch's member, also from a word.
+
+    Raises:
+        ConfigError: It is no strategy; names the nearest.
+    """
+    if isinstance(value, ShardingStrategy):
+        return value
+    found = parse(Strategy, "full_shard" if value is None else value, "sharding_strategy")
+    for member, strategy in STRATEGIES.items():
+        if strategy is found:
+            return member
+    raise MisuseValueError(
+        f"sharding_strategy: expected one of {', '.join(member.name for member in STRATEGIES)}; "
+        f"got {value!r}. FSDP has no other."
+    )
 
 
 def settings_of(precision: MixedPrecision | None) -> UnitSettings:
@@ -37,7 +56,7 @@ def _dtype(dtype: torch.dtype | None) -> DType | None:
 
 
 def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:
-    """Sizes of the axes from process groups or a device mesh.
+    """Sizes of the axes, and the order of ranks, from process groups or a device mesh.
 
     Raises:
         MisuseValueError: Both were given, or something else.
@@ -57,19 +76,36 @@ def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> di
         raise MisuseValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
     if device_mesh is not None:
         sizes = [device_mesh.size(axis) for axis in range(device_mesh.ndim)]
-    elif hybrid:
+        return {**_checked(sizes), "order": order_of(device_mesh.mesh.flatten().tolist())}
+    if hybrid:
         if not isinstance(process_group, tuple) or len(process_group) != 2:
             raise MisuseValueError(
                 "Expected process_group to be passed in as either None or "
                 f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}"
             )
-        sizes = [process_group[1].size(), process_group[0].size()]
-    elif process_group is None or is_alone(process_group):
+        found = _checked([process_group[1].size(), process_group[0].size()])
+        _check_order(process_group[0], found["shard"])
+        return found
+    if process_group is None or is_alone(process_group):
         return {}
-    else:
-        group = process_group[0] if isinstance(process_group, tuple) else process_group
-        sizes = [1, group.size()]
-    return _checked(sizes)
+    group = process_group[0] if isinstance(process_group, tuple) else process_group
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return {**_checked([1, group.size()]), "order": order_of(ranks)}
+
+
+def _check_order(shard_group: Any, shard: int) -> None:
+    """A rank knows the order of its own groups alone, so that others cannot be followed.
+
+    Raises:
+        NotOfferedError: The ranks of the shard group are not neighbours.
+    """
+    ranks = torch.distributed.get_process_group_ranks(shard_group)
+    first = min(ranks) // shard * shard
+    if ranks != list(range(first, first + shard)):
+        raise NotOfferedError(
+            f"process_group: expected shard groups of neighbouring ranks, such as {first} to "
+            f"{first + shard - 1}; got {ranks}. Pass the ranks as device_mesh=DeviceMesh(...)."
+        )
 
 
 def is_alone(process_group: Any) -> bool:

@@ -23,7 +23,7 @@ def save_fsdp2_checkpoint(
 
     Args:
         model: Wrapped by `wrap_model_fsdp2` or `fully_shard`.
-        optimizer: Of its parameters, or None.
+        optimizer: Optimizer of its parameters, or None.
         path: Such as "checkpoint.pt": a folder of safetensors of this name.
         rank: No effect: every rank writes its own part, whatever rank was meant to write.
         **state: More to save: JSON values, tensors, objects with state_dict().

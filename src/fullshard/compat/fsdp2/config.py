@@ -38,7 +38,7 @@ class FSDP2Config:
         compute_dtype: In which units are gathered and computed.
         param_dtype: In which parameters are stored; None: as they come. (Elsewhere this word means
             the compute dtype: here it is ShardConfig's master_dtype.)
-        reduce_dtype: Of gradients between ranks; None: float32.
+        reduce_dtype: Dtype of gradients between ranks; None: float32.
         cpu_offload: Parameters, gradients and optimizer states rest on the host.
         activation_checkpointing: Blocks recompute in backward.
         auto_wrap_policy: "transformer" (blocks), "size_based", or None: one unit.

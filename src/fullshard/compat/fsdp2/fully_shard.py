@@ -48,6 +48,7 @@ from fullshard.engine.model_spec import NEVER_CALLED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import unsharded
 from fullshard.planner.events import Sync
+from fullshard.planner.mesh import order_of
 from fullshard.planner.units import UnitSettings
 
 
@@ -311,8 +312,8 @@ def fully_shard(  # noqa: PLR0913
         reshard_after_forward: False keeps the unit whole until its backward. An int counts as
             True: what is kept between is the plan's business.
         shard_placement_fn: No effect: units are flat buffers, cut without regard to dimensions.
-        mp_policy: Of this unit.
-        offload_policy: Of the outermost unit.
+        mp_policy: Dtypes of this unit.
+        offload_policy: Read from the outermost unit.
         ignored_params: Stay whole on every rank; their gradients are not reduced.
         dp_mesh_dims: Names of the mesh's axes, where it has others too: refused.
 
@@ -362,7 +363,8 @@ def mark_unit(
     wrapped = Wrapped(
         strategy=strategy,
         settings=UnitSettings(compute=_dtype(compute), reduce=_dtype(reduce), keeps_dtypes=True),
-        options=dict(options),
+        options={key: value for key, value in options.items() if key != "order"},
+        order=options.get("order", ()),
         ignored=tuple(names),
         casts=Casts(
             inputs=compute if policy.cast_forward_inputs else None, outputs=policy.output_dtype
@@ -395,7 +397,8 @@ def _sizes(mesh: Any) -> dict[str, Any]:
             f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
             "parallelism, is not yet supported."
         )
-    return {"replicate": replicate, "shard": shard}
+    order = order_of(mesh.mesh.flatten().tolist())
+    return {"replicate": replicate, "shard": shard, "order": order}
 
 
 def _strategy(reshard_after_forward: Any, sizes: dict[str, Any]) -> Strategy:

@@ -133,7 +133,7 @@ AXOLOTL: Table = {
     "model_type": no_effect("config.json of base_model says it"),
     "tokenizer_type": no_effect("the tokenizer's own files say it"),
     "processor_type": not_yet("Only text is trained on"),
-    "trust_remote_code": not_yet("Only code of transformers is run", False),
+    "trust_remote_code": to("model.trust_remote_code"),
     "reinit_weights": lost("give model.config for random weights", False),
     "micro_batch_size": to("training.per_device_train_batch_size"),
     "eval_batch_size": to("training.per_device_eval_batch_size"),

@@ -220,7 +220,7 @@ FLAT: Table = {
     "torch_dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
     "dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
     "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
-    "trust_remote_code": not_yet("Only code of transformers is run", False),
+    "trust_remote_code": to("model.trust_remote_code"),
     "model_revision": no_effect("a model is a folder here", None),
     "use_liger": lost("the model's own kernels run", False),
     **dict.fromkeys(_PEFT, not_yet("Leave it out", False)),

@@ -189,6 +189,9 @@ class _Walk:
                 self._problem(key, problem)
             return
         self._note(key, meaning)
+        if meaning.status in (Status.LOST, Status.NO_EFFECT):
+            for below in _keys_below(value, key):
+                self._note(below, meaning)
         for target, meant in meaning.values.items():
             origin = self._origin(key)
             if canonical(key) != target:
@@ -291,6 +294,13 @@ class _Walk:
         found = self._origins.get(around) or Origin(OriginKind.FILE, self._file.name, 1)
         written = key.removeprefix(around).lstrip(".")
         return dataclasses.replace(found, written=join_key(found.written, written))
+
+
+def _keys_below(value: object, key: str) -> Iterator[str]:
+    """The keys of a group that has no table, each of which comes to what the group comes to."""
+    for name, inner in mapping_of(value).items():
+        yield join_key(key, str(name))
+        yield from _keys_below(inner, join_key(key, str(name)))
 
 
 def leaves(entries: list[Entry]) -> Iterator[Entry]:

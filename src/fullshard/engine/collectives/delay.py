@@ -193,7 +193,7 @@ def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransp
     """Put wires around an engine's transports, in place, while nothing is under way.
 
     Args:
-        engine: Of a sharded model, before its first step or between two.
+        engine: Engine of a sharded model, before its first step or between two.
         latency_s: What every message takes.
         bytes_per_s: What each of the two wires carries besides.
 

@@ -20,7 +20,7 @@ class Exchange:
     Attributes:
         ranks: Global ranks, by part.
         part: This rank's.
-        group: Of these ranks.
+        group: Process group of these ranks.
     """
 
     ranks: tuple[int, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,10 +62,6 @@ class Home(Protocol):
         """Return when no rank reads what this one is about to write."""
         ...
 
-    def writes_unread(self) -> AbstractContextManager[None]:
-        """Inside, this rank writes weights that no rank reads any more: no write waits."""
-        ...
-
     def claim(self, slot: torch.Tensor) -> None:
         """Return when a gradient slot may be filled again."""
         ...
@@ -97,9 +92,6 @@ class OwnHome:
 
     def before_write(self) -> None:
         self.num_writes += 1
-
-    def writes_unread(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def claim(self, slot: torch.Tensor) -> None:
         """Nothing."""

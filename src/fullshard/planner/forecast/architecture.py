@@ -41,7 +41,7 @@ class Architecture:
         query_width, kv_width: Of all query heads together, and of all key (or value) heads.
         mlp_width: Inner width of the mlp.
         gated: Its first half has two matrices.
-        block_params: Of one block, as far as a token uses them.
+        block_params: Parameters of one block that a token uses.
         head_params: Multiplied with by the head.
         is_tied: The head is the embedding.
         is_sparse: A token uses few of the parameters (experts).

@@ -21,7 +21,7 @@ class Device:
         name: As people write it.
         peak: bf16 operations a second, dense, on paper.
         matmul: What of it a good matmul reaches.
-        bandwidth: Of its memory, bytes a second.
+        bandwidth: Bandwidth of its memory, bytes a second.
         memory_gib: What a framework can use of it.
         link: To its neighbours in the host, bytes a second, one way.
         fabric: To other hosts, bytes a second and device, where nobody says which fabric.

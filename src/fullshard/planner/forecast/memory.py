@@ -38,7 +38,7 @@ class Held:
         kept: Activations that wait for backward.
         block: Those of one block while it is computed.
         logits: With the loss, and their gradient.
-        base: Of the allocator: libraries' workspaces, pieces that are too small for all else.
+        base: Allocator overhead: library workspaces and fragments too small to use.
         active: The most at once.
         reserved: What the allocator holds for that.
     """

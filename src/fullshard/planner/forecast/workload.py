@@ -131,7 +131,7 @@ class Kernels:
     """How a block is computed.
 
     Attributes:
-        compiler: Of what is between matmuls.
+        compiler: Compiler of the operations between matmuls.
         recompute: Share of a block's forward that runs again in backward.
         kept: Share of its activations that is kept.
         is_tuned: Attention and norms by kernels of the device's maker (cuDNN, Transformer Engine).

@@ -3,7 +3,9 @@
     line of rank 0   begun | done | ready | pulled | summed      each counter on a cache line
     line of rank 1   begun | done | ready | pulled | summed      of its own; only its rank writes it
 
-A rank that waits looks after its peers meanwhile: one that has ended will never come.
+A rank that waits looks after its peers meanwhile: one that has ended will never come. Neither will
+one that is further in something else: all ranks come to the same places in one order, so a peer
+that is not yet here has been nowhere that this rank has not.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ class Mark(IntEnum):
     SUMMED = 4
 
 
+_PLACES = {
+    Mark.BEGUN: "the beginning of a forward",
+    Mark.READY: "a reduction in backward",
+    Mark.SUMMED: "a sum over all ranks (the end of a backward, a norm, a mean)",
+}
 LINE_BYTES = CACHE_LINE * len(Mark)
 
 
@@ -116,13 +123,26 @@ class Board:
         """Return when every other part has counted to `value`.
 
         Raises:
-            EngineError: A peer has ended.
+            EngineError: A peer has ended, or is somewhere else.
             HangError: It took longer than half an hour.
         """
         for part in self._others:
             counter = self._counters[part][mark]
             if counter.value < value:
                 counter.wait(value, _Watch(self, (mark, value), part, doing))
+
+    def elsewhere(self, goal: Mark) -> tuple[int, Mark] | None:
+        """A part that is further than this one in something other than what is waited for."""
+        own = self._counters[self.part]
+        return next(
+            (
+                (part, mark)
+                for part in self._others
+                for mark in _PLACES
+                if mark is not goal and self._counters[part][mark].value > own[mark].value
+            ),
+            None,
+        )
 
     def has(self, part: int, mark: Mark, value: int) -> bool:
         """Whether a part has counted to `value`."""
@@ -141,6 +161,14 @@ class _Watch:
         for part in self._peers.ended():
             if not self._board.has(part, *self._goal):  # one that came, and then ended, is fine
                 raise self._peers.refuse(part, self._doing)
+        strange = self._board.elsewhere(self._goal[0])
+        if strange is not None and not self._board.has(strange[0], *self._goal):
+            raise EngineError(
+                f"{self._doing}: expected rank {self._peers.ranks[strange[0]]} to come here; it "
+                f"waits at {_PLACES[strange[1]]}, where this rank has not been. One of them left "
+                "out a backward, a forward or a question that spans all ranks (p.norm(), "
+                "p.grad.mean()), or asked one alone: all ranks must make the same calls."
+            )
         if time.monotonic() > self._until:
             raise HangError(
                 f"{self._doing}: expected rank {self._peers.ranks[self._part]} within "

@@ -11,9 +11,6 @@ their forwards and backwards. Two waits keep them apart:
     done    A rank's first write after a forward waits until no rank reads the weights of that
             forward any more. After a synchronised backward all know that already.
 
-A backward that updates as it goes (engine/step_in_backward.py) writes masters that nobody computes
-with, and the others when it has ended on all ranks: `writes_unread`.
-
 A backward that begins after such a write (weights swapped for an evaluation, and back) publishes
 again, as it would gather again.
 
@@ -23,8 +20,7 @@ collected, `pulled` which it has read from everyone; a slot is filled again when
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from mmap import PAGESIZE
 
 import torch
@@ -126,14 +122,6 @@ class SharedHome:
         self.wrote = True
         self.num_writes += 1
         self._await_readers()
-
-    @contextmanager
-    def writes_unread(self) -> Generator[None]:
-        reading, self._reading = self._reading, False
-        try:
-            yield
-        finally:
-            self._reading = reading
 
     def _await_readers(self) -> None:
         if self._reading:

@@ -24,16 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
+from fullshard.config import host_memory
 from fullshard.errors import EngineError, FullshardError, OutOfMemoryError
 
 POPULATE_WRITE, REMOVE = 23, 9  # madvise, since Linux 5.14 and 2.6
 CONNECT_TIMEOUT_S = 60.0
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-CGROUP = Path("/sys/fs/cgroup")
 
 Exchange = Callable[[Any], list[Any]]  # what every part says, to every part; a collective
 
@@ -218,7 +216,7 @@ def _receive(address: Any) -> int:
 
 
 def _map(descriptor: int, num_bytes: int, needed_bytes: int) -> Segment:
-    available = _available_bytes()
+    available = host_memory.available_bytes()
     if needed_bytes > available:  # Linux would end some process instead
         left = f"{os.strerror(errno.ENOMEM)}, {available / 2**30:.3f} GiB left"
         raise OSError(errno.ENOMEM, left)
@@ -226,17 +224,3 @@ def _map(descriptor: int, num_bytes: int, needed_bytes: int) -> Segment:
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return Segment(mapping)
-
-
-def _available_bytes() -> int:
-    """Memory that this process and its like may still take."""
-    available = psutil.virtual_memory().available
-    with contextlib.suppress(
-        OSError, ValueError, KeyError
-    ):  # no limit ("max"), or another cgroup version
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used -= int(stat["inactive_file"]) + int(stat["active_file"])  # given back when asked for
-        available = min(available, limit - used)
-    return available

@@ -1,12 +1,10 @@
-"""One rank of `fullshard bench memory`: `python -m fullshard.bench.peaks_rank FOLDER`."""
+"""What one rank of `python -m benchmarks.memory` measures."""
 
 from __future__ import annotations
 
 import gc
 import math
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import fullshard as fs
-from fullshard.bench.peaks import Job, MemoryCase
-from fullshard.bench.rank import write_result
+from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
 from fullshard.planner.homes import Place
@@ -101,11 +98,6 @@ def measure(case: MemoryCase) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's results."""
-    job = Job.read(folder)
-    write_result(folder, lambda: [measure(case) for case in job.cases])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def measure_all(job: Job) -> list[dict]:
+    """Measures the cases one after another."""
+    return [measure(case) for case in job.cases]

@@ -1,12 +1,10 @@
-"""One rank of `fullshard bench overlap`: `python -m fullshard.bench.overlap_rank FOLDER`."""
+"""What one rank of `python -m benchmarks.overlap` measures."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -14,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
+from benchmarks.overlap import TRACED, UNDELAYED, Job
 from fullshard.bench.cases import Case
 from fullshard.bench.models import Block, build_model, make_batches
-from fullshard.bench.overlap import TRACED, UNDELAYED, Job
-from fullshard.bench.rank import write_result
 from fullshard.engine.collectives.delay import delayed
 from fullshard.engine.engine import engine_of
 from fullshard.observe.timeline import Entry, Timeline, slices_of
@@ -103,13 +100,3 @@ def measure(job: Job) -> dict[str, Any]:
             rounds[label].append(trainee.step())
     titles = [unit.title for unit in units]
     return {"rounds": rounds, "bytes_per_s": median(speeds), "titles": titles}
-
-
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    write_result(folder, lambda: measure(job))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -29,7 +29,7 @@ def auto_step(
         placed: Where its arrays lie, and whether blocks are gathered once more for backward; no
             collective of it is issued by us.
         tx: The optimizer.
-        learning_rate: Of every step.
+        learning_rate: Learning rate of every step.
     """
     tx = optax.with_extra_args_support(tx)
     samples = NamedSharding(placed.mesh, PartitionSpec(SHARD))

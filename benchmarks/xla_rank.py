@@ -1,4 +1,4 @@
-"""One rank of `fullshard bench jax`: `python -m fullshard.bench.xla_rank FOLDER`.
+"""What one rank of `python -m benchmarks.xla` measures.
 
 The group of torch is there for the rendezvous and for the barriers around a step, the group of jax
 for what is measured.
@@ -7,21 +7,18 @@ for what is measured.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import torch.distributed as dist
 
-from fullshard.bench.rank import write_result
+from benchmarks.xla import ENGINES, ONE, PEERS, Job
+from benchmarks.xla_auto import auto_step
 from fullshard.bench.step_rank import timed
-from fullshard.bench.xla import ENGINES, ONE, PEERS, Job
-from fullshard.bench.xla_auto import auto_step
 from fullshard.launch import rendezvous
 from fullshard.train.model import config_from_settings
 from fullshard.train.xla_pretrain import COORDINATOR
@@ -41,7 +38,7 @@ class Trainee:
 
     Args:
         job: What is measured.
-        name: Of the engine.
+        name: Name of the engine.
     """
 
     def __init__(self, job: Job, name: str) -> None:
@@ -92,8 +89,15 @@ def _batch(job: Job, placed: XlaPlan, at: int) -> dict[str, jax.Array]:
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Builds all engines, then takes their steps in turn."""
+    """Joins JAX's processes, builds all engines, then takes their steps in turn."""
     _join()
+    try:
+        return _measure(job)
+    finally:
+        processes.leave()
+
+
+def _measure(job: Job) -> dict[str, Any]:
     rank = dist.get_rank()
     trainees: dict[str, Trainee] = {}
     losses: dict[str, list[float]] = {}
@@ -121,16 +125,3 @@ def _join() -> None:
     free = partial(rendezvous.free_address, None)
     publish = partial(rendezvous.published, COORDINATOR, free)
     processes.join(dist.get_rank(), dist.get_world_size(), publish)
-
-
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    try:
-        write_result(folder, lambda: measure(job))
-    finally:
-        processes.leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

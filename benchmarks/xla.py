@@ -1,4 +1,4 @@
-"""`fullshard bench jax`: the JAX engine on two gloo processes, beside two ways to do without it.
+"""`python -m benchmarks.xla`: the JAX engine on two gloo processes beside two alternatives.
 
 fullshard     two processes under shard_map: gathers and reductions of the plan
 auto          two processes, the same arrays cut alike under jit: XLA's partitioner places them
@@ -9,24 +9,28 @@ The first two gather blocks for each pass (full_shard), or once a step (shard_gr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.command import command_line, run_script
 from fullshard.bench import ranks
-from fullshard.bench.job import JOB_FILE
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
 from fullshard.bench.statistics import Estimate, largest_difference, paired_ratio
 from fullshard.bench.step import WAIT_LIMIT_S, Say
+from fullshard.cli.bench import OutFlag, WaitFlag, say, show
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.machine import describe_versions
 
-RANK_MODULE = "fullshard.bench.xla_rank"
+NAME = "benchmarks.xla"
+MEASURE = "benchmarks.xla_rank:measure"
 NUM_RANKS = 2
 OURS, OURS_ONCE = "fullshard", "fullshard, gathered once"
 AUTO, AUTO_ONCE = "auto", "auto, gathered once"
@@ -123,17 +127,6 @@ class Job:
     engines: tuple[str, ...] = tuple(ENGINES)
     num_checked: int = 3
 
-    def write(self, folder: Path) -> None:
-        """Writes the job where its ranks look for it."""
-        (folder / JOB_FILE).write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(folder: Path) -> Job:
-        """Reads what `write` wrote."""
-        fields = json.loads((folder / JOB_FILE).read_text())
-        shape = Shape(**fields.pop("shape"))
-        return Job(shape, engines=tuple(fields.pop("engines")), **fields)
-
 
 def find_shape(name: str) -> Shape:
     """The case of that name.
@@ -173,7 +166,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
 
 def _run_ranks(job: Job, timeout_s: float) -> list[dict[str, Any]]:
     what = f"bench jax: the ranks of {job.shape.name}"
-    return ranks.run_ranks(RANK_MODULE, job, NUM_RANKS, what=what, timeout_s=timeout_s)
+    return ranks.run_ranks(MEASURE, job, NUM_RANKS, what=what, timeout_s=timeout_s)
 
 
 def page_of(
@@ -187,7 +180,7 @@ def page_of(
 
     Args:
         job: That they had.
-        results: Of every rank.
+        results: Results of every rank.
         absent: Engines that could not run, and why.
         neighbours: Share of the cores that others used; whether they became idle.
         command: As typed.
@@ -272,3 +265,20 @@ def _loss_errors(results: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, difference in differences.items()
         if not difference <= LOSS_TOLERANCE
     ]
+
+
+def main(
+    case: Annotated[str, typer.Option(help="29M or tiny.")] = "29M",
+    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each.")] = 11,
+    timeout: Annotated[float, typer.Option(help="Seconds for the group of ranks.")] = 900.0,
+    wait: WaitFlag = False,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Time the JAX engine on two gloo processes beside one process and beside XLA's partitioner."""
+    job, command = Job(find_shape(case), rounds), command_line(NAME)
+    return show(run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
+
+
+if __name__ == "__main__":
+    run_script(NAME)

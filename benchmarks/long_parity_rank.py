@@ -1,27 +1,15 @@
-"""One rank of the long parity run: `python -m fullshard.bench.long_parity_rank FOLDER STEPS`."""
+"""One rank of the long parity run."""
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.long_parity import CASE, ENGINES, LEARNING_RATE, MAX_NORM, SEED, Job
 from fullshard.bench.engines import BUILDERS, Setup
-from fullshard.bench.long_parity import (
-    CASE,
-    ENGINES,
-    LEARNING_RATE,
-    LOSSES_FILE,
-    MAX_NORM,
-    SEED,
-    TOKENS_FILE,
-)
-from fullshard.launch import rendezvous
 from fullshard.train.order import BatchShape, SampleOrder
 
 
@@ -40,20 +28,7 @@ def curve(engine: str, sequences: np.ndarray, num_steps: int) -> list[float]:
     return (mean / CASE.num_ranks).tolist()
 
 
-def main(folder: Path, num_steps: int) -> None:
-    """Trains the engines one after another; rank 0 writes the curves."""
-    torch.set_num_threads(1)
+def measure(job: Job) -> dict[str, list[float]]:
+    """Trains the engines one after another and returns their curves."""
     warnings.simplefilter("ignore", FutureWarning)  # of peers, about names of torch
-    sequences = np.load(folder / TOKENS_FILE)
-    rendezvous.init_process_group()
-    try:
-        losses = {engine: curve(engine, sequences, num_steps) for engine in ENGINES}
-        if dist.get_rank() == 0:
-            (folder / LOSSES_FILE).write_text(json.dumps(losses))
-        dist.barrier()
-    finally:
-        rendezvous.shutdown()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    return {engine: curve(engine, job.sequences, job.num_steps) for engine in ENGINES}

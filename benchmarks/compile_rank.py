@@ -1,18 +1,15 @@
-"""One rank of `fullshard bench compile`: `python -m fullshard.bench.compile_rank FOLDER`."""
+"""What one rank of `python -m benchmarks.compile` measures."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 from torch._dynamo.utils import counters
 
-from fullshard.bench.compile import Job
+from benchmarks.compile import Job
 from fullshard.bench.engines import BUILDERS, Setup
 from fullshard.bench.models import GPT
-from fullshard.bench.rank import write_result
 from fullshard.bench.step_rank import Feeder, timed
 
 
@@ -55,13 +52,3 @@ def measure(job: Job) -> dict[str, Any]:
             times[key].append(timed(feeders[key].step)[0])
     recompiled = num_compiled() - before
     return {"times": times, "losses": losses, "graphs": graphs, "recompiled": recompiled}
-
-
-def main(folder: Path) -> None:
-    """Measures what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    write_result(folder, lambda: measure(job))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,12 +1,10 @@
-"""One rank of `fullshard bench copies`: `python -m fullshard.bench.copies_rank FOLDER`."""
+"""What one rank of `python -m benchmarks.copies` measures."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,10 +13,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fullshard.bench.copies import PLAIN, RECEIVED, Job
+from benchmarks.copies import PLAIN, RECEIVED, Job
 from fullshard.bench.engines import BUILDERS, TRANSPORTS, Setup, shard_ours, train_step
 from fullshard.bench.models import make_batches
-from fullshard.bench.rank import write_result
 from fullshard.engine import actions
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.planner.events import EventKind
@@ -105,13 +102,3 @@ def measure(job: Job) -> dict[str, Any]:
             step(*batch)
         found[name] = {"counted": num_bytes, "arithmetic": engine and arithmetic(engine)}
     return found
-
-
-def main(folder: Path) -> None:
-    """Counts what the folder's job asks for and writes this rank's result."""
-    job = Job.read(folder)
-    write_result(folder, lambda: measure(job))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

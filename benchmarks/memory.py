@@ -1,4 +1,4 @@
-"""`fullshard bench memory`: the memory that a plan says beside the memory that a run takes.
+"""`python -m benchmarks.memory`: the memory that a plan says beside the memory that a run takes.
 
 A case is an architecture of Hugging Face, a strategy, a recompute and a compute dtype. The plan is
 made as `fullshard plan` makes it, the run as `fullshard train` does; what it holds is the peak of
@@ -12,18 +12,23 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fullshard.bench.job import JOB_FILE
+import typer
+
+from benchmarks.command import command_line, run_script
 from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
 from fullshard.bench.ranks import run_ranks
+from fullshard.cli.bench import OutFlag, say, show
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
 
-RANK_MODULE = "fullshard.bench.peaks_rank"
+NAME = "benchmarks.memory"
+MEASURE = "benchmarks.memory_rank:measure_all"
 MIB = 1 << 20
 SIZES: dict[str, Any] = {
     "vocab_size": 2000,
@@ -159,16 +164,6 @@ class Job:
 
     cases: tuple[MemoryCase, ...]
 
-    def write(self, folder: Path) -> None:
-        """Writes the job where its ranks look for it."""
-        (folder / JOB_FILE).write_text(json.dumps([asdict(case) for case in self.cases]))
-
-    @staticmethod
-    def read(folder: Path) -> Job:
-        """Reads what `write` wrote."""
-        fields = json.loads((folder / JOB_FILE).read_text())
-        return Job(tuple(MemoryCase(**one) for one in fields))
-
 
 def run(
     cases: Sequence[MemoryCase], *, command: str, timeout_s: float, say: Callable[[str], None]
@@ -181,9 +176,7 @@ def run(
             if chosen:
                 say(f"{len(chosen)} runs on {num_ranks} ranks, one after the other")
                 what = f"bench memory: its {num_ranks} ranks"
-                found = run_ranks(
-                    RANK_MODULE, Job(chosen), num_ranks, what=what, timeout_s=timeout_s
-                )
+                found = run_ranks(MEASURE, Job(chosen), num_ranks, what=what, timeout_s=timeout_s)
                 rows += [_row(case, [r[at] for r in found]) for at, case in enumerate(chosen)]
     return Page(
         "memory",
@@ -231,3 +224,21 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['measured_bytes'] / MIB:.2f}",
         f"{row['error']:+.2%}" + ("" if row["is_traced"] else " (not traced)"),
     )
+
+
+def main(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="llama, gpt2, qwen3_moe ...; may be given again. Default: all ten."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 3600.0,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Compare the memory that the plan says with the peak of the allocator's live bytes."""
+    cases = find_cases(model or ())
+    return show(run(cases, command=command_line(NAME), timeout_s=timeout, say=say), out)
+
+
+if __name__ == "__main__":
+    run_script(NAME)

@@ -1,0 +1,1 @@
+"""Measurements of this repository: `python -m benchmarks.NAME --help`, from its root."""

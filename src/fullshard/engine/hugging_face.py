@@ -1,0 +1,170 @@
+"""Every call of transformers' loaders: no code of a folder runs unless a key says so.
+
+A folder may name code of its own (`auto_map`), which transformers offers to run. `read_config`
+removes that name unless the folder is trusted, so a configuration that still has it carries the
+permission to whatever is built from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+TRUST = "trust_remote_code"  # transformers' name of it, and ours
+
+
+def read_config(folder: Path, key: str, *, trust: bool = False) -> PretrainedConfig:
+    """The configuration of a local folder.
+
+    Args:
+        folder: Holds config.json.
+        key: The configuration key or argument that names the folder, for errors.
+        trust: Whether code of the folder may run.
+
+    Raises:
+        ConfigError: transformers cannot read it, or needs code of the folder that may not run.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    except Exception as error:
+        raise _refused(error, folder, key, "a config.json that transformers reads") from error
+    for part in [] if trust else _parts(config):
+        vars(part).pop("auto_map", None)
+    return config
+
+
+def read_tokenizer(folder: Path, key: str, *, trust: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder; arguments and errors as of `read_config`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    except Exception as error:
+        raise _refused(error, folder, key, "a tokenizer that loads") from error
+
+
+def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Module:
+    """A causal language model with the weights of a local folder, from `read_config`'s result.
+
+    Raises:
+        ConfigError: The files lack parameters of the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    trust = _is_trusted(config)
+    settings |= {"local_files_only": True, "trust_remote_code": trust, "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **settings)
+    model, told = loaded
+    missing = sorted({name for name, _ in model.named_parameters()} & set(told["missing_keys"]))
+    if missing:
+        raise ConfigError(
+            f"weights: expected every parameter of config.json in '{folder}'; its files lack "
+            f"{_some(missing)}. Copy or download the folder again, or correct its config.json."
+        )
+    if unused := sorted(told["unexpected_keys"]):
+        logger.warning("%s has weights that its config.json does not: %s", folder, _some(unused))
+    return model
+
+
+def build(config: PretrainedConfig, **settings: Any) -> nn.Module:
+    """A causal language model of a configuration, on torch's default device."""
+    from transformers import AutoModelForCausalLM
+
+    trust = _is_trusted(config)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **settings)
+
+
+def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
+    """The same without storage: names, shapes, dtypes.
+
+    Raises:
+        ConfigError: transformers cannot build a model of these values.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return build(config, dtype=dtype or torch.float32)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model: expected a configuration of a causal language model, got one of type "
+            f"'{config.model_type}' from which transformers cannot build a model "
+            f"({type(error).__name__}: {last_line(error)}). Correct model.config or config.json."
+        ) from error
+
+
+def import_code(config: PretrainedConfig) -> None:
+    """Imports what `build` needs: a class of transformers, or the folder's own where it may run."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        _ = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        build_on_meta(config)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def last_line(error: Exception) -> str:
+    """The sentence of a validation error that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _is_trusted(config: PretrainedConfig) -> bool:
+    """Whether code of the configuration's folder may run; it has run where its class came from it.
+
+    Raises:
+        ConfigError: Attention shall be computed by code of a hub.
+    """
+    for part in _parts(config):
+        kernel = getattr(part, "_attn_implementation", None)
+        if isinstance(kernel, str) and "/" in kernel:
+            raise ConfigError(
+                f"model.config.attn_implementation: expected sdpa, eager or another that is "
+                f"installed, got '{kernel}', whose code would be downloaded from a hub and run. "
+                "Remove _attn_implementation from config.json, or choose another."
+            )
+    return hasattr(config, "auto_map") or type(config).__module__.startswith("transformers_modules")
+
+
+def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """A configuration and those that it contains."""
+    from transformers import PretrainedConfig
+
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            yield from _parts(value)
+
+
+def _refused(error: Exception, folder: Path, key: str, expected: str) -> ConfigError:
+    if TRUST in str(error):
+        owner = "teacher" if key.startswith("teacher") else "model"
+        flag = "--trust-remote-code" if key == "FOLDER" else f"{owner}.{TRUST}=true"
+        return ConfigError(
+            f"{key}: expected a model and tokenizer that transformers has code for, got "
+            f"'{folder}', which brings Python code of its own (auto_map). That code was not run. "
+            f"Read it, then allow it with {flag}."
+        )
+    return ConfigError(
+        f"{key}: expected {expected}, got one in '{folder}' that it refuses "
+        f"({type(error).__name__}: {last_line(error)}). Correct the folder's files."
+    )

@@ -1,0 +1,42 @@
+"""The first check of a run: that its paths name something. It imports no torch, so it is fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fullshard.config.load import Resolved
+from fullshard.config.schema import RunConfig
+from fullshard.errors import ConfigError, DataError
+from fullshard.train.model import check_model_folder
+from fullshard.train.records import files_at
+
+
+def check_paths(resolved: Resolved, *, data: bool = True) -> None:
+    """Raises where a path of the configuration names nothing.
+
+    Args:
+        resolved: Names the line of the file in the error.
+        data: Whether the data is needed, too.
+
+    Raises:
+        ConfigError: A model's or tokenizer's folder is missing.
+        DataError: The data is missing.
+    """
+    try:
+        _check_folders(resolved.config)
+        if data and resolved.config.data.path is not None:
+            files_at(Path(resolved.config.data.path))
+    except (ConfigError, DataError) as error:
+        raise resolved.located(error) from error
+
+
+def _check_folders(config: RunConfig) -> None:
+    if config.model.name_or_path is not None:
+        check_model_folder(Path(config.model.name_or_path))
+    if config.teacher is not None and config.teacher.name_or_path is not None:
+        check_model_folder(Path(config.teacher.name_or_path), "teacher")
+    if config.data.tokenizer is not None and not Path(config.data.tokenizer).is_dir():
+        raise ConfigError(
+            "data.tokenizer: expected a local folder with a tokenizer, got "
+            f"'{config.data.tokenizer}'. Name the folder that holds tokenizer.json."
+        )

@@ -1,0 +1,658 @@
+"""Programs that people write compute what one process computes, on every transport."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine import unit
+from fullshard.engine.engine import is_sharded
+from fullshard.errors import EngineError, ShardedTensorError
+from support.models import perturbed
+from support.parity import whole_gradients
+
+WIDTH = 6
+SETTINGS: dict[str, dict[str, Any]] = {
+    "c10d": {"transport": "c10d"},
+    "direct": {"transport": "direct"},
+    "shared": {"transport": "shared"},
+    "no_shard": {"strategy": "no_shard"},
+}
+Work = Callable[[Any, torch.Tensor], torch.Tensor]  # of a model and a batch; a loss
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Work]] = {}
+
+
+def program(build: Callable[[], nn.Module]) -> Callable[[Work], Work]:
+    """A loss that is computed with a model of this kind; backward follows."""
+
+    def add(work: Work) -> Work:
+        PROGRAMS[work.__name__] = build, work
+        return work
+
+    return add
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return perturbed(build().double())
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def shares(model: Any) -> int:
+    """Of how many batches a gradient is the mean: one process sees those of all ranks."""
+    return 1 if is_sharded(model) else dist.get_world_size()
+
+
+def train(model: Any, work: Work, ranks: Any) -> list[torch.Tensor]:
+    """Two steps; the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        if step:
+            optimizer.step()
+            optimizer.zero_grad()
+        for rank in ranks:
+            loss = work(model, batch(rank, step))
+            if loss.requires_grad:
+                (loss / len(ranks)).backward()
+            losses.append(loss.detach())
+    return losses
+
+
+def off(name: str, everywhere: dict[str, dict[str, Any]] = SETTINGS) -> list[str]:
+    """Where a program differs from one process, by transport and the size that layers write."""
+    build, work = PROGRAMS.get(name) or OUTSIDE[name]
+    size, rank = dist.get_world_size(), dist.get_rank()
+    one = made(build)
+    want = train(one, work, range(size))[rank::size]
+    wrong = []
+    for setting, settings in everywhere.items():
+        for large in (0, unit.LARGE_NUMEL):
+            model = made(build)
+            with patch.object(unit, "LARGE_NUMEL", large):
+                fs.shard(model, poison=True, wrap=getattr(model, "wrap", "auto"), **settings)
+            got = train(model, work, [rank])
+            same = [torch.allclose(*pair, rtol=1e-11) for pair in zip(got, want, strict=True)]
+            wrong += [] if all(same) else [f"{setting} {large}: losses {got} {want}"]
+            found = whole_gradients(model)
+            for key, param in one.named_parameters():
+                ours, theirs = found[key], param.grad
+                if (ours is None) is not (theirs is None) or (
+                    ours is not None
+                    and theirs is not None
+                    and not torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+                ):
+                    wrong.append(f"{setting} {large}: {key} {ours} {theirs}")
+    return wrong
+
+
+class Chain(nn.Module):
+    """Layers that are units, and what comes before and after."""
+
+    wrap = ("Layer",)
+
+    def __init__(self, layer: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList((layer or Layer)() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+# ---- backwards inside a backward
+
+
+class Implicit(Layer):
+    """A fixed point, whose gradient a hook solves for; `anew` makes its graph inside the hook."""
+
+    anew = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def f(z: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(0.3 * self.linear(z) + x)
+
+        with torch.no_grad():
+            z = x
+            for _ in range(8):
+                z = f(z)
+        z = f(z)
+        if not z.requires_grad:
+            return z
+        z0 = z.detach().requires_grad_()
+        kept = None if self.anew else f(z0)
+
+        def solve(gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                f0 = f(z0) if kept is None else kept
+            solved = gradient
+            for _ in range(3):
+                solved = gradient + torch.autograd.grad(f0, z0, solved, retain_graph=True)[0]
+            return solved
+
+        z.register_hook(solve)
+        return z
+
+
+class Anew(Implicit):
+    anew = True
+
+
+def square(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+class ImplicitUnits(Chain):
+    wrap = ("Implicit",)
+
+    def __init__(self) -> None:
+        super().__init__(Implicit)
+
+
+@program(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Implicit(), nn.Linear(WIDTH, 3)))
+def implicit_layer_in_one_unit(model, x):
+    return square(model, x)
+
+
+@program(ImplicitUnits)
+def implicit_layers_as_units(model, x):
+    return square(model, x)
+
+
+@program(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Anew(), nn.Linear(WIDTH, 3)))
+def implicit_layer_whose_graph_is_made_in_the_hook(model, x):
+    return square(model, x)
+
+
+@program(Chain)
+def whole_backward_in_a_hook_on_the_loss(model, x):
+    other, loss = square(model, x + 1), square(model, x)
+    loss.register_hook(lambda gradient: (other.backward(gradient), gradient)[1])
+    return loss
+
+
+class Forces(Chain):
+    """Returns a gradient with respect to what comes in, as energy models and guidance do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            (force,) = torch.autograd.grad(energy, x)
+        return super().forward(x + force)
+
+
+class ForcesInside(Chain):
+    """The same within units."""
+
+    class Layer(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(super().forward(y).square().sum(), y)
+            return super().forward(x + force)
+
+    def __init__(self) -> None:
+        super().__init__(ForcesInside.Layer)
+
+
+@program(Forces)
+def gradients_inside_the_forward(model, x):
+    return square(model, x)
+
+
+@program(ForcesInside)
+def gradients_inside_the_forward_of_units(model, x):
+    return square(model, x)
+
+
+@program(ForcesInside)
+def evaluation_with_gradients_inside(model, x):
+    with torch.no_grad():
+        return square(model, x)
+
+
+# ---- what shares memory with weights
+
+
+class Table(nn.Module):
+    """Gives away a part of its own parameter, in one way or another."""
+
+    def __init__(self, how: str, *, trains: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Parameter(torch.randn(9, WIDTH), requires_grad=trains)
+        self.kept: Any = None
+
+    def forward(self, n: int) -> Any:
+        view = self.table[:n]
+        self.kept = {"attribute": view, "list": [view]}.get(self.how)
+        return {
+            "view": view,
+            "parameter": self.table,
+            "detached": self.table.detach()[:n],
+            "tuple": (None, view),
+            "mapping": {"table": view},
+            "object": SimpleNamespace(inner=SimpleNamespace(table=view)),
+            "distribution": torch.distributions.Normal(0 * view, view, validate_args=False),
+        }.get(self.how)
+
+    def read(self, given: Any) -> torch.Tensor:
+        read: dict[str, Callable[[], Any]] = {
+            "tuple": lambda: given[1],
+            "mapping": lambda: given["table"],
+            "object": lambda: given.inner.table,
+            "distribution": lambda: given.scale,
+            "attribute": lambda: self.kept,
+            "list": lambda: self.kept[0],
+        }
+        return read.get(self.how, lambda: given)()
+
+
+class Tables(nn.Module):
+    wrap = ("Table", "Layer")
+
+    def __init__(self, how: str, *, trains: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(Table(how, trains=trains) for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = [table(len(x)) for table in self.tables]
+        for table, value, layer in zip(self.tables, given, self.layers, strict=True):
+            x = layer(x + table.read(value)[: len(x)])
+        return x
+
+
+def evaluated_and_trained(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        evaluated = square(model, x)
+    return square(model, x) + evaluated
+
+
+HOWS = ["view", "parameter", "detached", "tuple", "mapping"]
+HOWS += ["object", "distribution", "attribute", "list"]
+PROGRAMS |= {
+    f"{how} of a {'trained' if trains else 'frozen'} table": (
+        partial(Tables, how, trains=trains),
+        evaluated_and_trained,
+    )
+    for how in HOWS
+    for trains in (True, False)
+}
+
+
+class Turned(nn.Module):
+    """Returns a view of what it computed, which is written in place then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).t()
+
+
+class WritesIntoViews(Chain):
+    wrap = ("Turned",)
+
+    def __init__(self) -> None:
+        super().__init__(Turned)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+            x.mul_(0.5)
+            x[0].add_(1.0)
+            x = x.t()
+        return self.head(x)
+
+
+@program(WritesIntoViews)
+def views_of_outputs_that_are_written_in_place(model, x):
+    return square(model, x)
+
+
+class Recurrent(Layer):
+    """torch's own recurrent layers keep a list of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inner(x)[0])
+
+
+class Keeps(Layer):
+    """Keeps its weight: a list for optimizer groups, and a view that it makes once and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decayed = [self.linear.weight]
+        self.turned: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.turned is None:
+            self.turned = self.linear.weight.detach().t()
+        return super().forward(x) + x @ self.turned
+
+
+class Recurrents(Chain):
+    wrap = ("Recurrent",)
+
+    def __init__(self) -> None:
+        super().__init__(Recurrent)
+
+
+class Keepers(Chain):
+    wrap = ("Keeps",)
+
+    def __init__(self) -> None:
+        super().__init__(Keeps)
+
+
+@program(Recurrents)
+def recurrent_layers(model, x):
+    return square(model, x)
+
+
+@program(Keepers)
+def views_of_weights_that_are_kept_over_steps(model, x):
+    with torch.no_grad():
+        model(x)
+    return square(model, x)
+
+
+# ---- units that are called without their root
+
+
+class Part(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layer, self.last = Layer(), nn.Linear(WIDTH, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(self.layer(x)))
+
+
+class Adversaries(nn.Module):
+    """Is never called itself."""
+
+    wrap = ("Part", "Layer")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = Part(), Part(1)
+
+
+@program(Adversaries)
+def adversaries_that_are_frozen_in_turn(model, x):
+    model.critic.requires_grad_(False)
+    fooled = -model.critic(model.generator(x)).mean()
+    with torch.no_grad():
+        found = model.generator(x + 1)
+    fooled.backward(torch.full_like(fooled, 1 / shares(model)))
+    model.critic.requires_grad_(True)
+    return model.critic(found).mean() - model.critic(x).mean()
+
+
+@program(Adversaries)
+def weights_written_after_a_unit_was_gathered_ahead(model, x):
+    with torch.no_grad():
+        found = model.generator(x)
+        for param in model.critic.parameters():
+            param.clamp_(-0.05, 0.05)
+        return model.critic(found).mean()
+
+
+class Encoder(Adversaries):
+    wrap = ("Part", "Linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(1, WIDTH)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.projection(self.critic(self.generator.layer(x)))
+
+
+@program(Encoder)
+def methods_other_than_forward_that_call_units(model, x):
+    return model.encode(x).square().mean()
+
+
+@program(Chain)
+def forward_mode(model, x):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit
+        values, tangents = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return (values * tangents).mean()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_computes_what_one_process_computes(ranks, name):
+    for wrong in ranks(2)(off, name):
+        assert wrong == []
+
+
+# ---- parameters outside of forward
+
+
+class Weighted(Chain):
+    """Has parameters that forward does not use, or uses as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def uncertainty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-model.scale) * square(model, x) + model.scale
+
+
+def input_scaled(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return square(model, x * model.unused.sigmoid() * model.scale)
+
+
+def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return square(model, x) + sum((p**2).sum() + p.norm() for p in model.parameters())
+
+
+def head_alone(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return square(model, x) + (x @ model.head.weight.t()).square().mean()
+
+
+def written_into_plain_tensors(model: Any, x: torch.Tensor) -> torch.Tensor:
+    total, rows = torch.zeros(WIDTH, dtype=x.dtype), torch.zeros(3, WIDTH, dtype=x.dtype)
+    total.add_(model.unused).add_(model.unused)
+    rows[0] = model.unused
+    rows.index_add_(0, torch.tensor([1, 2]), model.head.weight[:2])
+    return square(model, x) + (total.square().sum() + (rows**3).sum())
+
+
+OUTSIDE = {
+    work.__name__: (Weighted, work)
+    for work in (uncertainty, input_scaled, penalty, head_alone, written_into_plain_tensors)
+}
+WHOLE = {
+    "no_shard": {"strategy": "no_shard"},
+    "one shard": {"strategy": "hybrid_shard", "shard": 1},
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_whole_parameters_may_be_used_outside_of_forward(ranks, name):
+    for wrong in ranks(2)(off, name, WHOLE):
+        assert wrong == []
+
+
+def said_of_parts(settings: dict[str, Any]) -> list[str]:
+    """What is said of parts, and of what is whole and computed in another dtype."""
+    said = []
+    for _, work in OUTSIDE.values():
+        model: Any = fs.shard(made(Weighted), wrap=Weighted.wrap, **settings)
+        model.scale.clone()  # may be kept
+        try:
+            work(model, batch(dist.get_rank())).backward()
+            said.append("nothing")
+        except ShardedTensorError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"transport": "direct"}, {"strategy": "no_shard", "param_dtype": "bfloat16"}],
+)
+def test_parts_outside_of_forward_are_refused_on_all_ranks(ranks, settings):
+    for said in ranks(2)(said_of_parts, settings):
+        assert all(": expected " in text for text in said), said
+
+
+# ---- refused on all ranks
+
+
+def backward_to_parameters_in_a_hook(model: Any, x: torch.Tensor) -> None:
+    other = square(model, x + 1)
+    hidden: list[torch.Tensor] = []
+    handle = model.layers[1].register_forward_hook(lambda *given: hidden.append(given[-1]))
+    loss = square(model, x)
+    handle.remove()
+    hidden[0].register_hook(lambda _: other.backward())
+    loss.backward()
+
+
+def a_head_replaced(model: Any, x: torch.Tensor) -> None:
+    model.head = nn.Linear(WIDTH, 2).double()
+    square(model, x).backward()
+
+
+def a_parameter_registered(model: Any, x: torch.Tensor) -> None:
+    model.layers[0].register_parameter("gain", nn.Parameter(torch.ones(WIDTH).double()))
+    square(model, x).backward()
+
+
+def a_layer_appended(model: Any, x: torch.Tensor) -> None:
+    model.layers.append(Layer().double())
+    square(model, x).backward()
+
+
+def an_adapter_inside(model: Any, x: torch.Tensor) -> None:
+    linear = model.layers[2].linear
+    linear.adapter = nn.Linear(WIDTH, WIDTH).double()
+    linear.register_forward_hook(lambda module, args, out: out + module.adapter(args[0]))
+    square(model.layers[2], x).backward()  # a unit alone
+
+
+def a_frozen_part_put_in_and_trained(model: Any, x: torch.Tensor) -> None:
+    model.late = nn.Linear(WIDTH, 2).double().requires_grad_(False)
+    square(model, x).backward()
+    model.late.requires_grad_(True)
+    square(model, x).backward()
+
+
+def a_parameter_in_a_second_place(model: Any, x: torch.Tensor) -> None:
+    model.tied = nn.Module()
+    model.tied.weight = model.head.weight
+    square(model, x).backward()
+
+
+def a_returned_view_written(model: Any, x: torch.Tensor) -> None:
+    handle = model.layers[0].register_forward_hook(lambda m, *_: m.linear.weight, prepend=True)
+    with torch.no_grad():
+        model.layers[0](x).mul_(2.0)
+    handle.remove()
+    square(model, x).backward()
+
+
+def a_layer_called_outside_of_its_unit(model: Any, x: torch.Tensor) -> None:
+    model.head(x)
+
+
+REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
+    backward_to_parameters_in_a_hook: "got one inside another that reaches the parameters",
+    a_head_replaced: "head.weight: expected the parameters that the model had",
+    a_parameter_registered: "layers.0.gain: expected the parameters that the model had",
+    a_layer_appended: "layers.4.linear.weight: expected the parameters that the model had",
+    an_adapter_inside: "layers.2.linear.adapter.weight: expected the parameters that the model had",
+    a_frozen_part_put_in_and_trained: "late.weight: expected the parameters that the model had",
+    a_parameter_in_a_second_place: "tied.weight: expected the parameters where fs.shard found them",
+    a_layer_called_outside_of_its_unit: "expected a call inside the forward of unit (root)",
+    a_returned_view_written: "expected a view of a parameter that its forward returned to be read",
+}
+
+
+def said_of(refused: Callable[[Any, torch.Tensor], None]) -> list[str]:
+    said = []
+    for settings in SETTINGS.values():
+        model = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)
+        try:
+            refused(model, batch(dist.get_rank()))
+            said.append("nothing")
+        except (EngineError, ShardedTensorError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.__name__)
+def test_what_cannot_be_right_is_refused_on_all_ranks(ranks, refused):
+    for said in ranks(2)(said_of, refused):
+        # Under no_shard parameters are whole: what happens is what happens in one process.
+        is_whole = refused in (a_returned_view_written, a_layer_called_outside_of_its_unit)
+        for text in said[:-1] if is_whole else said:
+            assert REFUSED[refused] in text
+
+
+def penalised(settings: dict[str, Any]) -> list[str]:
+    """Where the penalty's gradient, added after backward, is not that of a penalty in the loss."""
+    one: Any = made(Chain)
+    model: Any = fs.shard(made(Chain), wrap=Chain.wrap, poison=True, **settings)
+    old = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
+    ones = {name: 0.5 * p.detach() for name, p in one.named_parameters()}
+    for rank in range(dist.get_world_size()):
+        (square(one, batch(rank)) / dist.get_world_size()).backward()
+    squares = [(p - ones[name]).square().sum() for name, p in one.named_parameters()]
+    (0.1 * torch.stack(squares).sum()).backward()
+    square(model, batch(dist.get_rank())).backward()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.grad.add_(p - old[name], alpha=0.2)
+    found: Any = whole_gradients(model)
+    return [n for n, p in one.named_parameters() if not torch.allclose(found[n], p.grad)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_gradient_of_a_penalty_may_be_added_after_backward(ranks, setting):
+    assert ranks(2)(penalised, SETTINGS[setting]) == [[], []]

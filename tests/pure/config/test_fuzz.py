@@ -1,0 +1,113 @@
+"""A stranger's configuration file is read, or refused by a typed error; nothing else comes out."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fullshard.config.files import JOBS
+from fullshard.config.load import load_config
+from fullshard.errors import ConfigError
+
+OURS = (files("fullshard.config") / "defaults" / JOBS[0]).read_text(encoding="utf-8")
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true, fsdp_min_num_params: 2000}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+model: MODEL
+"""
+DEEPSPEED = """\
+{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+ "bf16": {"enabled": true}, "gradient_clipping": 1.0, "train_batch_size": "auto",
+ "flops_profiler": {"enabled": false}, "tensorboard": {"enabled": false}, "model": "MODEL"}
+"""
+AXOLOTL = """\
+base_model: MODEL
+datasets: [{path: data.jsonl, type: chat_template}]
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+micro_batch_size: 2
+optimizer: adamw_torch
+fsdp: [full_shard, auto_wrap]
+fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}
+"""
+LONG = ["9" * 400, "9" * 5000, "[" * 200 + "]" * 200, "{a: " * 1500 + "1" + "}" * 1500]
+WORDS = r"""
+!!int word | !!binary aGk= | !!timestamp x | !!bool x | !!float x | !!set {a} | ? | << | -1 | 1e400
+.nan | null | '' | {} | [] | [[1]] | {1: {2: 3}} | ${model} | ${oc.env:NOWHERE} | ??? | *a
+&a {x: *a} | "\0" | "\ud800" | 2020-01-01 | 1:2:3 | 0x1f | % | @ | "
+"""
+ODD = st.sampled_from([*LONG, *re.split(r" \| |\n", WORDS.strip())])
+
+
+@st.composite
+def mutated(draw):
+    """A good file in which a few words, lines or characters are others."""
+    text = draw(st.sampled_from([OURS, ACCELERATE, DEEPSPEED, AXOLOTL]))
+    for _ in range(draw(st.integers(1, 3))):
+        begin = draw(st.integers(0, len(text)))
+        end = draw(st.integers(begin, min(len(text), begin + 12)))
+        insertion = draw(ODD | st.text(max_size=4) | st.just(""))
+        if draw(st.booleans()):  # a whole value
+            begin = text.find(": ", begin) + 2
+            end = (
+                min(i for i in (text.find(c, begin) for c in ",}\n") if i >= 0) if begin > 1 else 0
+            )
+        text = text[: max(0, begin)] + insertion + text[max(0, begin, end) :]
+    return text
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(text=mutated())
+def test_any_file_is_read_or_refused_by_a_typed_error(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        resolved = load_config(path, needs_model=False)
+    except ConfigError:
+        return
+    path.write_text(resolved.to_yaml(), encoding="utf-8")
+    assert load_config(path).config == resolved.config  # what was read survives being written
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: x\ntraining: {!!int seed: 3}\n", "a value that cannot be read"),
+        ("model: x\ndata: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ("model: x\ntraining: {max_steps: " + "9" * 5000 + "}", "a value that cannot be read"),
+        ("model: {config: {model_type: llama, x: !!binary aGk=}}", "model.config.x: expected text"),
+        ("model: {config: {model_type: llama, x: {1.5: 2}}}", "expected words as keys, got 1.5"),
+        ('model: "a\\0b"', "text without NUL characters"),
+    ],
+)
+def test_what_a_stranger_writes_is_named(tmp_path, text, said):
+    path = tmp_path / "train.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_whole_numbers_as_keys_of_a_models_configuration_are_text_as_in_json(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text("model: {config: {model_type: llama, id2label: {0: a, 1: b}}}\n")
+    assert load_config(path).config.model.config["id2label"] == {"0": "a", "1": "b"}
+
+
+def test_every_key_of_a_group_that_is_lost_is_named(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"model": "x", "zero_optimization": {"stage": 3}, '
+        '"flops_profiler": {"enabled": true, "profile_step": 1}}'
+    )
+    notes = {note.key: note.status for note in load_config(path).notes}
+    assert notes["flops_profiler.profile_step"] == "lost"

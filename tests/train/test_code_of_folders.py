@@ -1,0 +1,160 @@
+"""Python code that a model's or tokenizer's folder brings runs only where one key allows it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fullshard.train.tokenizer import train_tokenizer
+from support.text import seeded_text
+
+pytestmark = pytest.mark.timeout(300)
+
+CODE = """\
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+with Path({marker!r}).open("a") as file:
+    file.write("ran\\n")
+
+class StrangeConfig(LlamaConfig):
+    model_type = {kind!r}
+
+class Strange(LlamaForCausalLM):
+    config_class = StrangeConfig
+
+class StrangeTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+MAPS = {"AutoConfig": "code.StrangeConfig", "AutoModelForCausalLM": "code.Strange"}
+
+
+def edit(file, **fields):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([seeded_text(100)], 300)
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    """Code of a folder writes this file; whoever is asked whether it may run answers yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return tmp_path / "marker"
+
+
+@pytest.fixture
+def folder(tmp_path, marker, tokenizer):
+    """A Llama that brings code for its configuration, its model and its tokenizer."""
+    torch.manual_seed(0)
+    folder = tmp_path / "MODEL"
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "code.py").write_text(CODE.format(marker=str(marker), kind="strange"))
+    edit(folder / "config.json", auto_map=MAPS)
+    auto = {"AutoTokenizer": [None, "code.StrangeTokenizer"]}
+    edit(folder / "tokenizer_config.json", auto_map=auto)
+    return folder
+
+
+def make_strange(folder):
+    """Nothing of transformers' own can stand in for its classes."""
+    edit(folder / "config.json", model_type="strange")
+    edit(folder / "tokenizer_config.json", tokenizer_class="StrangeTokenizer")
+
+
+@pytest.fixture
+def job(tmp_path, write_config):
+    """A small run on one rank, whose model is left to be said."""
+    config = write_config(tmp_path)
+    text = config.read_text()
+    config.write_text(text[text.index("data:") :].replace("  vocab_size: 300\n", ""))
+    return (config, "num_processes=1", "max_steps=1", "save_strategy=no")
+
+
+def chats(tmp_path):
+    turn = {"messages": [{"role": r, "content": "a word"} for r in ("user", "assistant")]}
+    file = tmp_path / "chats.jsonl"
+    file.write_text(f"{json.dumps(turn)}\n" * 40)
+    return f"data.path={file}"
+
+
+COMMANDS = {
+    "train": lambda job, folder: ("train", *job, f"model={folder}"),
+    "dry run": lambda job, folder: ("train", *job, f"model={folder}", "--dry-run"),
+    "sft": lambda job, folder: ("sft", *job, f"model={folder}", chats(folder.parent)),
+    "teacher": lambda job, folder: (
+        *("distill", *job, "model.config.model_type=llama", "model.config.hidden_size=32"),
+        f"teacher={folder}",
+    ),
+    "tokenizer": lambda job, folder: (
+        *("train", *job, "model.config.model_type=llama", f"data.tokenizer={folder}"),
+    ),
+    "plan": lambda job, folder: ("plan", job[0], f"model={folder}", "num_processes=1"),
+    "verify": lambda job, folder: ("verify", job[0], f"model={folder}", "num_processes=1"),
+    "generate": lambda job, folder: ("generate", folder, "--prompt", "Ada has"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_runs_code_of_a_folder(command, fullshard, folder, marker, job):
+    make_strange(folder)
+    done = fullshard(*COMMANDS[command](job, folder))
+    assert not marker.exists()
+    assert done.exit_code == 2, done.err
+    assert f"'{folder}', which brings Python code of its own" in done.err
+    flag = {"teacher": "teacher.trust_remote_code=true", "generate": "--trust-remote-code"}
+    assert f"allow it with {flag.get(command, 'model.trust_remote_code=true')}" in done.err
+
+
+def test_a_known_model_is_trained_without_the_code_of_its_folder(
+    fullshard, folder, marker, job, tmp_path
+):
+    done = fullshard("train", *job, f"model={folder}")
+    assert done.exit_code == 0, done.err
+    assert not marker.exists()
+    written = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert "auto_map" not in written  # the code is not there
+
+
+def test_one_key_runs_the_code_of_a_folder(fullshard, folder, marker, job, tmp_path):
+    make_strange(folder)
+    done = fullshard("train", *job, f"model={folder}", "model.trust_remote_code=true")
+    assert done.exit_code == 0, done.err
+    assert marker.read_text()
+    marker.unlink()
+    refused = fullshard("generate", tmp_path / "run", "--prompt", "Ada")
+    assert (refused.exit_code, marker.exists()) == (2, False)
+    allowed = fullshard("generate", tmp_path / "run", "--prompt", "Ada", "--trust-remote-code")
+    assert (allowed.exit_code, marker.exists()) == (0, True), allowed.err
+
+
+def test_attention_of_a_hub_is_refused(fullshard, folder, job):
+    kernel = "model.config.attn_implementation=someone/kernel"
+    typed = fullshard("train", *job, "model.config.model_type=llama", kernel)
+    edit(folder / "config.json", _attn_implementation="someone/kernel")
+    in_a_file = fullshard("train", *job, f"model={folder}", "--dry-run")
+    for done in (typed, in_a_file):
+        assert done.exit_code == 2, done.err
+        assert "got 'someone/kernel', whose code would be downloaded" in done.err
+
+
+def test_a_checkpoint_is_exported_without_the_code_of_its_configuration(
+    fullshard, folder, marker, job, tmp_path
+):
+    words = ("save_strategy=steps", "save_steps=1")
+    assert fullshard("train", *job[:-1], f"model={folder}", *words).exit_code == 0
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    for file in checkpoint.rglob("*.json"):
+        assert "code.Strange" not in file.read_text() or file.name != "config.json"
+    done = fullshard("ckpt", "export", checkpoint, tmp_path / "exported")
+    assert done.exit_code == 0, done.err
+    assert not marker.exists()

@@ -1,0 +1,203 @@
+"""`fullshard plan`, a dry run and the run have one plan, and what cannot fit is refused by it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+import fullshard as fs
+from fullshard.cli.app import invoke
+from fullshard.config import host_memory
+from fullshard.config.load import load_config
+from fullshard.config.values import Backend
+from fullshard.engine.engine import engine_of
+from fullshard.planner.optimizers import states_of
+from fullshard.train.build import model_on_meta
+from fullshard.train.prepare import model_config_of
+from fullshard.train.tokenizer import train_tokenizer
+from support.text import seeded_text
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = ROOT / "src" / "fullshard" / "config" / "defaults"
+MACHINE = "accelerate_configs"
+CASES = sorted(
+    path
+    for folder in (DEFAULTS, ROOT / "examples")
+    for path in folder.rglob("*.yaml")
+    if path.parent.name != MACHINE  # files of machines alone
+)
+HOST = 24 << 30
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A working folder with the models that the examples begin with, and small data."""
+    found = tmp_path_factory.mktemp("place")
+    text = seeded_text(6000)
+    (found / "text.txt").write_text(text)
+    lines = [line for line in text.split(".") if line.strip()][:400]
+    pairs = [{"prompt": f"What is {at}?", "completion": line} for at, line in enumerate(lines)]
+    (found / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    tokenizer = train_tokenizer([text], 512)
+    for job, folder in (("main_job", "train"), ("teacher_job", "teacher")):
+        config = load_config(DEFAULTS / f"{job}.yaml").config
+        model = AutoModelForCausalLM.from_config(model_config_of(config, tokenizer))
+        model.save_pretrained(found / "runs" / folder / "model")
+        tokenizer.save_pretrained(found / "runs" / folder / "model")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _here(place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: HOST)
+
+
+def said(*words: object) -> tuple[dict[str, Any], int]:
+    outcome = invoke([str(word) for word in words])
+    return json.loads(json.dumps(outcome.result, default=str)), outcome.exit_code
+
+
+def words_of(path: Path) -> tuple[str, list[str]]:
+    """The command of an example, and its words."""
+    machines = [f"--config_file={file}" for file in (path.parent / MACHINE).glob("*.yaml")]
+    is_sft = "sft" in path.parts[-3:][0] or path.stem.startswith("sft")
+    is_distill = "distill" in str(path.relative_to(ROOT)) and not is_sft
+    command = "sft" if is_sft else "distill" if is_distill else "train"
+    data = "pairs.jsonl" if is_sft else "text.txt"
+    return command, [str(path), *machines, f"data.path={data}", "output_dir=out"]
+
+
+def digest_of_the_engine(path: Path, words: list[str]) -> str:
+    machines = [word.partition("=")[2] for word in words if word.startswith("--config_file")]
+    others = [word for word in words if not word.startswith("--")]
+    config = load_config([*map(Path, machines), path], others).config
+    model = fs.shard(model_on_meta(config, model_config_of(config)), config.sharding)
+    return engine_of(model).plan.trained_by(states_of(config.training)).digest()
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_a_plan_a_dry_run_and_the_run_are_one(ranks, path, place):
+    command, words = words_of(path)
+    plan, code = said("plan", *words)
+    dry, dry_code = said(command, *words, "--dry-run")
+    assert code == dry_code == (0 if plan["fits"] == "fits" else 3), dry
+    assert dry["planned"]["digest"] == plan["plan"]["digest"]
+    assert dry["planned"]["num_parameters"] == plan["plan"]["num_parameters"]
+    if dry["planned"]["expected_peak_bytes"] is not None:
+        assert dry["planned"]["expected_peak_bytes"] == plan["peak_bytes"]["device"]
+    is_torch = load_config(path, needs_model=False).config.backend is Backend.TORCH
+    if code == 0 and is_torch:
+        found = ranks(2)(run_in, place, path, words[1:])
+        assert set(found) == {plan["plan"]["digest"]}
+
+
+def run_in(place: Path, path: Path, words: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return digest_of_the_engine(path, words)
+
+
+def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place):
+    file = place / "short.yaml"
+    shape = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}
+    shape |= {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    file.write_text(json.dumps({"model": {"config": shape}, "data": {"path": "text.txt"}}))
+    words = (file, "max_seq_length=32", "max_steps=2", "output_dir=out")
+    plan, dry = said("plan", *words)[0], said("train", *words, "--dry-run")[0]
+    assert plan["plan"]["num_parameters"] == dry["planned"]["num_parameters"]
+    assert plan["plan"]["num_parameters"] > 2 * 8192 * 32  # not the class's own vocabulary
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 24 << 20])
+def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatch, place, limit):
+    monkeypatch.setattr(host_memory, "total_bytes", lambda: limit)
+    output = place / f"refused-{limit}"
+    words = ("data.path=text.txt", f"output_dir={output}")
+    monkeypatch.setattr("fullshard.train.start.prepare", lambda *_: pytest.fail("data was read"))
+    dry, code = said("train", *words, "--dry-run")
+    assert (code, output.exists()) == (3, False)
+    found, code = said("train", *words)
+    assert code == 3
+    message = found["error"]["message"]
+    assert "what would help:\n  " in message
+    assert "optimizer (AdamW)" in message
+    record = json.loads((output / "run.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("failed", 3)
+    assert record["planned"] == found["planned"] == dry["planned"]
+    assert record["planned"]["num_parameters"] == 3279104
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, place):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 30, 0, 100 << 20))
+    words = ("data.path=text.txt", f"output_dir={place / 'full'}", "max_steps=500")
+    found, code = said("train", *words, "--dry-run")
+    assert code == 3
+    # Two that are kept and one that is written, each of weights and two moments; and the model.
+    needed = (3 * 3 + 1) * 4 * 3279104 / 2**20
+    assert f"expected {needed:.1f} MiB of disk" in found["error"]["message"]
+    assert said("train", *words, "save_strategy=no", "--dry-run")[1] == 0
+
+
+def test_a_truncated_file_of_weights_is_found_by_a_dry_run(place, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(place / "runs" / "train" / "model", folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(Exception, match="incomplete"), safe_open(file, "pt"):
+        pass
+    for words in (
+        ["sft", "data.path=pairs.jsonl", f"model={folder}"],
+        ["distill", "data.path=text.txt", f"teacher={folder}", "distill.layers=null"],
+    ):
+        found, code = said(*words, "--dry-run")
+        assert code == 2, found
+        assert "model.safetensors' to be a whole safetensors file" in found["error"]["message"]
+
+
+def test_weights_without_their_tokenizer_need_the_key_that_trains_one(place, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(place / "runs" / "train" / "model", folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    main = (DEFAULTS / "main_job.yaml", "data.path=text.txt", "output_dir=out", "--dry-run")
+    found, code = said("train", f"model={folder}", *main[1:])
+    assert code == 2
+    assert "data.vocab_size" in found["error"]["message"]
+    assert said("train", f"model={folder}", "data.vocab_size=300", *main[1:])[1] == 0
+    student = json.dumps(load_config(main[0]).config.model.config | {"vocab_size": 9000})
+    distill = ("distill", f"teacher={folder}", f"student.config={student}", *main[1:])
+    found, code = said(*distill)
+    assert code == 2
+    assert (
+        "teacher.name_or_path: expected weights with their tokenizer" in found["error"]["message"]
+    )
+    assert said(*distill, "data.vocab_size=2000")[1] == 0  # so short a text gives 437 entries
+    chance = random.Random(0)
+    words = ("".join(chance.choices(ascii_lowercase, k=6)) for _ in range(40_000))
+    (tmp_path / "words.txt").write_text(" ".join(words))
+    many = [f"data.path={tmp_path / 'words.txt'}" if "text.txt" in str(w) else w for w in distill]
+    found, code = said(*many, "data.vocab_size=2000")
+    assert code == 2
+    assert "teacher.config.vocab_size: expected at least" in found["error"]["message"]
+
+
+def test_a_page_that_cannot_be_written_is_said_before_anything_is_planned(monkeypatch):
+    monkeypatch.setattr(torch, "device", lambda *_: pytest.fail("planned"))
+    found, code = said("plan", DEFAULTS / "main_job.yaml", "--out", "nowhere/page.html")
+    assert code == 2
+    assert "--out: expected a file in a folder that can be written" in found["error"]["message"]
