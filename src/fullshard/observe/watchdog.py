@@ -124,15 +124,10 @@ class Watchdog:
 
         Call it in the main thread, with nothing to do any more but to end.
         """
-        frame = _last_frame(error.__traceback__) if os.getpid() == self.here.last.pid else None
+        frame = self._frame_of(error)
+        if frame is None:
+            return None
         preempted = isinstance(error, PreemptedError)
-        if frame is None or self._channel is None or (self.seat.supervised and preempted):
-            return None
-        if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
-            return None
-        if not self.seat.supervised:
-            # torchrun ends all ranks when one has died: the word is worth its patience.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self.here.fail(frame)
         with suppress(*_STORE_GONE):
             self._publish(self.here.look(()))
@@ -154,12 +149,26 @@ class Watchdog:
                 time.sleep(POLL_S / 2)
         return Verdict(0, "run: expected rank 0 to live, but the store that it serves is gone.")
 
+    def _frame_of(self, error: BaseException) -> FrameType | None:
+        """Where it was raised, if another rank may be to blame; SIGTERM is ignored from then on."""
+        frame = _last_frame(error.__traceback__) if os.getpid() == self.here.last.pid else None
+        preempted = isinstance(error, PreemptedError)
+        if frame is None or self._channel is None or (self.seat.supervised and preempted):
+            return None
+        if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
+            return None
+        if not self.seat.supervised:
+            # torchrun ends all ranks when one has died: the word is worth its patience.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return frame
+
     def _is_unknown(self, one: Seen) -> bool:
         """Whether nobody here would see the rank's process die."""
         return one.position.host != self.here.last.host
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """What Python calls for an error that nobody caught, where no launcher of ours would."""
+        self._frame_of(error)  # torchrun's SIGTERM comes soon, a traceback takes its time
         self._shown(kind, error, trace)
         verdict = self.explain(error)
         if verdict is not None:

@@ -129,7 +129,7 @@ def merged(source: Source, lora: LoraConfig) -> Source:
         if name.endswith(f"{_BASE}weight"):
             path = name.removesuffix(f"{_BASE}weight")
             a, b = (source.tensors[f"{path}{part}{ADAPTER}.weight"] for part in (_A, _B))
-            entry = replace(entry, read=partial(_merged, entry, a, b, scale))
+            entry = replace(entry, load=partial(_merged, entry, a, b, scale))
         whole[name.replace(_BASE, ".")] = entry
     tied = {one.replace(_BASE, "."): two.replace(_BASE, ".") for one, two in source.tied.items()}
     return replace(source, tensors=whole, tied=tied)
