@@ -425,7 +425,7 @@ def test_a_shard_says_that_it_is_one(ranks, snapshot):
 
 
 def gradients_at_hand() -> None:
-    """p.grad is one object, its memory the flat gradient shard, whatever the user assigns."""
+    """p.grad is one object, its memory the flat gradient shard, unless somebody keeps it."""
     run, model = trained()
     weight = model.blocks[0].mid.weight
     first = weight.grad
@@ -435,7 +435,12 @@ def gradients_at_hand() -> None:
     assert error_of(lambda: _set_data(weight.grad, torch.zeros(3))).startswith("ShardedTensorError")
     weight.grad = None
     run.loss(model, 1).backward()
-    assert weight.grad is first
+    assert weight.grad is not first
+    assert first.to_local().abs().sum() == 0
+    place = weight.grad.to_local().data_ptr()
+    weight.grad = None
+    run.loss(model, 2).backward()
+    assert weight.grad.to_local().data_ptr() == place
     other = Tiny()
     assert type(other.scale) is nn.Parameter
 

@@ -102,7 +102,9 @@ def test_an_owners_update_makes_no_more_than_is_planned(optim):
     optimizer.step()
     made = live_peak_bytes(optimizer.step) / weight.nbytes
     planned = states_of(settings).num_temporaries
-    assert planned - 0.2 < made <= planned
+    # oneDNN's products take a MiB more on processors with AMX; a GPU's do not.
+    scratch = 2**20 / weight.nbytes
+    assert planned - 0.2 < made <= planned + scratch
 
 
 def test_an_optimizer_of_ones_own_is_planned_by_bytes_an_element():

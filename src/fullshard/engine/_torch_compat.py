@@ -60,6 +60,9 @@ foreach_zero: Callable[..., Any] = torch._foreach_zero_  # pyright: ignore[repor
 foreach_copy: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 foreach_add: Callable[..., Any] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 
+# How many tensors and storage objects share a storage.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
 # Turns __torch_function__ of tensor subclasses off for a block (public as
 # torch._C.DisableTorchFunctionSubclass since 2.0; there is no name outside torch._C).
 no_guard = torch._C.DisableTorchFunctionSubclass

@@ -202,8 +202,8 @@ class _Kept:
         self.param = param
         self.record = param.record
         with no_guard():
-            grad = param.grad
-            self.grad = None if grad is None else grad.detach().as_subclass(torch.Tensor).clone()
+            grad: Any = param.grad
+            self.grad = None if grad is None else grad.to_local().clone()
 
     def restore(self, engine: Engine, states: dict[str, Any]) -> None:
         """Cut the gradient and the optimizer's states as the parameter is cut now."""

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.collectives import Weights
 from fullshard.engine.homes import DeviceHomes, GradientShard
-from fullshard.engine.parameter import ShardedGradient, ShardedParameter
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.presentation import present
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member
@@ -40,9 +39,6 @@ def cut_group(
         master = homes.parameters.zeros(layout.part_numel, torch_dtype(dtypes.master))
     else:
         master = shared.master
-    grads = None
-    if plan.trainable:
-        grads = GradientShard(layout.part_numel, dtypes, homes)
     members = []
     whole = layout.num_parts == 1
     for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
@@ -51,16 +47,14 @@ def cut_group(
             with torch.no_grad():
                 master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
         sharded = present(param, master[local], piece, whole=whole)
-        grad = None
-        if grads is not None:
-            with no_guard():
-                grad = grads.shown[local].view(sharded.shape).as_subclass(ShardedGradient)
         compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
-        members.append(Member(sharded, piece, compute, placement.offset, grad))
+        members.append(Member(sharded, piece, compute, placement.offset))
     empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
     full = master if plan.slot is None else empty
     full = full if shared is None else shared.full
-    group = Group(plan, master, full, empty, members, grads)
+    group = Group(plan, master, full, empty, members)
+    if plan.trainable:
+        group.grads = GradientShard(layout.part_numel, dtypes, homes)
     group.padding = _padding(plan)
     return group
 

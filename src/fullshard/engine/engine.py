@@ -152,8 +152,8 @@ class Engine:
                         states=self.residences.states,
                     )
                     member.param.record = record
-                    if member.grad is not None:
-                        member.grad.record = record
+                if group.grads is not None:
+                    group.hold(group.grads)
 
     def _find_swaps(self, model: nn.Module) -> None:
         """Every place where a parameter stands, tied ones in all of theirs."""

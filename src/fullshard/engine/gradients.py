@@ -9,13 +9,26 @@ unit is reduced as soon as the gradients that do come are there, also with `back
 losses and unused parameters. What does not come is zero in the reduction. Whether a parameter was
 touched on any rank is one bit of the small all-reduce at the end: untouched everywhere, its `.grad`
 stays None, as it does in one process (AdamW would decay it otherwise).
+
+[Note: gradients that wait]
+A backward under `no_sync` leaves its sum to a later one. Until then `p.grad` is a `PendingGradient`,
+which may be dropped and not read: this rank's part is no gradient of the model.
+
+[Note: gradients that are kept]
+Each reduction lands where the last one did. In one process a new backward makes new gradients, so
+whoever kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. References are counted
+before a landing: where there are more than the engine's own, the old memory is left to them.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import compress
+from operator import gt
 from typing import Any
 
 import torch
@@ -29,10 +42,11 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
+from fullshard.engine.parameter import PendingGradient
 from fullshard.engine.ring import torch_dtype
-from fullshard.engine.shown import Shown
+from fullshard.engine.shown import Shown, num_holders
 from fullshard.engine.unit import Group, Member, Unit, expect
-from fullshard.errors import UnsupportedModelError
+from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 
 logger = logging.getLogger(__name__)
@@ -65,6 +79,7 @@ class Gradients:
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
+        self._is_stale = False  # gradients have come that it does not know
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -81,9 +96,15 @@ class Gradients:
 
     # ---- during backward
 
-    def begin_backward(self, units: Iterable[Unit]) -> list[int]:
+    def begin_backward(self, units: Sequence[Unit]) -> list[int]:
         """Ask autograd which gradients will come; returns the units that get none."""
         self.norms.mark_changed()
+        if self.norms.froze:
+            self.norms.froze = False
+            with no_guard():
+                for member in (member for unit in units for member in unit.trainees):
+                    if not member.param.requires_grad:
+                        member.compute.requires_grad = False
         nothing, total = [], 0
         for unit in units:
             unit.left = expect(unit.trainees)
@@ -226,9 +247,9 @@ class Gradients:
         waits = self.sync is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained:
-            assert group.grads is not None
+            carries = not waits and self._carries_gradients(group)
             grads = group.grads
-            carries = not waits and _carries_gradients(group)
+            assert grads is not None
             aside = carries or waits or grads.lands_aside
             outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
@@ -240,6 +261,28 @@ class Gradients:
                 scratch.give(out)
             self._forget(group)
             self._free_slot(group)
+
+    def _carries_gradients(self, group: Group) -> bool:
+        """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in.
+
+        See [Note: gradients that are kept].
+        """
+        assert group.grads is not None
+        with no_guard():
+            shown = [_before(member.param.grad) for member in group.members]
+            if _is_kept(group, shown):
+                group.hold(group.grads.anew())
+                self._is_stale = True
+            group.grads.carries = any(grad is not None for grad in shown)
+            if not group.grads.carries:
+                return False
+            for member, grad in zip(group.members, shown, strict=True):
+                assert member.grad is not None
+                if grad is None:
+                    member.grad.zero_()
+                elif grad is not member.grad:
+                    member.grad.copy_(grad)
+        return True
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
         """Sum over replicas, or keep for a later backward what is summed over shards."""
@@ -277,8 +320,8 @@ class Gradients:
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
-        if self._shown is None:
-            self._shown = Shown.of(units)
+        if self._shown is None or self._is_stale:
+            self._shown, self._is_stale = Shown.of(units), False
         members = self._shown.members
         if not members:
             return
@@ -297,12 +340,25 @@ class Gradients:
             shown = self._shown.show_all()
         else:
             shown = self._shown.show_touched(touched.tolist())
+        self.norms.waits = False
         self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown)
         for member, hooks in self._shown.hooked():
             if id(member.grad) in shown:
                 for hook in tuple(hooks.values()):
                     hook(member.param)
+
+    def show_pending(self, units: Sequence[Unit]) -> None:
+        """After a backward that is not summed: `p.grad` says so."""
+        self.norms.waits = True
+        with no_guard():
+            for group in (group for unit in units for group in unit.trained):
+                for member in group.members:
+                    before = member.param.grad
+                    if member.touched and not isinstance(before, PendingGradient):
+                        drop = partial(_drop, weakref.ref(group), weakref.ref(member))
+                        member.param.grad = PendingGradient.of(member.param, drop)
+                        member.param.grad.before = before
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
@@ -327,22 +383,42 @@ class Gradients:
                 for member in group.members:
                     member.touched = member.expected = member.written = False
                     member.compute.grad = None
+                    with no_guard():
+                        member.param.grad = _before(member.param.grad)
         self._slots.clear()
+        self.norms.waits = False
         self.norms.mark_changed()
 
 
-def _carries_gradients(group: Group) -> bool:
-    """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in."""
+def _before(grad: Any) -> Any:
+    """What `p.grad` holds beside gradients that wait."""
+    return grad.before if isinstance(grad, PendingGradient) else grad
+
+
+def _is_kept(group: Group, shown: Sequence[Any]) -> bool:
+    """Whether somebody holds gradients that the next ones would overwrite."""
     assert group.grads is not None
-    with no_guard():
-        shown = [member.param.grad for member in group.members]
-        group.grads.carries = any(grad is not None for grad in shown)
-        if not group.grads.carries:
-            return False
-        for member, grad in zip(group.members, shown, strict=True):
-            assert member.grad is not None
-            if grad is None:
-                member.grad.zero_()
-            elif grad is not member.grad:
-                member.grad.copy_(grad)
-    return True
+    known, now = group.grads.holders, num_holders(group)
+    if not known or now == known:
+        return False
+    dropped = [grad is None for grad in shown]
+    return any(map(gt, compress(now[1:], dropped), compress(known[1:], dropped))) or (
+        all(dropped) and now[0] > known[0]
+    )
+
+
+def _drop(weak_group: weakref.ref[Group], weak_member: weakref.ref[Member]) -> Any:
+    """Forget what waits for one parameter; returns its gradient.
+
+    Weak, because the way from a parameter to its gradient leads through C++.
+    """
+    group, member = weak_group(), weak_member()
+    if group is None or member is None or group.grads is None:
+        raise EngineError("zero_grad: expected the sharded model to exist; it was deleted.")
+    if group.deferred is not None:
+        group.deferred[member.offset : member.offset + member.numel].zero_()
+    if group.grads.held is not None:
+        at = member.piece.offset
+        group.grads.held[at : at + member.piece.numel].zero_()
+    member.touched = False
+    return member.grad

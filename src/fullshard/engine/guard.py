@@ -31,6 +31,7 @@ class Rule(Enum):
     COMPARE = auto()  # elementwise, with a plain result: torch.testing's view of two shards
     REPLACE = auto()  # p.data = x
     ASSIGN = auto()  # p.grad = x
+    FREEZE = auto()  # p.requires_grad_()
     UNSCALE = auto()  # GradScaler's check: one rank's infinity is every rank's
     REFUSED = auto()  # needs the whole tensor
     RANDOM = auto()  # would differ from rank to rank
@@ -82,7 +83,8 @@ def _table() -> dict[str, Rule]:
     rules["__setitem__"], rules["isclose"] = Rule.MASK, Rule.COMPARE
     rules.update((name, Rule.MAKE) for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
     rules["data="] = Rule.REPLACE
-    rules["grad="], rules["requires_grad="] = Rule.ASSIGN, Rule.PLAIN
+    rules["grad="] = Rule.ASSIGN
+    rules["requires_grad="] = rules["requires_grad_"] = Rule.FREEZE
     rules["view"] = rules["view_as"] = rules["reshape"] = Rule.ELEMENTWISE  # size is checked
     return rules
 
@@ -97,7 +99,7 @@ def rule_of(function: Any) -> tuple[Rule, str]:
     if found is None:
         name = getattr(function, "__name__", str(function))
         if name in ("__get__", "__set__", "__delete__"):  # a property of torch.Tensor
-            setter = "=" if name == "__set__" else ""
+            setter = "" if name == "__get__" else "="
             name = getattr(function.__self__, "__name__", name) + setter
         rule = _BY_NAME.get(name, Rule.REFUSED)
         if function is torch.autograd.grad:  # has the name of a property
@@ -130,7 +132,7 @@ def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seq
 def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__"
-    return name not in ("detach_", "requires_grad_")
+    return name != "detach_"
 
 
 def norm_order(order: Any) -> float:

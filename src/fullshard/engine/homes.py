@@ -117,15 +117,19 @@ class GradientShard:
             have that dtype.
         held: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
         carries: Whether what is shown stays in the next sum.
+        memory: What `shown` lies in.
     """
 
     def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
+        self._made_with = numel, dtypes, homes
         self.sums = homes.gradients.zeros(numel, torch_dtype(dtypes.accumulate))
         self.shown = self.sums
         if dtypes.master is not dtypes.accumulate:
             self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
         self.held: torch.Tensor | None = None
         self.carries = False
+        self.memory = self.shown.untyped_storage()
+        self.holders: list[int] = []  # of the memory and of each gradient, the engine's own
         self.lands_aside = homes.lands_aside
         self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
 
@@ -137,6 +141,10 @@ class GradientShard:
     def like(self) -> torch.Tensor:
         """A tensor of the dtype and device that reductions land in."""
         return self._landing
+
+    def anew(self) -> GradientShard:
+        """Another one of the same kind, zero."""
+        return GradientShard(*self._made_with)
 
     def take(self, landed: torch.Tensor, divisor: float) -> None:
         """Add what a reduction brought, or replace what was there; show it.

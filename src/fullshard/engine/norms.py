@@ -71,6 +71,8 @@ class GradientNorms:
         self._device = device
         self.num_steps = 0  # of optimizers that hold any of the model's shards
         self.num_forwards = 0  # that train, and whose gradients are not deferred
+        self.froze = False  # requires_grad of a shard was set since the last backward
+        self.waits = False  # gradients of backwards under no_sync wait to be summed
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
 
@@ -116,7 +118,7 @@ class GradientNorms:
 
     def mark_changed(self) -> None:
         """A gradient was changed in place, or a backward is under way."""
-        self._squares = None
+        self._squares, self._shown = None, {}
 
     def scale(self, factor: torch.Tensor) -> None:
         """All gradients were multiplied by a factor."""

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard.engine._torch_compat import register_guard_types
+from fullshard.engine._torch_compat import no_guard, register_guard_types
 from fullshard.engine.engine import Engine
 from fullshard.engine.parameter import (
+    PendingGradient,
     ShardedGradient,
     ShardedParameter,
     ShardedTensor,
@@ -80,7 +81,10 @@ class _Watch:
             self._forget_types()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for norms in self.look(optimizer):
+        models = self.look(optimizer)
+        if any(norms.waits for norms in models):
+            _refuse_pending(optimizer)
+        for norms in models:
             norms.num_steps += 1
 
     def look(self, optimizer: torch.optim.Optimizer) -> set[Any]:
@@ -129,6 +133,14 @@ class _Watch:
             sliced = probe(kind, {**settings, **rate}, device)
             self._sliced.setdefault(kind, set()).update(sliced)
             self._passed.add(key)
+
+
+def _refuse_pending(optimizer: torch.optim.Optimizer) -> None:
+    with no_guard():
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    for grad in grads:
+        if isinstance(grad, PendingGradient):
+            raise grad.refusal(f"{type(optimizer).__name__}.step")
 
 
 def _structure(value: Any) -> Any:

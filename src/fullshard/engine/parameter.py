@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -35,7 +35,7 @@ from fullshard.engine.guard import (
     written_by,
 )
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
-from fullshard.errors import ShardedTensorError
+from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.slices import Slice, clean_name
 
 if TYPE_CHECKING:
@@ -172,6 +172,68 @@ class ShardedTensor(_Guarded, torch.Tensor):
 
 class ShardedGradient(_Guarded, torch.Tensor):
     """This rank's elements of a reduced gradient. Its norms are those of the whole gradient."""
+
+
+class PendingGradient(ShardedGradient):
+    """`p.grad` while gradients of backwards under `no_sync` wait to be summed over ranks.
+
+    `p.grad = None` and `zero_` drop what waits, as in one process. Nothing else is possible: this
+    rank's unsummed part is no gradient of the model. It has the parameter's shape and one element
+    of memory.
+
+    Attributes:
+        before: What `p.grad` was when the first of these backwards ended.
+        drop: Forgets what waits, and gives the parameter's own gradient.
+    """
+
+    before: Any
+    drop: Callable[[], ShardedGradient]
+
+    @classmethod
+    def of(cls, param: ShardedParameter, drop: Callable[[], ShardedGradient]) -> PendingGradient:
+        """One for a parameter."""
+        with no_guard():
+            found: Any = param.new_empty(1).expand(param.shape).as_subclass(cls)
+        found.record, found.before, found.drop = replace(param.record), None, drop
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule, name = rule_of(func)
+        if name in ("zero_", "_foreach_zero_"):
+            many = args[0] if isinstance(args[0], _LISTS) else args
+            for grad in many:
+                if isinstance(grad, cls):
+                    grad.before = grad.drop()
+                    grad.before.zero_()
+                else:
+                    grad.zero_()
+            return args[0]
+        if rule not in (Rule.PLAIN, Rule.FREEZE) and name != "detach_":
+            raise next(x for x in shards_in(args) if isinstance(x, cls)).refusal(name)
+        with no_guard():
+            return func(*args, **(kwargs or {}))
+
+    def refusal(self, name: str) -> EngineError:
+        """The error for a function that needs the gradient."""
+        return EngineError(
+            f"{name} of the gradient of {self.record.describe()}: expected one that is summed "
+            "over ranks; its backward ran under no_sync, and the sum is made in the next backward "
+            "outside of it. Read, scale or clip gradients and call optimizer.step() after that "
+            "one; zero_grad() drops what waits."
+        )
+
+    def to_local(self) -> torch.Tensor:
+        """Refused, as everything is that reads."""
+        raise self.refusal("to_local")
+
+    full_tensor = to_local
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.refusal("pickling")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise self.refusal("deepcopy")
 
 
 class ShardedParameter(_Guarded, nn.Parameter):
@@ -388,14 +450,26 @@ def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
     return _as_shard(result, like, name) if is_like else result
 
 
-def _assign(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
+def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
     """p.grad = x: what is plain becomes a gradient of this parameter, with global norms."""
-    param, value = args
+    param, value = args if len(args) > 1 else (*args, None)  # del p.grad
     with no_guard():
+        before = param.grad
+        if isinstance(before, PendingGradient) and value is not before:
+            before.drop()
+        if isinstance(value, PendingGradient) and value is not before:
+            raise value.refusal("p.grad = ...")
         if isinstance(value, torch.Tensor) and not isinstance(value, ShardedGradient):
             value = value.as_subclass(ShardedGradient)
             value.record = param.record
-        func(param, value)
+        param.grad = value
+
+
+def _freeze(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """p.requires_grad_(): a graph that is there brings no gradient to what is frozen now."""
+    like.record.norms.froze = True
+    with no_guard():
+        return func(*args, **kwargs)
 
 
 def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
@@ -449,6 +523,9 @@ _STATES = {ShardedTensor}
 
 
 def _refuse_other_range(name: str, one: Any, other: Any) -> None:
+    for shard in (one, other):
+        if isinstance(shard, PendingGradient):  # whose record is its own
+            raise shard.refusal(name)
     if not one.record.is_cut_like(other.record):
         raise ShardedTensorError(
             f"{name}: expected shards of the same range; got {one.record.describe()}, and "
@@ -557,5 +634,6 @@ _SPECIAL = {
     Rule.NUMBER: _reduce,
     Rule.MAKE: _make,
     Rule.ASSIGN: _assign,
+    Rule.FREEZE: _freeze,
     Rule.REPLACE: _replace,
 }

@@ -36,8 +36,8 @@ modules also see the compute parameters from pre-backward to the end of backward
 A hook may call `torch.autograd.grad` (implicit layers do). Autograd runs this inner backward to its
 end before the outer one continues. The inner one gathers on demand and reaches no parameter, so it
 needs no state of its own and changes none of the outer's; one that reaches parameters is refused.
-The outer backward is alive as long as autograd keeps the callback that was queued for its end:
-one that raised never ends, and its callback is gone.
+The outer backward is alive as long as autograd keeps the callback that was queued for its end: of
+one that raised autograd drops it, and the modules show the user's parameters again.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class Runtime:
         nothing = self.gradients.begin_backward(self.units)
         self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         end = partial(self._end_backward)
-        self._end = ref(end)
+        self._end = ref(end, self._close_backward)
         queue_callback(end)
         return True
 
@@ -405,6 +405,8 @@ class Runtime:
         if self._task != task:
             self._begin_backward(task)
         if not member.expected:
+            if not member.compute.requires_grad:
+                return  # frozen since its forward
             raise EngineError(_REENTRANT.format(title=unit.plan.title))
         if not self.scheduler.holds(unit.index):
             self._check_slot(unit, member)
@@ -423,10 +425,9 @@ class Runtime:
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
         self._run(self.scheduler.end_backward(reduce=reduce))
-        for unit in self.units:
-            if unit.in_backward:
-                unit.in_backward = False
-                unit.swap_out()
+        if self.gradients.sync is not Sync.ALL:
+            self.gradients.show_pending(self.units)
+        self._close_backward()
         self._task = self._recomputed = self._inner = -1
         self._end = _nothing
         if (
@@ -434,6 +435,13 @@ class Runtime:
         ):  # which all ranks make, while deferring ones may differ
             self.observed.done = self.observed.done or bool(self.observed.backward)
             self.step += 1
+
+    def _close_backward(self, *_: Any) -> None:
+        """The modules show the user's parameters again; also when autograd dropped the callback."""
+        for unit in self.units:
+            if unit.in_backward:
+                unit.in_backward = False
+                unit.swap_out()
 
     # ---- recovery
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.unit import Member, Unit
+from fullshard.engine._torch_compat import no_guard, storage_use_count
+from fullshard.engine.unit import Group, Member, Unit
+
+
+def num_holders(group: Group) -> list[int]:
+    """How many objects hold the memory of a group's gradients, and each of the gradients."""
+    assert group.grads is not None
+    memory = storage_use_count(group.grads.memory._cdata)
+    return [memory, *(sys.getrefcount(member.grad) for member in group.members)]
 
 
 @dataclass(frozen=True)
@@ -28,14 +36,19 @@ class Shown:
     hooks: list[Any]
 
     @classmethod
-    def of(cls, units: Iterable[Unit]) -> Shown:
+    def of(cls, units: Sequence[Unit]) -> Shown:
         """Of all units."""
         members = [member for unit in units for member in unit.trainees]
         grads = [member.grad for member in members if member.grad is not None]
         records = [member.param.record for member in members]
         hooks = [record.post_accumulate for record in records]
         plain = [grad.to_local() for grad in grads]
-        return cls(members, grads, {id(grad): grad for grad in grads}, plain, records, hooks)
+        by_id = {id(grad): grad for grad in grads}
+        shown = cls(members, grads, by_id, plain, records, hooks)
+        for group in (group for unit in units for group in unit.trained):
+            assert group.grads is not None
+            group.grads.holders = group.grads.holders or num_holders(group)
+        return shown
 
     def show_all(self) -> dict[int, Any]:
         """Show every gradient; returns them by id."""

@@ -228,8 +228,8 @@ def _whole_grads(engine: Engine, unit: Unit) -> dict[int, torch.Tensor]:
     for group in unit.trained:
         for member in group.members:
             with no_guard():
-                grad = member.param.grad
-                local = None if grad is None else grad.as_subclass(torch.Tensor).reshape(-1)
+                grad: Any = member.param.grad
+                local = None if grad is None else grad.to_local().reshape(-1)
             if local is not None:
                 found[id(member)] = engine.gather_member(unit, group, member, local)
     return found

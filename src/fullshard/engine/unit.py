@@ -105,6 +105,15 @@ class Group:
             and all(m.param.requires_grad is m.compute.requires_grad for m in members)
         )
 
+    def hold(self, grads: GradientShard) -> None:
+        """Keep reduced gradients there from now on; `p.grad` will view them."""
+        self.grads = grads
+        for member in self.members:
+            local = grads.shown[member.piece.offset : member.piece.offset + member.piece.numel]
+            with no_guard():
+                member.grad = local.view(member.param.shape).as_subclass(ShardedGradient)
+            member.grad.record = member.param.record
+
     @property
     def gathers(self) -> bool:
         """Whether the slot is another buffer than the master."""

@@ -1,0 +1,301 @@
+"""Gradients that wait for their sum, that somebody keeps, and that nobody wants any more."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fullshard as fs
+from fullshard.engine.engine import engine_of, is_sharded
+from fullshard.errors import EngineError
+from support.models import CASES, chain, mean_square, vectors
+from support.parity import whole_gradients
+
+CHAIN = CASES["chain"]
+SETTINGS = (
+    {"transport": "c10d"},
+    {"transport": "direct"},
+    {"transport": "shared"},
+    {"strategy": "no_shard"},
+    {"grad_reduction": "sum", "transport": "direct"},
+)
+
+
+def backward(model, step, *, defers=False, scale=1.0):
+    """A rank's backward; in one process those of all ranks."""
+    ranks = [dist.get_rank()] if is_sharded(model) else range(dist.get_world_size())
+    with fs.no_sync(model) if defers and is_sharded(model) else nullcontext():
+        for rank in ranks:
+            loss = CHAIN.loss(model(**CHAIN.batch(step, rank)))
+            (scale * loss / len(ranks)).backward()
+
+
+def assert_same_gradients(model, alone, scale=1.0):
+    found = whole_gradients(model)
+    for name, param in alone.named_parameters():
+        if param.grad is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], scale * param.grad, rtol=0, atol=1e-11)
+
+
+def both(settings):
+    model = fs.shard(chain(), poison=True, **settings)
+    total = dist.get_world_size() if settings.get("grad_reduction") == "sum" else 1
+    return model, chain(), total
+
+
+# ---- what waits may be dropped and not read
+
+
+def drop_nothing(_):
+    pass
+
+
+def drop_by_the_optimizer(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+
+
+def drop_to_zero(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
+
+
+def drop_by_the_module(model):
+    model.zero_grad()
+
+
+def drop_one(model):
+    next(iter(model.parameters())).grad = None
+
+
+def drop_one_by_del(model):
+    del next(iter(model.parameters())).grad
+
+
+DROPS = (
+    drop_nothing,
+    drop_by_the_optimizer,
+    drop_to_zero,
+    drop_by_the_module,
+    drop_one,
+    drop_one_by_del,
+)
+
+
+def check_drops(settings):
+    for drop, earlier in itertools.product(DROPS, (False, True)):
+        model, alone, total = both(settings)
+        for which in (model, alone):
+            if earlier:
+                backward(which, 0)
+            backward(which, 1, defers=True)
+            backward(which, 2, defers=True)
+            drop(which)
+            backward(which, 3, defers=True)
+            backward(which, 4)
+        assert_same_gradients(model, alone, total)
+        for which in (model, alone):
+            backward(which, 5, defers=True)
+            which.zero_grad()
+            backward(which, 6)
+        assert_same_gradients(model, alone, total)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_dropping_gradients_between_micro_batches_is_as_in_one_process(ranks, settings):
+    ranks(2)(check_drops, settings)
+
+
+def check_replicas_drop():
+    for outer_only in (True, False):
+        model = fs.shard(chain(), strategy="hybrid_shard", replicate=2, transport="direct")
+        alone = chain()
+        backward(alone, 1)
+        with fs.no_sync(model, outer_only=outer_only):
+            backward(model, 0)
+        with pytest.raises(EngineError, match="under no_sync"):
+            fs.clip_grad_norm_(model, 1.0)
+        model.zero_grad()
+        backward(model, 1)
+        assert_same_gradients(model, alone)
+
+
+def test_what_waits_for_replicas_is_dropped_too(ranks):
+    ranks(4)(check_replicas_drop)
+
+
+USES = {
+    "SGD.step": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "AdamW.step": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step(),
+    "norm": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "to_local": lambda model: fs.clip_grad_norm_(model, 1.0),
+    "clamp": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "mul": lambda model: [p.grad.mul_(2.0) for p in model.parameters()],
+    "add": lambda model: [p.data.add_(p.grad) for p in model.parameters()],
+    "foreach_add": lambda model: torch._foreach_add_(
+        [p.detach() for p in model.parameters()], [p.grad for p in model.parameters()]
+    ),
+    "isfinite": lambda model: [p.grad.isfinite().all() for p in model.parameters()],
+    "deepcopy": lambda model: copy.deepcopy([p.grad for p in model.parameters()]),
+    "detach": lambda model: [p.grad.detach() for p in model.parameters()],
+    "full_tensor": lambda model: [p.grad.full_tensor() for p in model.parameters()],
+}
+
+
+def check_uses(settings):
+    model, alone, total = both(settings)
+    weights = [p.to_local().clone() for p in model.parameters()]
+    for which in (model, alone):
+        backward(which, 0)
+        backward(which, 1, defers=True)
+    for name, use in USES.items():
+        with pytest.raises(EngineError, match="under no_sync"):
+            use(model)
+        assert all(map(torch.equal, weights, (p.to_local() for p in model.parameters()))), name
+    shapes = [p.grad.shape == p.shape and p.grad.dtype == p.dtype for p in model.parameters()]
+    assert all(shapes)
+    assert "'stem.weight'" in repr(model.stem.weight.grad)
+    for which in (model, alone):
+        backward(which, 2)
+    assert_same_gradients(model, alone, total)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_gradients_that_wait_are_not_read(ranks, settings):
+    ranks(2)(check_uses, settings)
+
+
+# ---- what somebody keeps
+
+
+def keep_gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def keep_aliases(model):
+    return [p.grad.detach() for p in model.parameters()]
+
+
+def keep_one(model):
+    return [next(iter(model.parameters())).grad]
+
+
+def keep_local(model):
+    return [p.grad.to_local() if is_sharded(model) else p.grad for p in model.parameters()]
+
+
+def check_keeps(settings):
+    for keep in (keep_gradients, keep_aliases, keep_one, keep_local):
+        model, alone, total = both(settings)
+        kept, values = [], []
+        for step in range(4):
+            backward(model, step)
+            backward(alone, step)
+            assert_same_gradients(model, alone, total)
+            if step in (0, 2):
+                kept += keep(model)
+                values += [
+                    getattr(grad, "to_local", lambda g=grad: g)().clone() for grad in keep(model)
+                ]
+            model.zero_grad()
+            alone.zero_grad()
+        for grad, value in zip(kept, values, strict=True):
+            now = grad.to_local() if hasattr(grad, "to_local") else grad
+            assert torch.equal(now, value), keep.__name__
+        shown = []
+        for step in range(3):  # nobody keeps these
+            backward(model, step)
+            shown.append([id(p.grad) for p in model.parameters()])
+            model.zero_grad()
+        assert shown[1] == shown[2]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_gradients_that_somebody_keeps_stay_as_they_are(ranks, settings):
+    ranks(2)(check_keeps, settings)
+
+
+def check_memory_is_used_again(settings):
+    """Where nobody keeps a gradient each step's lie where the last one's did."""
+    model, _, _ = both(settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    places = []
+    for step in range(6):
+        backward(model, 2 * step, defers=step % 2 == 0)
+        backward(model, 2 * step + 1)
+        fs.clip_grad_norm_(model, 1.0)
+        places.append([p.grad.to_local().data_ptr() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(place == places[0] for place in places)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_gradients_that_nobody_keeps_use_their_memory_again(ranks, settings):
+    ranks(2)(check_memory_is_used_again, settings)
+
+
+# ---- what is frozen between a forward and its backward
+
+
+def check_frozen(settings):
+    model, alone, total = both(settings)
+    frozen = [name for name, _ in model.named_parameters()][1::3]
+    for which in (model, alone):
+        backward(which, 0)
+        which.zero_grad()
+        sharded = is_sharded(which)
+        ranks = [dist.get_rank()] if sharded else range(dist.get_world_size())
+        losses = [mean_square(which(**vectors(1, rank))) / len(ranks) for rank in ranks]
+        for name in frozen:
+            which.get_parameter(name).requires_grad_(False)
+        sum(losses).backward()
+    assert_same_gradients(model, alone, total)
+    for which in (model, alone):
+        for name in frozen:
+            which.get_parameter(name).requires_grad = True
+        which.zero_grad()
+        backward(which, 2)
+    assert_same_gradients(model, alone, total)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_what_is_frozen_after_the_forward_gets_no_gradient(ranks, settings):
+    ranks(2)(check_frozen, settings)
+
+
+# ---- a backward that raised
+
+
+def raise_in(_):
+    raise ValueError("in backward")
+
+
+def check_shown_after_an_error(settings):
+    """At once, and not from the next forward on: what is read in between is the shards."""
+    model, _, _ = both(settings)
+    before = fs.full_state_dict(model)
+    hidden: list[torch.Tensor] = []
+    at = model.blocks[1].register_forward_hook(lambda *a: hidden.append(a[2]))
+    loss = mean_square(model(**vectors(0, dist.get_rank())))
+    at.remove()
+    hidden[0].register_hook(raise_in)
+    hidden.clear()
+    with pytest.raises(ValueError, match="in backward"):
+        loss.backward()
+    engine = engine_of(model)
+    assert all(unit.swapped == 0 for unit in engine.units)
+    assert all(hasattr(p, "record") for p in model.parameters())
+    for name, value in fs.full_state_dict(model).items():
+        assert torch.equal(value, before[name])
+    backward(model, 1)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_after_a_backward_that_raised_the_model_shows_its_shards(ranks, settings):
+    ranks(2)(check_shown_after_an_error, settings)
