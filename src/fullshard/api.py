@@ -166,8 +166,8 @@ def owned(
 def no_sync(model: nn.Module, *, outer_only: bool = False) -> Any:
     """Context: every backward inside keeps its gradients on this rank, unreduced.
 
-    Until the next backward outside, `p.grad` of what got a gradient can be dropped (`zero_grad`) and
-    not read: reading it, or `optimizer.step()`, is an EngineError.
+    Until the next backward outside, `p.grad` of what got a gradient can be dropped (`zero_grad`)
+    and not read: reading it, or `optimizer.step()`, is an EngineError.
 
     Args:
         model: Sharded.

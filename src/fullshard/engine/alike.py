@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -52,11 +52,11 @@ class Alike:
         said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
         numbers = [float(number % _MOST) for number in said.values()]
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
-        head = torch.tensor([1.0, *(x for pair in pairs for x in pair)], dtype=torch.float64)
-        vector = torch.cat([head.to(values.device), values.double()])
+        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
+        vector = torch.cat([head, values.double()])
         transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
-        if vector.device.type == "cpu":
+        if is_at_hand(vector):
             wrong = _differing(head, said, maximum=maximum)
             if wrong is not None:
                 told = wrong and _table(transport, said[wrong], int(head[0]))
@@ -78,6 +78,19 @@ class Alike:
         done = torch.cuda.Event()
         done.record()
         self._landing = landing, asked, said, done
+
+
+def is_at_hand(tensor: torch.Tensor) -> bool:
+    """Whether the host reads it without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def from_host(
+    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """(len(numbers),): numbers that the host knows, on a device that it does not wait for."""
+    held = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return held.to(device, non_blocking=True)
 
 
 def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) -> str | None:

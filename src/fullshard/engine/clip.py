@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.alike import is_at_hand
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
 from fullshard.engine.norms import total_norm
@@ -49,7 +50,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     if apart is not None:
         norm = torch.linalg.vector_norm(torch.stack([norm, apart.to(norm)]), order)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if not factor >= 1.0:  # also where it is NaN, which then shows in every weight, as in torch
+    # Also where it is NaN, which then shows in every weight, as in torch.
+    if not is_at_hand(factor) or not factor >= 1.0:
         ours = {id(m.grad) for g in groups for m in g.members}
         for group in groups:
             assert group.grads is not None

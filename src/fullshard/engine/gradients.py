@@ -11,13 +11,13 @@ touched on any rank is one bit of the small all-reduce at the end: untouched eve
 stays None, as it does in one process (AdamW would decay it otherwise).
 
 [Note: gradients that wait]
-A backward under `no_sync` leaves its sum to a later one. Until then `p.grad` is a `PendingGradient`,
-which may be dropped and not read: this rank's part is no gradient of the model.
+A backward under `no_sync` leaves its sum to a later one. Until then `p.grad` is a
+`PendingGradient`, which may be dropped and not read: this rank's part is no gradient of the model.
 
 [Note: gradients that are kept]
 Each reduction lands where the last one did. In one process a new backward makes new gradients, so
-whoever kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. References are counted
-before a landing: where there are more than the engine's own, the old memory is left to them.
+whoever kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. References are
+counted before a landing: where there are more than the engine's own, the old memory is theirs.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from fullshard.engine._torch_compat import (
     foreach_zero,
     no_guard,
 )
+from fullshard.engine.alike import from_host
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
@@ -326,9 +327,8 @@ class Gradients:
         if not members:
             return
         bits = [member.touched for member in members]
-        touched = torch.tensor(bits, dtype=torch.float64)
         squares = self.norms.local_squares(self._shown.plain, self._shown.records)
-        vector = torch.cat([touched.to(squares.device), squares])
+        vector = torch.cat([from_host(bits, squares.device), squares])
         said = {
             "optimizer steps": self.norms.num_steps,
             "forwards that train": self.norms.num_forwards,

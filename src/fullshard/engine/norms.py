@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, no_guard
-from fullshard.engine.alike import Alike
+from fullshard.engine.alike import Alike, from_host
 from fullshard.engine.collectives import Transport
 from fullshard.planner.slices import clean_name
 
@@ -131,7 +131,7 @@ class GradientNorms:
         A collective unless the cache knows them (2-norms of unchanged gradients).
         """
         if order == 2.0 and self._squares is not None and all(map(self._knows, gradients)):
-            found = self._squares[[g.record.index for g in gradients]].sqrt()
+            found = self._squares_of(gradients).sqrt()
         else:
             powers = self.powers(gradients, order)
             found = powers if order == math.inf else powers ** (1.0 / order)
@@ -207,7 +207,14 @@ class GradientNorms:
         """The 2-norm of all gradients together if the cache has it."""
         if self._squares is None or any(id(g) not in self._shown for g in gradients):
             return None
-        return self._squares[[g.record.index for g in gradients]].sum().sqrt()
+        return self._squares_of(gradients).sum().sqrt()
+
+    def _squares_of(self, gradients: Sequence[Any]) -> torch.Tensor:
+        assert self._squares is not None
+        at = [gradient.record.index for gradient in gradients]
+        if at == list(range(len(self._squares))):  # nearly always
+            return self._squares
+        return self._squares[from_host(at, self._squares.device, torch.int64)]
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
         """One rank's infinity is every rank's: all take the same step or none."""
@@ -227,25 +234,25 @@ class GradientNorms:
     def _copies(self, records: Sequence[ShardRecord]) -> torch.Tensor:
         """Ranks that hold the same elements count them several times."""
         counts = [record.copies for record in records]
-        return torch.tensor(counts, dtype=torch.float64).to(self._device)
+        return from_host(counts, self._device)
 
 
 def local_powers(
     tensors: Sequence[torch.Tensor], order: float, device: torch.device
 ) -> torch.Tensor:
     """(len(tensors),), float64: this rank's sums of |x|^order (maxima for inf)."""
-    powers = torch.zeros(len(tensors), dtype=torch.float64, device=device)
-    filled = [i for i, tensor in enumerate(tensors) if tensor.numel()]
-    if filled:
-        norms = foreach_norm([tensors[i] for i in filled], order)
-        if len({(norm.dtype, norm.device) for norm in norms}) > 1:
-            norms = [norm.to(device, torch.float64) for norm in norms]
-        values = torch.stack(norms).to(device, torch.float64)
-        values = values if order == math.inf else values**order
-        if len(filled) == len(tensors):
-            return values
-        powers[filled] = values
-    return powers
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    norms = foreach_norm(filled, order) if filled else []
+    if len({(norm.dtype, norm.device) for norm in norms}) > 1:
+        norms = [norm.to(device, torch.float64) for norm in norms]
+    if len(filled) < len(tensors):
+        zero, found = torch.zeros((), dtype=torch.float64, device=device), iter(norms)
+        norms = [next(found) if tensor.numel() else zero for tensor in tensors]
+        norms = [norm.to(zero) for norm in norms]
+    if not norms:
+        return torch.zeros(0, dtype=torch.float64, device=device)
+    values = torch.stack(norms).to(device, torch.float64)
+    return values if order == math.inf else values**order
 
 
 def by_model(shards: Iterable[Any]) -> dict[GradientNorms, list[Any]]:

@@ -1,0 +1,143 @@
+"""A step never waits for its device: what would on a GPU is found on a CPU, by its operations."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fullshard as fs
+from fullshard.engine import actions, alike
+from support.models import CASES
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
+
+
+class HostWaits(TorchDispatchMode):
+    """Notes what the host would wait for: values that it reads, and pageable copies of its own.
+
+    A tensor that `torch.tensor(numbers)` makes is the host's. It may meet others only after
+    `alike.from_host`, whose copy is pinned and not waited for.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.made = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+        if name in WAITS:
+            self.found.append(name)
+        if name in ("index", "index_put_") and any(
+            index is not None and (index.dtype is torch.bool or self.is_host(index))
+            for index in args[1]
+        ):
+            self.found.append(f"{name} by a list or a mask")
+        elif name not in ("lift_fresh", "detach") and any(map(self.is_host, tensors)):
+            self.found.append(f"{name} of numbers of the host")
+        result = func(*args, **(kwargs or {}))
+        if name == "lift_fresh" and result.dim():
+            self.made.append(result)
+        return result
+
+    def is_host(self, tensor):
+        return any(tensor is made for made in self.made)
+
+
+@contextmanager
+def watched():
+    """Sees the engine's own operations too, which run outside of a user's modes."""
+    mode = HostWaits()
+
+    def crosses(numbers, device, dtype=torch.float64):
+        before = len(mode.made)
+        tensor = from_host(numbers, device, dtype)
+        del mode.made[before:]
+        return tensor
+
+    from_host = alike.from_host
+    places = ("alike", "norms", "gradients")
+    with patch.object(actions, "has_modes", lambda: False):
+        patches = [patch(f"fullshard.engine.{place}.from_host", crosses) for place in places]
+        for each in patches:
+            each.start()
+        try:
+            with mode:
+                yield mode
+        finally:
+            for each in patches:
+                each.stop()
+
+
+CLIPS = {
+    "ours": lambda model: fs.clip_grad_norm_(model, 1e9),
+    "torch's": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+    "by value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e9),
+    "norms of some": lambda model: torch.nn.utils.get_total_norm(
+        [p.grad for p in list(model.parameters())[1:]]
+    ),
+}
+
+
+def one_sum_later(head, said, *, maximum):
+    """On a GPU what ranks must say alike is looked at when it has landed."""
+
+
+def never(tensor):
+    return False
+
+
+def steps(settings, clip):
+    case = CASES["chain"]
+    model = fs.shard(case.build(), **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    for step in range(4):
+        batch = case.batch(step, dist.get_rank())
+        if step < 2:  # order is learned, optimizers are probed
+            case.loss(model(**batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        landed = patch.object(alike, "_differing", one_sum_later)
+        with landed, patch("fullshard.engine.clip.is_at_hand", never), watched() as mode:
+            with fs.no_sync(model):
+                case.loss(model(**batch)).backward()
+            case.loss(model(**batch)).backward()
+            CLIPS[clip](model)
+            optimizer.zero_grad()
+        assert mode.found == []
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transport": "direct"},
+        {"transport": "direct", "param_dtype": "bf16", "reduce_dtype": "fp32"},
+        {"transport": "direct", "activation_checkpointing": "block"},
+        {"strategy": "no_shard", "transport": "direct"},
+    ],
+    ids=str,
+)
+def test_no_step_waits_for_its_device(ranks, settings, clip):
+    ranks(2)(steps, settings, clip)
+
+
+def a_host_that_waits():
+    x = torch.ones(3)
+    with HostWaits() as mode:
+        x[[0, 2]]
+        x.cpu()
+        torch.cat([torch.tensor([1.0]), x])
+        x.sum().item()
+        x[x > 0]
+    return mode.found
+
+
+def test_what_waits_is_seen():
+    assert len(a_host_that_waits()) == 4
