@@ -29,6 +29,7 @@ from fullshard.compat.fsdp1 import (
 )
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.errors import EngineError
 from support.compat import (
     MAX_NORM,
     Net,
@@ -244,7 +245,8 @@ def accumulation() -> None:
     for step in range(2):
         with model.no_sync():
             loss_of(model, 10 * step, dist.get_rank()).backward()
-            assert next(model.parameters()).grad is None
+            with pytest.raises(EngineError, match="no_sync"):
+                next(model.parameters()).grad.full_tensor()
         loss_of(model, 10 * step + 1, dist.get_rank()).backward()
         for micro in range(2):
             for rank in range(2):

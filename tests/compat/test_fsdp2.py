@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from fullshard.compat.fsdp2 import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.engine.runtime import Runtime
+from fullshard.errors import EngineError
 from support.compat import (
     Net,
     assert_same_state,
@@ -158,7 +161,12 @@ def accumulation() -> None:
             model.set_is_last_backward(last)
             model.set_reshard_after_backward(last)
             loss_of(model, 10 * step + micro, rank()).backward()
-            assert (next(model.parameters()).grad is not None) is last
+            grad = next(model.parameters()).grad
+            if last:
+                grad.full_tensor()
+            else:
+                with pytest.raises(EngineError, match="no_sync"):
+                    grad.full_tensor()
             for other in range(2):
                 (loss_of(reference, 10 * step + micro, other) / 2).backward()
         for optimizer in optimizers:
@@ -317,3 +325,32 @@ def _prefetch(line) -> None:
 
 def test_what_is_refused(ranks):
     ranks(2)(refusals)
+
+
+class Optimized:
+    """An event of a stream that runs the optimizer, as torch.cuda.Event has it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def wait(self) -> None:
+        self.log.append("waited")
+
+
+def an_event() -> None:
+    model = bottom_up(build())
+    log: list[str] = []
+    batch = torch.ones(2, 8, dtype=torch.int64)
+    model(batch)
+    with patch.object(Runtime, "begins_step", autospec=True) as begins:
+        begins.side_effect = lambda *_: log.append("begins") or False
+        model.set_post_optim_event(Optimized(log))
+        assert log == []
+        model(batch)
+        assert log[:2] == ["waited", "begins"]
+        model(batch)
+    assert log.count("waited") == 1
+
+
+def test_the_next_forward_waits_for_the_optimizers_event(ranks):
+    ranks(2)(an_event)

@@ -13,9 +13,11 @@ import torch.distributed as dist
 import fullshard as fs
 from fullshard.config.values import Transport
 from fullshard.engine import _torch_compat
+from fullshard.engine.collectives.groups import _MADE
 from fullshard.engine.engine import engine_of
 from support.models import CASES, Case, chain, mean_square, vectors
 from support.parity import assert_planned_events, train_sharded
+from support.rank_worker import COLLECTIVE_TIMEOUT
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 ORDERED = {"transport": "c10d", "reduction": "ordered"}
@@ -254,3 +256,14 @@ def test_both_spellings_do_the_same(ranks):
     for rank, (whole, part) in enumerate(ranks(2)(both_spellings)):
         assert torch.equal(whole, torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13]))
         assert torch.equal(part, 3 * whole[4 * rank : 4 * rank + 4])
+
+
+def time_outs():
+    model = fs.shard(chain(), transport="c10d")
+    model(torch.ones(1, 12, dtype=torch.float64))
+    groups = [g for made in _MADE.values() for layout in made.groups.values() for g in layout]
+    return {_torch_compat.group_timeout(group) for group in groups}
+
+
+def test_groups_wait_as_long_as_the_one_that_the_user_made(ranks):
+    assert ranks(2)(time_outs)[0] == {COLLECTIVE_TIMEOUT}

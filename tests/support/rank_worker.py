@@ -36,7 +36,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import parse_warning_filter
 
 PR_SET_PDEATHSIG = 1
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # far above a call's time-out, which names the stacks
+COLLECTIVE_TIMEOUT = timedelta(minutes=20)  # far above a call's time-out, which names the stacks
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,12 @@ def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
     return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
 
 
+def group_timeout(group: Any) -> Any:
+    """The time-out (a timedelta) that a process group was made with; None where it has none."""
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 foreach_zero: Callable[..., Any] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]

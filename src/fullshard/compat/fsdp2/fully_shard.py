@@ -191,13 +191,19 @@ class FSDPModule(HoldsShards, nn.Module):
             root.options[key] = depth
             root.stale = True
 
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next forward waits for it before it gathers: another stream may run the optimizer."""
+
+        def wait(*_: Any) -> None:
+            handle.remove()
+            event.wait()
+
+        handle = outermost(self).register_forward_pre_hook(wait, prepend=True)
+
     # ---- what has no counterpart
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
         """No effect: what a backward needs is gathered, and nothing else."""
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """No effect: the next step's gathers wait for what the optimizer wrote."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
         """No effect: reductions are sums already, divided afterwards."""

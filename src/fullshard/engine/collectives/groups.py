@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fullshard.engine._torch_compat import is_alive
+from fullshard.engine._torch_compat import group_timeout, is_alive
 from fullshard.engine.collectives.shared_home.segment import Host
 
 TAGS_A_MODEL = 8
@@ -58,7 +58,8 @@ def own_group(purpose: str, layout: Sequence[Sequence[int]], index: int) -> Any:
     key = (purpose, tuple(map(tuple, layout)))
     found = groups.get(key)
     if found is None or not is_alive(found[index]):
-        found = groups[key] = [dist.new_group(list(ranks)) for ranks in layout]
+        wait = group_timeout(dist.group.WORLD)  # torch's own would be half an hour
+        found = groups[key] = [dist.new_group(list(ranks), timeout=wait) for ranks in layout]
     return found[index]
 
 
