@@ -7,7 +7,7 @@ is set so that a block's gather takes no longer than its forward computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ import typer
 from benchmarks.command import command_line, run_script
 from fullshard.bench import ranks
 from fullshard.bench.cases import Case
-from fullshard.bench.figures import draw_trace
+from fullshard.bench.figures import LEFT, WIDTH, bar_at, svg_of, text_at
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
 from fullshard.bench.step import WAIT_LIMIT_S, Say
@@ -39,6 +39,7 @@ MEASURE = "benchmarks.overlap_rank:measure"
 # As deep as large models are: the first gather and the last reduction have nothing to hide behind.
 CASE = Case("overlap", width=256, layers=24, vocab=512, batch=2, seq=128, num_ranks=2)
 DEPTHS = (0, 1, 2)
+LANE = 26.0  # height of a lane of the drawing
 UNDELAYED = "undelayed"
 LATENCY_S = 50e-6
 GOAL = 0.90
@@ -225,6 +226,50 @@ def main(  # noqa: PLR0913  (one parameter an option)
     job = Job(rounds, compute_per_wire, layers)
     command = command_line(NAME)
     return show(run(job, command=command, timeout_s=timeout, wait=wait, say=say), out)
+
+
+def draw_trace(trace: Mapping[str, Any]) -> str:
+    """Lanes for what each rank computes, gathers and reduces in one step.
+
+    Args:
+        trace: A Chrome trace: named processes and threads, complete events in microseconds.
+    """
+    events = trace["traceEvents"]
+    ranks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    named = [e for e in events if e["name"] == "thread_name"]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in named}
+    bars = [e for e in events if e["ph"] == "X"]
+    start = min(e["ts"] for e in bars)
+    span = max(e["ts"] + e["dur"] for e in bars) - start
+    scale = (WIDTH - LEFT - 10) / span
+    rows = {key: 34 + LANE * at + 8 * key[0] for at, key in enumerate(sorted(lanes))}
+    hidden = trace["otherData"]["hidden"]
+    parts = [
+        text_at(
+            0, 16, f"One step over {span / 1e3:.0f} ms: {hidden:.1%} of the wire hidden", "title"
+        )
+    ]
+    for key, y in rows.items():
+        parts.append(text_at(0, y + 14, f"{ranks[key[0]]}, {lanes[key]}"))
+    for event in bars:
+        key = (event["pid"], event["tid"])
+        kind = event["cat"] if lanes[key] == "compute" else lanes[key]
+        words = f"{event['name']}: {event['dur'] / 1e3:.2f} ms"
+        x = LEFT + (event["ts"] - start) * scale
+        parts.append(bar_at(kind, x, rows[key], event["dur"] * scale, LANE - 6, words))
+    bottom = max(rows.values()) + LANE + 20
+    for at, (kind, words) in enumerate(
+        {
+            "forward": "forward",
+            "backward": "backward",
+            "wait": "waiting for the wire",
+            "gather": "gather",
+            "reduce": "reduce",
+        }.items()
+    ):
+        x = LEFT + 160 * at
+        parts += [bar_at(kind, x, bottom - 10, 12, 12, words), text_at(x + 18, bottom, words)]
+    return svg_of(bottom + 10, parts)
 
 
 if __name__ == "__main__":
