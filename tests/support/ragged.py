@@ -15,7 +15,7 @@ from fullshard.train.loss import IGNORED, causal_lm_loss
 from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.steps import LoopSettings
-from fullshard.train.team import RankTeam
+from fullshard.train.team import RankTeam, Seat
 
 VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
 RATE = 0.5
@@ -128,5 +128,5 @@ def make_loop(
         grad_reduction=engine.config.grad_reduction,
     )
     recipe = RaggedRecipe(rank, world_size, accumulation)
-    team = RankTeam(engine.transport, rank, world_size, engine.device)
+    team = RankTeam(engine.transport, Seat(rank, world_size, engine.device))
     return model, Loop(trainee, recipe, settings, team, rows), recipe

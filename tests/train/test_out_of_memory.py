@@ -17,7 +17,7 @@ from fullshard.planner.mesh import Topology
 from fullshard.train import job
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import view_of
-from fullshard.train.seat import Seat
+from fullshard.train.team import Seat
 
 SHAPE = LlamaConfig(
     vocab_size=512,

@@ -26,8 +26,8 @@ from fullshard.train.loop import Recipe
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at, view_of
 from fullshard.train.prepare import given_model_config
-from fullshard.train.seat import Seat
 from fullshard.train.teaching import Teaching, build_teacher
+from fullshard.train.team import Seat
 
 TOLERANCE = 0.03
 

@@ -11,13 +11,16 @@ The keys of a record tell its form, so one file may mix them.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import random
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from fullshard.errors import DataError
-from fullshard.train.docstrings import question_answers
 from fullshard.train.records import Files, Kind, Record, files_at
 
 Message = Mapping[str, Any]
@@ -26,6 +29,8 @@ ASSISTANT = "assistant"
 _ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 _ROLES |= {"observation": "tool", "function_response": "tool", "ipython": "tool"}
 _PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"))
+SHORTEST, LONGEST = 20, 160  # characters of an answer of ours: one sentence
+SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
 
 
@@ -198,3 +203,36 @@ def _text(record: Record, column: str) -> str:
             f"{record.place}. Mend the record."
         )
     return value
+
+
+def question_answers() -> list[tuple[str, str]]:
+    """("What does textwrap.dedent do?", its docstring's first sentence), shuffled; a few
+    thousand, which ship with every Python. Its library is parsed and never imported, since
+    importing some modules does things.
+    """
+    found = sorted(set(_questions()))
+    random.Random(SEED).shuffle(found)
+    return found
+
+
+def _questions() -> Iterator[tuple[str, str]]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(library.glob("*.py")):
+        if file.name.startswith("_"):
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        yield from _questions_of(tree.body, file.stem)
+
+
+def _questions_of(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        name = f"{prefix}.{node.name}"
+        text = inspect.cleandoc(ast.get_docstring(node) or "")
+        answer = " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".") + "."
+        if SHORTEST <= len(answer) <= LONGEST:
+            what = "is" if isinstance(node, ast.ClassDef) else "does"
+            yield f"What {what} {name}{'' if what == 'is' else ' do'}?", answer
+        if isinstance(node, ast.ClassDef):
+            yield from _questions_of(node.body, name)

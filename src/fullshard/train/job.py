@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,7 +34,6 @@ from fullshard.observe.memory import memory_bytes
 from fullshard.observe.position import Verdict
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
-from fullshard.train.answers import answer
 from fullshard.train.banner import RunFacts, banner
 from fullshard.train.build import build_sharded, model_on_meta
 from fullshard.train.chat_dataset import ChatDataset
@@ -60,10 +60,9 @@ from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder, RunStatus, now
 from fullshard.train.scaling import LossScaler
-from fullshard.train.seat import Seat
 from fullshard.train.steps import LoopSettings
 from fullshard.train.teaching import set_up, write_cache
-from fullshard.train.team import RankTeam
+from fullshard.train.team import RankTeam, Seat
 from fullshard.train.watcher import RunWatcher
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def _learn(
     """All steps that are left."""
     config, folder, seat = run.config, run.folder, run.seat
     trainee, settings = _trainee(config, model, seat), _settings(config, run.steps)
-    team = RankTeam(engine_of(model).transport, seat.rank, seat.world_size, seat.device)
+    team = RankTeam(engine_of(model).transport, seat)
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
         keeper = RunCheckpoints(
             folder.checkpoints,
@@ -242,7 +241,7 @@ def _speak(
     watchdog.phase("sampling", step)
     for prompt in data.samples:
         room = max(0, min(most, data.facts.sequence_length - len(prompt)))
-        ids = answer(model, prompt, room, end if isinstance(end, int) else None)
+        ids = _answer(model, prompt, room, end if isinstance(end, int) else None)
         if console is not None:
             texts = (
                 str(data.tokenizer.decode(part, skip_special_tokens=True)) for part in (prompt, ids)
@@ -298,3 +297,22 @@ def _settings(config: RunConfig, steps: StepPlan) -> LoopSettings:
         max_skipped_steps=training.max_skipped_steps,
         patience=Patience(training.early_stopping_patience, training.early_stopping_threshold),
     )
+
+
+@torch.no_grad()
+def _answer(model: nn.Module, prompt: Sequence[int], most: int, end: int | None) -> list[int]:
+    """The most likely tokens after a prompt, up to `end` or `most` of them. A collective.
+
+    Every rank sees the same tokens, so all of them stop together; no cache of keys.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.buffers(), torch.empty(0)).device
+    ids = torch.tensor([list(prompt)], device=device)
+    for _ in range(most):
+        logits = model(input_ids=ids, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        if int(ids[0, -1]) == end:
+            break
+    model.train(was_training)
+    return ids[0, len(prompt) :].tolist()

@@ -24,7 +24,7 @@ from fullshard.train.dataset import Dataset, DatasetSettings, make_dataset
 from fullshard.train.facts import Prepared, load_facts
 from fullshard.train.order import SampleOrder
 from fullshard.train.prepared_cache import cached
-from fullshard.train.seat import Seat
+from fullshard.train.team import Seat
 from fullshard.train.text import read_corpus
 from fullshard.train.tokenizer import train_tokenizer
 

@@ -29,9 +29,8 @@ from fullshard.train.model import build_model, config_from_folder
 from fullshard.train.order import evaluation_samples
 from fullshard.train.prepare import given_model_config
 from fullshard.train.run_folder import RunFolder
-from fullshard.train.seat import Seat
 from fullshard.train.student import choose, counting, is_cut, write_student
-from fullshard.train.team import RankTeam
+from fullshard.train.team import RankTeam, Seat
 from fullshard.train.top_k import TopK, write_facts
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def teacher_sharding(
 def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat) -> None:
     """Measure the use of experts and write the student's folder, unless it is there."""
     settings, engine = settings_of(config), engine_of(teacher.model)
-    team = RankTeam(engine.transport, seat.rank, seat.world_size, seat.device)
+    team = RankTeam(engine.transport, seat)
     if all(there for (there,) in team.exchange([(student / INDEX).is_file()])):
         return
     with counting(teacher.model) as counts:
@@ -182,7 +181,7 @@ def write_cache(config: RunConfig, facts: DatasetFacts, data: TrainRows, seat: S
     folder = cache_folder(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     teacher = build_teacher(config, seat, folder.parent)
-    team = RankTeam(engine_of(teacher.model).transport, seat.rank, seat.world_size, seat.device)
+    team = RankTeam(engine_of(teacher.model).transport, seat)
     lengths = data.train_lengths
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))

@@ -1,12 +1,26 @@
-"""The ranks of a run as the loop sees them: a few numbers exchanged a step."""
+"""The ranks of a run: this one's place, and a few numbers that all exchange a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fullshard.engine.collectives import Transport
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
 
 class RankTeam:
@@ -14,18 +28,12 @@ class RankTeam:
 
     Args:
         transport: Sums small vectors over all ranks.
-        rank: This rank.
-        world_size: All ranks.
-        device: That the transport serves.
+        seat: This rank's; its device is the one that the transport serves.
     """
 
-    def __init__(
-        self, transport: Transport, rank: int, world_size: int, device: torch.device
-    ) -> None:
-        self._transport = transport
-        self._device = device
-        self.rank = rank
-        self.world_size = world_size
+    def __init__(self, transport: Transport, seat: Seat) -> None:
+        self._transport, self._device = transport, seat.device
+        self.rank, self.world_size = seat.rank, seat.world_size
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values, in rank order; all ranks call it together.

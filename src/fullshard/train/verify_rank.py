@@ -35,7 +35,7 @@ from fullshard.train.model import quiet_libraries
 from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.steps import LoopSettings
-from fullshard.train.team import RankTeam
+from fullshard.train.team import RankTeam, Seat
 from fullshard.train.verify_faults import Injection, injection_of
 from fullshard.train.verify_job import WEIGHTS, Job, Pass
 
@@ -150,7 +150,8 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     model = _build(folder, job, choice, load_file(folder / WEIGHTS), device, injection)
     source = injection.source(rank, job.world_size)
     batches = _batches_of(folder, job, source, device)
-    team = RankTeam(engine_of(model).transport, rank, job.world_size, device)
+    seat = Seat(rank, job.world_size, device)
+    team = RankTeam(engine_of(model).transport, seat)
     place = folder / choice.name / "checkpoint"
     try:
         optimizer = _optimizer(model, job)
@@ -166,7 +167,7 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
         optimizer = _optimizer(fresh, job)
         fs.load(place, fresh, optimizer)
         again = _Batches(_batches_of(folder, job, rank, device), job.num_steps, record, Injection())
-        team = RankTeam(engine_of(fresh).transport, rank, job.world_size, device)
+        team = RankTeam(engine_of(fresh).transport, seat)
         _train(fresh, optimizer, job, again, record, team)
     except (
         DivergedError,

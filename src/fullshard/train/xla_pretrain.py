@@ -43,8 +43,8 @@ from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.schedule import Schedule
-from fullshard.train.seat import Seat
 from fullshard.train.steps import LoopSettings
+from fullshard.train.team import Seat
 from fullshard.train.watcher import RunWatcher
 from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
 from fullshard.train.xla_loop import XlaLoop, XlaTrainee
