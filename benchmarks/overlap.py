@@ -1,6 +1,6 @@
 """`python -m benchmarks.overlap`: how much of a wire's time compute hides, by prefetch depth.
 
-Ranks exchange directly, behind a wire that sleeps (`engine/collectives/delay.py`) and whose speed
+Ranks exchange directly, behind a wire that sleeps (`benchmarks/delay.py`) and whose speed
 is set so that a block's gather takes no longer than its forward computes.
 """
 
@@ -15,6 +15,15 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import command_line, run_script
+from benchmarks.timeline import (
+    LANES,
+    Entry,
+    OnWire,
+    Slice,
+    chrome_trace,
+    hidden_share,
+    slices_of,
+)
 from fullshard.bench import ranks
 from fullshard.bench.cases import Case
 from fullshard.bench.figures import LEFT, WIDTH, bar_at, svg_of, text_at
@@ -24,15 +33,6 @@ from fullshard.bench.step import WAIT_LIMIT_S, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import JsonFlag
-from fullshard.observe.timeline import (
-    LANES,
-    Entry,
-    OnWire,
-    Slice,
-    chrome_trace,
-    hidden_share,
-    slices_of,
-)
 
 NAME = "benchmarks.overlap"
 MEASURE = "benchmarks.overlap_rank:measure"

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 import fullshard as fs
+from benchmarks.delay import delayed
 from benchmarks.overlap import TRACED, UNDELAYED, Job
+from benchmarks.timeline import Entry, Timeline, slices_of
 from fullshard.bench.cases import Case
 from fullshard.bench.models import Block, build_model, make_batches
-from fullshard.engine.collectives.delay import delayed
 from fullshard.engine.engine import engine_of
-from fullshard.observe.timeline import Entry, Timeline, slices_of
 
 SEED, LEARNING_RATE = 0, 1e-3
 WARM_UP_STEPS = 2  # the first shows the order of units, the second runs it

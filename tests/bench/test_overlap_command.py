@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from benchmarks.overlap import Step
-
-from fullshard.observe.timeline import LANES, Slice
+from benchmarks.timeline import LANES, Slice
 
 SHARES = (
     "hidden",

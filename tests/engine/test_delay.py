@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.delay import DelayTransport, Wire, delayed
+from benchmarks.timeline import OnWire, Timeline, slices_of
 
 import fullshard as fs
-from fullshard.engine.collectives.delay import DelayTransport, Wire, delayed
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.observe.timeline import OnWire, Timeline, slices_of
 from fullshard.planner.events import EventKind
 from support.models import chain, mean_square, vectors
 

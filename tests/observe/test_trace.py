@@ -6,8 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-
-from fullshard.observe.timeline import (
+from benchmarks.timeline import (
     LANES,
     Entry,
     OnWire,
@@ -17,6 +16,7 @@ from fullshard.observe.timeline import (
     hidden_share,
     slices_of,
 )
+
 from fullshard.observe.trace import EventRing
 from fullshard.planner.events import Event, EventKind
 

@@ -140,22 +140,6 @@ def apply_untransformed(function: type[torch.autograd.Function]) -> Callable[...
     return super(torch.autograd.Function, function).apply  # pyright: ignore
 
 
-# A CUDA kernel that spins for a number of the device's clock cycles: torch has no public one.
-spin: Callable[[int], None] = torch.cuda._sleep
-
-
-def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
-    """How many cycles `spin` does in a second; measured, because no driver says the true clock."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        for _ in range(2):  # the first wakes the device
-            start.record()
-            spin(cycles)
-            end.record()
-        end.synchronize()
-    return cycles / (start.elapsed_time(end) / 1e3)
-
-
 def saved_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
     """A module's own buffers that a state dict has. Asking a state dict would call users' hooks."""
     left_out = module._non_persistent_buffers_set

@@ -18,13 +18,12 @@ stream that computes. Written for CUDA; run on a CPU alone so far.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine._torch_compat import cycles_per_s, spin
 from fullshard.engine.collectives.base import Fetch, Reduction, Transport
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
@@ -33,6 +32,21 @@ if TYPE_CHECKING:
     from fullshard.engine.engine import Engine
 
 NS = 1e9  # a second
+
+# A CUDA kernel that spins for a number of the device's clock cycles: torch has no public one.
+spin: Callable[[int], None] = torch.cuda._sleep
+
+
+def cycles_per_s(device: torch.device, cycles: int = 50_000_000) -> float:
+    """How many cycles `spin` does in a second; measured, because no driver says the true clock."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        for _ in range(2):  # the first wakes the device
+            start.record()
+            spin(cycles)
+            end.record()
+        end.synchronize()
+    return cycles / (start.elapsed_time(end) / 1e3)
 
 
 @dataclass(frozen=True, slots=True)
