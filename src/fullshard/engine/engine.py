@@ -315,9 +315,15 @@ class Engine:
 
     # ---- whole tensors
 
+    def meet(self, unit: Unit, asked: str) -> None:
+        """Before a unit is gathered outside of a step: every rank asks for it. A collective."""
+        if unit.plan.mesh.shard > 1:
+            self.norms.all_reduce(torch.zeros(1, device=self.device), asked)
+
     def gather_group(self, unit: Unit, group: Group) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
         layout = group.plan.layout
+        self.meet(unit, f"the whole of {unit.plan.title}")
         full = torch.empty(layout.numel, dtype=group.master.dtype, device=self.device)
         full.chunk(layout.num_parts)[unit.part].copy_(group.master)
         unit.transport.fetch([full]).wait()
@@ -335,6 +341,7 @@ class Engine:
             local: (n_local,), this rank's elements of it, its gradient or a state of its.
         """
         layout, piece = group.plan.layout, member.piece
+        self.meet(unit, f"the whole of {piece.name!r}")
         full = torch.zeros(layout.numel, dtype=local.dtype, device=self.device)
         own = full.chunk(layout.num_parts)[unit.part]
         own[piece.offset : piece.offset + piece.numel].copy_(local)

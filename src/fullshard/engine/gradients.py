@@ -37,6 +37,11 @@ from fullshard.planner.events import Sync
 
 logger = logging.getLogger(__name__)
 
+_PLACES = {
+    Sync.ALL: "a backward",
+    Sync.INNER: "a backward under no_sync(outer_only=True)",
+    Sync.NONE: "a backward under no_sync",
+}
 MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 
 
@@ -92,6 +97,12 @@ class Gradients:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
         return nothing
+
+    def place(self) -> str:
+        """The backward that has begun, as ranks compare it."""
+        if not self.expects_any:
+            return "a backward that reaches no parameter"
+        return _PLACES[self.sync]
 
     def collect(self, unit: Unit, group: Group, member: Member) -> bool:
         """A gradient is final: move it into the unit's buffer, now or with others.
@@ -229,6 +240,7 @@ class Gradients:
             assert group.grads is not None
             grads = group.grads
             carries = not waits and _carries_gradients(group)
+            self.norms.num_added += carries
             aside = carries or waits or grads.lands_aside
             outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
@@ -289,6 +301,8 @@ class Gradients:
         said = {
             "optimizer steps": self.norms.num_steps,
             "forwards that train": self.norms.num_forwards,
+            "gradients that were there before a backward": self.norms.num_added,
+            "clippings": self.norms.num_clips,
         }
         vector = self.norms.all_reduce(vector, "backward", said)
         touched, squares = vector.chunk(2)
@@ -304,6 +318,17 @@ class Gradients:
                 for hook in tuple(hooks.values()):
                     hook(member.param)
 
+    def drop(self, unit: Unit) -> None:
+        """Land a reduction of a backward that raised where nobody reads it."""
+        assert unit.reduction is not None
+        unit.reduction.land(
+            [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
+        )
+        unit.reduction = None
+        for group in unit.trained:
+            group.grad_full = None
+            self._free_slot(group)
+
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
         if self._deferred_bytes:
@@ -315,10 +340,7 @@ class Gradients:
             unit.left = 0
             unit.waiting.clear()
             if unit.reduction is not None:
-                unit.reduction.land(
-                    [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
-                )
-                unit.reduction = None
+                self.drop(unit)
             for group in unit.trained:
                 self._forget(group)
                 if group.grads is not None and group.grads.held is not None:

@@ -71,6 +71,8 @@ class GradientNorms:
         self._device = device
         self.num_steps = 0  # of optimizers that hold any of the model's shards
         self.num_forwards = 0  # that train, and whose gradients are not deferred
+        self.num_added = 0  # groups whose reductions were added to gradients that were there
+        self.num_clips = 0
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
 
@@ -120,6 +122,7 @@ class GradientNorms:
 
     def scale(self, factor: torch.Tensor) -> None:
         """All gradients were multiplied by a factor."""
+        self.num_clips += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
 
