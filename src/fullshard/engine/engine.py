@@ -40,6 +40,10 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
+_TRACED = (
+    "torch.jit.trace of a sharded model: expected a whole model; the trace would keep one rank's "
+    "gathers. Trace a model that was not sharded, with the weights of fs.full_state_dict(model)."
+)
 
 
 class Engine:
@@ -199,6 +203,8 @@ class Engine:
             return None
         begins = self.runtime.begins_step(index)
         if begins:
+            if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+                raise EngineError(_TRACED)
             root = self._root()
             assert root is not None
             changed = self.on_change(root)
@@ -275,9 +281,8 @@ class Engine:
                         )
                     member.compute.requires_grad_(wanted)
                 at = base + member.piece.offset * size
-                if param.numel() and (
-                    param.data_ptr() != at or param.dtype is not group.master.dtype
-                ):
+                was_moved = param.numel() > 0 and param.data_ptr() != at
+                if was_moved or param.dtype is not group.master.dtype:
                     raise EngineError(
                         f"{member.piece.name}: expected its shard where fs.shard put it; it was "
                         "moved or converted (.to, .double, .data = ...). Convert the model before "

@@ -37,11 +37,6 @@ from fullshard.planner.events import Sync
 
 logger = logging.getLogger(__name__)
 
-_PLACES = {
-    Sync.ALL: "a backward",
-    Sync.INNER: "a backward under no_sync(outer_only=True)",
-    Sync.NONE: "a backward under no_sync",
-}
 MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 
 
@@ -100,9 +95,12 @@ class Gradients:
 
     def place(self) -> str:
         """The backward that has begun, as ranks compare it."""
-        if not self.expects_any:
-            return "a backward that reaches no parameter"
-        return _PLACES[self.sync]
+        names = {
+            Sync.ALL: "",
+            Sync.INNER: " under no_sync(outer_only)",
+            Sync.NONE: " under no_sync",
+        }
+        return "a backward" + (names[self.sync] if self.expects_any else " without parameters")
 
     def collect(self, unit: Unit, group: Group, member: Member) -> bool:
         """A gradient is final: move it into the unit's buffer, now or with others.
