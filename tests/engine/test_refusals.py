@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -373,3 +374,38 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_refused_by_name():
     model.register_buffer("shadow", model.head.weight.data)
     with pytest.raises(UnsupportedModelError, match=r"shadow: .*shares that of 'head\.weight'"):
         fs.shard(model)
+
+
+# ---- other tools around a sharded model -------------------------------------------------------
+
+
+def other_tools(transport: str) -> dict[str, str]:
+    """Each is refused, and the next step is right."""
+    run = Run(2, rank())
+    model = run.shard(run.model(), transport=transport)
+    example = (tokens_of(0, rank()),)
+    calls: dict[str, Callable[[], Any]] = {
+        "trace": lambda: torch.jit.trace(model, example),
+        "export": lambda: torch.export.export(model, example),
+        "ddp": lambda: nn.parallel.DistributedDataParallel(model),
+        "share_memory": model.share_memory,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit
+        texts = {name: error_of(call) for name, call in calls.items()}
+    run.loss(model, 1).backward()
+    model.zero_grad()
+    model.float()  # also where a rank has no element of the first parameter
+    texts["float"] = error_of(partial(run.loss, model, 2))
+    return texts
+
+
+@pytest.mark.parametrize("transport", ["shared", "direct"])
+def test_other_tools_are_refused_by_name_on_all_ranks(ranks, transport):
+    found = ranks(2)(other_tools, transport)
+    for texts in found:
+        wrong = {n: t for n, t in texts.items() if t.startswith(("UNTYPED", "NO ERROR"))}
+        assert not wrong
+        assert "torch.jit.trace of a sharded model: expected a whole model" in texts["trace"]
+        assert "Leave DistributedDataParallel out" in texts["ddp"]
+    assert found[0]["float"] == found[1]["float"]

@@ -113,7 +113,7 @@ def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
 
 @pytest.mark.slow
 def test_a_forward_too_many_is_named_by_the_first_gather_that_differs(run):
-    result, err, _ = run("forward")
+    result, err, _ = run("forward", "c10d")
     assert result.exit_code == 5
     assert "rank 1 issues gather of layers.0 as its gather number 5, rank 0 gather of layers.1" in (
         err
@@ -123,8 +123,8 @@ def test_a_forward_too_many_is_named_by_the_first_gather_that_differs(run):
 @pytest.mark.slow
 def test_a_micro_batch_too_many_is_named(run):
     result, err, _ = run("micro_batch")
-    assert result.exit_code == 5
-    assert "expected all ranks to issue the same collectives" in err
+    assert result.exit_code == 1  # the ranks find it themselves
+    assert "expected as many optimizer steps on every rank" in err
 
 
 @pytest.mark.long

@@ -54,6 +54,7 @@ class Alike:
         pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
         head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
         vector = torch.cat([head, values.double()])
+        transport.home.place = f"a sum ({asked})"
         transport.all_reduce(vector, maximum=maximum)
         head, values = vector[: len(head)], vector[len(head) :]
         if is_at_hand(vector):
@@ -122,6 +123,6 @@ def _refusal(asked: str, wrong: str, found: str) -> EngineError:
         )
     return EngineError(
         f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "
-        "backward and each optimizer.step(): multiply the loss by zero where there is none, and "
-        "evaluate under torch.no_grad()."
+        "backward, optimizer.step(), zero_grad() and clipping: multiply the loss by zero where "
+        "there is none, and evaluate under torch.no_grad()."
     )

@@ -40,6 +40,10 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
+_TRACED = (
+    "torch.jit.trace of a sharded model: expected a whole model; the trace would keep one rank's "
+    "gathers. Trace a model that was not sharded, with the weights of fs.full_state_dict(model)."
+)
 
 
 class Engine:
@@ -199,6 +203,8 @@ class Engine:
             return None
         begins = self.runtime.begins_step(index)
         if begins:
+            if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+                raise EngineError(_TRACED)
             root = self._root()
             assert root is not None
             changed = self.on_change(root)
@@ -275,9 +281,8 @@ class Engine:
                         )
                     member.compute.requires_grad_(wanted)
                 at = base + member.piece.offset * size
-                if param.numel() and (
-                    param.data_ptr() != at or param.dtype is not group.master.dtype
-                ):
+                was_moved = param.numel() > 0 and param.data_ptr() != at
+                if was_moved or param.dtype is not group.master.dtype:
                     raise EngineError(
                         f"{member.piece.name}: expected its shard where fs.shard put it; it was "
                         "moved or converted (.to, .double, .data = ...). Convert the model before "
@@ -315,9 +320,15 @@ class Engine:
 
     # ---- whole tensors
 
+    def meet(self, unit: Unit, asked: str) -> None:
+        """Before a unit is gathered outside of a step: every rank asks for it. A collective."""
+        if unit.plan.mesh.shard > 1:
+            self.norms.all_reduce(torch.zeros(1, device=self.device), asked)
+
     def gather_group(self, unit: Unit, group: Group) -> torch.Tensor:
         """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
         layout = group.plan.layout
+        self.meet(unit, f"the whole of {unit.plan.title}")
         full = torch.empty(layout.numel, dtype=group.master.dtype, device=self.device)
         full.chunk(layout.num_parts)[unit.part].copy_(group.master)
         unit.transport.fetch([full]).wait()
@@ -335,6 +346,7 @@ class Engine:
             local: (n_local,), this rank's elements of it, its gradient or a state of its.
         """
         layout, piece = group.plan.layout, member.piece
+        self.meet(unit, f"the whole of {piece.name!r}")
         full = torch.zeros(layout.numel, dtype=local.dtype, device=self.device)
         own = full.chunk(layout.num_parts)[unit.part]
         own[piece.offset : piece.offset + piece.numel].copy_(local)

@@ -115,6 +115,15 @@ class Gradients:
         self.expects_any = total > 0
         return nothing
 
+    def place(self) -> str:
+        """The backward that has begun, as ranks compare it."""
+        names = {
+            Sync.ALL: "",
+            Sync.INNER: " under no_sync(outer_only)",
+            Sync.NONE: " under no_sync",
+        }
+        return "a backward" + (names[self.sync] if self.expects_any else " without parameters")
+
     def collect(self, unit: Unit, group: Group, member: Member) -> bool:
         """A gradient is final: move it into the unit's buffer, now or with others.
 
@@ -251,6 +260,7 @@ class Gradients:
             carries = not waits and self._carries_gradients(group)
             grads = group.grads
             assert grads is not None
+            self.norms.num_added += carries
             aside = carries or waits or grads.lands_aside
             outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
@@ -332,6 +342,8 @@ class Gradients:
         said = {
             "optimizer steps": self.norms.num_steps,
             "forwards that train": self.norms.num_forwards,
+            "gradients that were there before a backward": self.norms.num_added,
+            "clippings": self.norms.num_clips,
         }
         vector = self.norms.all_reduce(vector, "backward", said)
         touched, squares = vector.chunk(2)
@@ -360,6 +372,17 @@ class Gradients:
                         member.param.grad = PendingGradient.of(member.param, drop)
                         member.param.grad.before = before
 
+    def drop(self, unit: Unit) -> None:
+        """Land a reduction of a backward that raised where nobody reads it."""
+        assert unit.reduction is not None
+        unit.reduction.land(
+            [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
+        )
+        unit.reduction = None
+        for group in unit.trained:
+            group.grad_full = None
+            self._free_slot(group)
+
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
         if self._deferred_bytes:
@@ -371,10 +394,7 @@ class Gradients:
             unit.left = 0
             unit.waiting.clear()
             if unit.reduction is not None:
-                unit.reduction.land(
-                    [g.grads.like.new_empty(g.grads.sums.numel()) for g in unit.trained if g.grads]
-                )
-                unit.reduction = None
+                self.drop(unit)
             for group in unit.trained:
                 self._forget(group)
                 if group.grads is not None and group.grads.held is not None:

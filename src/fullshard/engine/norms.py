@@ -73,6 +73,8 @@ class GradientNorms:
         self.num_forwards = 0  # that train, and whose gradients are not deferred
         self.froze = False  # requires_grad of a shard was set since the last backward
         self.waits = False  # gradients of backwards under no_sync wait to be summed
+        self.num_added = 0  # groups whose reductions were added to gradients that were there
+        self.num_clips = 0
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
 
@@ -122,6 +124,7 @@ class GradientNorms:
 
     def scale(self, factor: torch.Tensor) -> None:
         """All gradients were multiplied by a factor."""
+        self.num_clips += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
 

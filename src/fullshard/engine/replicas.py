@@ -95,6 +95,7 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
         hashed = torch.stack([bits_hash(group.master) for group in unit.groups]).sum()
         table[unit.part, at] = hashed
         inverse[unit.part, at] = -hashed
+    transport.home.place = "a comparison of replicas"
     transport.all_reduce(table, maximum=True)
     transport.all_reduce(inverse, maximum=True)
     differs = (table != -inverse).any(dim=0).tolist()

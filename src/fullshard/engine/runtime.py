@@ -61,7 +61,7 @@ from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_
 from fullshard.engine.parameter import is_guarded
 from fullshard.engine.unit import Group, Member, Unit, is_reached
 from fullshard.errors import EngineError, SlotError
-from fullshard.planner.events import Event, Recorder, Sync
+from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Order, Scheduler
 
 _REENTRANT = (
@@ -289,6 +289,8 @@ class Runtime:
         if self._copies:
             self._check_copies()
         self.before_step()
+        of = self.units[index].plan.name or "the model"
+        self.gradients.transport.home.place = f"a forward of {of}"
         self._run(self.scheduler.begin_forward(index, stale=stale))
         if index != 0:
             return
@@ -375,6 +377,7 @@ class Runtime:
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
+        self.gradients.transport.home.place = self.gradients.place()
         self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
@@ -447,6 +450,13 @@ class Runtime:
 
     def reset(self) -> None:
         """Close everything that an exception left open; the next step starts clean."""
+        if self._end is not _nothing:  # ranks that did not raise wait for this one in backward
+            self._end = _nothing
+            for event in self.scheduler.abandon_backward(reduce=self.gradients.expects_any):
+                if event.kind is EventKind.ACCUMULATE:
+                    self.gradients.drop(self.units[event.unit])
+                else:
+                    self._run([event])
         for unit in self.units:
             unit.wait()
             if unit.swapped:

@@ -114,12 +114,23 @@ def shard_model(
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
+    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoDDP())  # which DDP reads
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
     engine.handles += hook_loading(model, engine)
     watch_optimizers(engine)
     return engine
+
+
+class _NoDDP:
+    """DDP would wait for ranks whose shards differ from its own."""
+
+    def __iter__(self) -> Any:
+        raise EngineError(
+            "DistributedDataParallel of a sharded model: expected a whole one; fs.shard sums "
+            "gradients over the ranks already. Leave DistributedDataParallel out."
+        )
 
 
 def plan_model(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from fullshard.engine.collectives.groups import own_group, tell_everyone
 from fullshard.engine.engine import Engine
 from fullshard.errors import CheckpointError, EngineError, FullshardError
@@ -26,6 +28,8 @@ def tell(engine: Engine, value: T) -> list[T]:
             f"expected {world_size} real ranks; transport fake has one. Save and load under "
             "another transport."
         )
+    nothing = torch.zeros(1, device=engine.device)  # no rank may be in a step
+    engine.norms.all_reduce(nothing, "what all ranks say (fs.save, fs.load, fs.owned)")
     return tell_everyone(value, own_group("all", [range(world_size)], 0))
 
 

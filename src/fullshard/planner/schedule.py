@@ -243,6 +243,12 @@ class Scheduler:
             events.append(event_of(EventKind.SETTLE, -1))
         return events
 
+    def abandon_backward(self, *, reduce: bool) -> list[Event]:
+        """The backward raised: what other ranks may still wait for in it."""
+        self._table.open = [0] * len(self.units)
+        needed = (EventKind.GATHER, EventKind.REDUCE, EventKind.ACCUMULATE)
+        return [event for event in self.end_backward(reduce=reduce) if event.kind in needed]
+
     # ---- inside
 
     def _walk(self, unit: int, events: list[Event], *, backward: bool = False) -> None:

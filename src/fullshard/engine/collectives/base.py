@@ -25,6 +25,8 @@ from fullshard.engine.collectives.home import Home
 from fullshard.engine.collectives.scratch import Scratch
 from fullshard.planner.mesh import Mesh
 
+TAGS_A_MODEL = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Axes:

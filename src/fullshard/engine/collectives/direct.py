@@ -2,6 +2,11 @@
 
 gloo's own all-gather and reduce-scatter clone whole buffers and send twice what is needed
 (docs/log.md); point-to-point messages on the same process group write straight into place.
+
+[Note: places]
+gloo ends the process when a message is longer than its receiver expects, and mixes up messages of
+equal length. A rank that left out a backward would send one where another rank expects its forward.
+So ranks compare their places (a forward, a backward, a sum) before the first message of each.
 """
 
 from __future__ import annotations
@@ -14,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 from fullshard.engine._torch_compat import all_gather_single
-from fullshard.engine.collectives.base import Axes, Fetch, Reduction
+from fullshard.engine.collectives.base import TAGS_A_MODEL, Axes, Fetch, Reduction
 from fullshard.engine.collectives.home import Home, OwnHome
 from fullshard.engine.collectives.scratch import Scratch
+from fullshard.errors import EngineError, HangError
 
+PLACE_TAG = 0  # of all models: ranks may be in different ones
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # from the model's first tag
+PLACE_BYTES = 96
 CHUNK = 64  # elements; parts are multiples of it
 
 
@@ -32,9 +40,13 @@ class DirectTransport:
         self.home: Home = OwnHome()
         self.rank = axes.rank
         self.scratch = Scratch()
+        number = axes.first_tag // TAGS_A_MODEL
+        self._model = f" (sharded model {number})" if number > 1 else ""
+        self._apart = ""  # what was said when ranks were at several places
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         ranks, index = self.axes.shard_ranks, self.axes.shard_index
+        self._meet(ranks)
         works: list[Any] = []
         for full in fulls:
             parts = _as_bytes(full).chunk(len(ranks))
@@ -42,19 +54,50 @@ class DirectTransport:
         return _Works(works)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        self._meet(self.axes.shard_ranks)
         return _DirectReduction(self.axes, fulls, self.scratch)
 
     def sum_replicas(self, values: torch.Tensor) -> None:
+        self._meet(self.axes.replicate_ranks)
         _sum_replicas(self.axes, values, self.scratch)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         size = self.axes.mesh.world_size
         if size == 1:
             return
+        self._meet(range(size))
         flat = values.view(-1)
         everyone = flat.new_empty(size * flat.numel())
         all_gather_single(everyone, flat, group=self.axes.world_group)
         combine_in_order(list(everyone.chunk(size)), flat, maximum=maximum)
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        """Before anything is sent to these ranks: all are at one place. See [Note: places].
+
+        Raises:
+            EngineError: They are not, now or at an earlier place.
+        """
+        if len(ranks) == 1 or not (self.home.place or self._apart):
+            return
+        if self._apart:
+            raise EngineError(self._apart)
+        own, self.home.place = f"{self.home.place}{self._model}", ""
+        size = self.axes.mesh.world_size
+        text = bytearray(own.encode()[:PLACE_BYTES].ljust(PLACE_BYTES) * size)
+        told = torch.frombuffer(text, dtype=torch.uint8).view(size, PLACE_BYTES)
+        channel = self.axes.world_group, PLACE_TAG
+        _Works(_spread(told, tuple(range(size)), self.rank, channel)).wait()
+        places = [bytes(place).decode(errors="replace").strip() for place in told.tolist()]
+        here = places[self.rank]
+        found = [f"rank {rank} is at {it}" for rank, it in enumerate(places) if it != here]
+        if found:
+            self._apart = (
+                f"{here}: expected every rank to come here; {', '.join(found)}. One of them left "
+                "out or added a forward, a backward or a question that spans all ranks (p.norm(), "
+                "p.grad.mean()), or raised an error that it caught: all ranks must make the same "
+                "calls. Where a rank has no loss, multiply one by zero."
+            )
+            raise EngineError(self._apart)
 
 
 class _Works:
@@ -66,9 +109,25 @@ class _Works:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
         self._works = []
+
+
+def _lost(error: RuntimeError) -> EngineError | HangError:
+    """What is said where a message does not come."""
+    if "imed out" in str(error):
+        return HangError(
+            "a message: expected one from every rank within the process group's timeout; none "
+            "came. Another rank computes, or waits for something else."
+        )
+    return EngineError(
+        "a message: expected every rank to take part; one has ended or closed its connection. "
+        "Its own output says why."
+    )
 
 
 class _DirectReduction:

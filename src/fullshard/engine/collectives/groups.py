@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.engine._torch_compat import group_timeout, is_alive
+from fullshard.engine.collectives.base import TAGS_A_MODEL
 from fullshard.engine.collectives.shared_home.segment import Host
-
-TAGS_A_MODEL = 8
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,12 @@ class Home(Protocol):
     Attributes:
         wrote: Whether this rank has written weights that others compute with since `publish`.
         num_writes: How often this rank was about to write weights.
+        place: What the next messages belong to, where ranks compare that. See [Note: places].
     """
 
     wrote: bool
     num_writes: int
+    place: str
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Take the memory of the weights. A collective."""
@@ -71,6 +73,7 @@ class OwnHome:
     """Every rank for itself: nothing is shared, and nothing is waited for."""
 
     wrote = False
+    place = ""
 
     def __init__(self) -> None:
         self.num_writes = 0

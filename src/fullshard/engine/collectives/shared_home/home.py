@@ -53,7 +53,7 @@ class SharedHome:
         self._reading = False
         self._pulled = 0
         self.wrote = False
-        self.num_writes = 0
+        self.num_writes, self.place = 0, ""
         self._gradients: GradientSlots | None = None
         self._shown = 0
 

@@ -1,0 +1,251 @@
+"""Ranks that do not make the same calls: one typed error on every rank, on either transport.
+
+Where ranks exchange messages (`direct`), gloo would end a process whose peer is elsewhere; where
+they share memory, each would wait for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+import fullshard as fs
+from support.scripts import Run, error_of
+
+TRANSPORTS = ("direct", "shared")
+ODD = (2, 1)  # the step and the rank that differ
+
+
+class Mine(Exception):
+    """Raised by a user's code."""
+
+
+class Raising(torch.autograd.Function):
+    """Raises in backward where `raises` says so."""
+
+    @staticmethod
+    def forward(ctx, x, raises):
+        ctx.raises = raises
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.raises():
+            raise Mine
+        return gradient, None
+
+
+# ---- one rank is elsewhere -----------------------------------------------------------------------
+
+
+def skips_backward(run, model, step):
+    run.loss(model, step)
+
+
+def skips_the_loss(run, model, step):
+    run.loss(model, step)
+    torch.zeros(1, requires_grad=True).sum().backward()
+
+
+def forward_too_many(run, model, step):
+    run.loss(model, 9)
+    run.loss(model, step).backward()
+
+
+def evaluates(run, model, step):
+    with torch.no_grad():
+        run.loss(model, 9)
+    run.loss(model, step).backward()
+
+
+def calls_a_unit(run, model, step):
+    model.blocks[0](torch.zeros(1, 10, dtype=torch.float64))
+    run.loss(model, step).backward()
+
+
+def asks_for_a_maximum(run, model, step):
+    run.loss(model, step).backward()
+    model.head.weight.grad.abs().max()
+
+
+def asks_for_a_whole(run, model, step):
+    run.loss(model, step).backward()
+    model.head.weight.full_tensor()
+
+
+def asks_for_a_state_dict(run, model, step):
+    fs.full_state_dict(model)
+    run.loss(model, step).backward()
+
+
+def saves(run, model, step):
+    fs.save("/nowhere", model)
+    run.loss(model, step).backward()
+
+
+def defers(run, model, step):
+    with fs.no_sync(model):
+        run.loss(model, step).backward()
+
+
+def defers_once_more(run, model, step):
+    defers(run, model, step)
+    run.loss(model, step).backward()
+
+
+def raises_in_forward(run, model, step):
+    handle = model.blocks[1].up.register_forward_hook(lambda *_: (_ for _ in ()).throw(Mine()))
+    with contextlib.suppress(Mine):
+        run.loss(model, step).backward()
+    handle.remove()
+
+
+def raises_in_backward(run, model, step):
+    hook = model.blocks[1].mid.register_forward_hook(
+        lambda *args: Raising.apply(args[-1], lambda: True)
+    )
+    with contextlib.suppress(Mine):
+        run.loss(model, step).backward()
+    hook.remove()
+
+
+ELSEWHERE: list[Callable[..., None]] = [
+    skips_backward,
+    skips_the_loss,
+    forward_too_many,
+    evaluates,
+    calls_a_unit,
+    asks_for_a_maximum,
+    asks_for_a_whole,
+    asks_for_a_state_dict,
+    saves,
+    defers,
+    defers_once_more,
+    raises_in_forward,
+    raises_in_backward,
+]
+
+
+def one_rank_differs(name: str, transport: str, strategy: str = "full_shard") -> list[str]:
+    """What is said at once, and by the next call of a script that goes on."""
+    rank = torch.distributed.get_rank()
+    run = Run(2, rank)
+    model = run.shard(run.model(), transport=transport, strategy=strategy)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    does = next(odd for odd in ELSEWHERE if odd.__name__ == name)
+
+    def steps() -> None:
+        for step in range(5):
+            if (step, rank) == ODD:
+                does(run, model, step)
+            else:
+                run.loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    text = error_of(steps)
+    return [text, error_of(lambda: run.loss(model, 9)) if transport == "direct" else text]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("odd", [odd.__name__ for odd in ELSEWHERE])
+def test_a_rank_that_is_elsewhere_is_a_typed_error_on_all(ranks, odd, transport):
+    for texts in ranks(2)(one_rank_differs, odd, transport):
+        for text in texts:
+            assert text.startswith("EngineError: "), text
+            assert "all ranks must make the same calls" in text, text
+            assert transport == "shared" or "expected every rank to come here; rank" in text, text
+
+
+def test_ranks_that_keep_whole_weights_or_gather_once_are_told_too(ranks):
+    for strategy in ("shard_grad_op", "no_shard"):
+        for texts in ranks(2)(one_rank_differs, "skips_backward", "direct", strategy):
+            assert texts[0].startswith("EngineError: "), texts
+
+
+def unequal_parts(transport: str) -> str:
+    """Each rank asks for the whole of another parameter."""
+    run = Run(2, torch.distributed.get_rank())
+    model = run.shard(run.model(), transport=transport)
+    params = [block.norm.weight for block in model.blocks]
+    return error_of(params[run.rank].full_tensor)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_ask_for_other_parameters_get_none(ranks, transport):
+    for text in ranks(2)(unequal_parts, transport):
+        assert text.startswith("EngineError: "), text
+        assert "the whole of 'blocks.0.norm.weight'" in text or "'blocks.1.norm" in text, text
+
+
+# ---- what no message shows: counted, and compared in the next backward ---------------------------
+
+
+def leaves_out(what: str, transport: str) -> str:
+    rank = torch.distributed.get_rank()
+    run = Run(2, rank)
+    model = run.shard(run.model(), transport=transport)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for step in range(5):
+            skips = what if (step, rank) == ODD else ""
+            run.loss(model, step).backward()
+            if skips != "clipping":
+                fs.clip_grad_norm_(model, 1e-3)
+            optimizer.step()
+            if skips != "zero_grad":
+                optimizer.zero_grad()
+
+    return error_of(steps)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [("clipping", "clippings"), ("zero_grad", "gradients that were there before a backward")],
+)
+def test_a_rank_that_leaves_out_what_needs_no_message_is_named(ranks, what, number, transport):
+    for text in ranks(2)(leaves_out, what, transport):
+        assert text.startswith(f"EngineError: backward: expected as many {number} on every rank")
+        assert "rank 1 has made" in text
+
+
+# ---- all ranks raise, at different units ---------------------------------------------------------
+
+
+def staggered(transport: str, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights after steps of which two raised in another block on each rank; without these."""
+    rank = torch.distributed.get_rank()
+    results = []
+    for is_tried in (True, False):
+        run = Run(2, rank)
+        model = run.shard(run.model(), transport=transport, strategy=strategy)
+        optimizer = optim.AdamW(model.parameters())
+        at = [-1]
+        model.blocks[1 + rank].mid.register_forward_hook(
+            lambda *args, at=at: Raising.apply(args[-1], lambda: at[0] in (1, 3))
+        )
+        for step in range(6):
+            at[0] = step if is_tried else -1
+            if step in (1, 3) and not is_tried:
+                continue
+            with contextlib.suppress(Mine):
+                run.loss(model, step).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        results.append(
+            nn.utils.parameters_to_vector(fs.full_state_dict(model, rank0_only=False).values())
+        )
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_ranks_may_raise_in_different_units_of_one_backward(ranks, strategy, transport):
+    for found, wanted in ranks(2)(staggered, transport, strategy):
+        assert torch.equal(found, wanted)
