@@ -18,6 +18,7 @@ from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import read_tables
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.load import Resolved, load_config
+from fullshard.config.values import nearest
 from fullshard.errors import ConfigError, untrusted
 from fullshard.train.run_folder import RunFolder, RunStatus
 
@@ -69,6 +70,12 @@ def find_resume(asked: str, output_dir: Path) -> Resume:
     if asked == "never":
         return Resume()
     if asked != "auto":
+        meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
+        if meant is not None:
+            raise ConfigError(
+                f"--resume: expected auto, never or the path of a checkpoint, got '{asked}'. "
+                f"Did you mean '{meant}'?"
+            )
         return _from_path(Path(asked))
     folder = RunFolder(output_dir)
     return own_resume(folder) if folder.record.is_file() else Resume()
