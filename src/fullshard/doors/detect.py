@@ -34,6 +34,9 @@ FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
     "optimizer_0",
     "pytorch_model_fsdp.bin",
 )
+# Weights of each format, in the order in which `_open_other` looks for them.
+FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
+FORMATS += (".metadata",), (FSDP_FOLDER,)
 # Where tools put config.json and the tokenizer beside weights of their own format.
 BESIDE = ("", "huggingface", "..")
 
@@ -56,6 +59,9 @@ def open_source(path: Path) -> Generator[Source]:
                 found = (companions_of(folder) for folder in folders if folder.is_dir())
                 files = next((files for files in found if "config.json" in files), {})
                 source = replace(source, companions=files)
+            names = [next((n for n in format_ if any(path.glob(n))), "") for format_ in FORMATS]
+            left = (f"{n}, of another format" for n in [n for n in names if n][1:])
+            source = replace(source, left_out=(*source.left_out, *left))
             if source.step is not None:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
