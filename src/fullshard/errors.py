@@ -23,11 +23,13 @@ Messages follow one grammar: what was expected, what came, what to do.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+_NO_MEMORY = re.compile(r"(can't|cannot) allocate memory|not enough memory", re.IGNORECASE)
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
@@ -137,6 +139,17 @@ class SlotError(EngineError):
     """A slot is wanted by two units at once, or holds another unit's data."""
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be allocated.
+
+    Only Python and torch's devices have a type for it; the system, torch on CPUs and safetensors
+    say it in words.
+    """
+    kinds = MemoryError, OutOfMemoryError
+    named = isinstance(error, kinds) or type(error).__name__ == OutOfMemoryError.__name__
+    return named or bool(_NO_MEMORY.search(str(error)))
+
+
 @contextmanager
 def untrusted(
     origin: object,
@@ -163,7 +176,7 @@ def untrusted(
     except FullshardError:
         raise
     except Exception as caught:
-        if type(caught).__name__ == "OutOfMemoryError":  # torch's, of a device
+        if ran_out_of_memory(caught):
             raise
         why = (str(getattr(caught, "strerror", None) or caught).strip().splitlines() or [""])[0]
         got = f"{type(caught).__name__}: {why}"[:300]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -71,6 +72,33 @@ def load_found(
     """As `load`, from a checkpoint that was chosen."""
     engine = engine_of(model)
     return agree(engine, lambda: _load_from(found, engine, model, optimizer))
+
+
+def check_loads(found: Found, model: nn.Module, kind: str) -> None:
+    """Whether a model that is not sharded yet, maybe on meta, can be given what a checkpoint holds.
+
+    Args:
+        found: The checkpoint; its tensors are not read.
+        model: With all its tensors.
+        kind: `kind_of` its optimizer.
+
+    Raises:
+        CheckpointError: It is of another model or optimizer. A damaged one passes: `load` will
+            take an older one.
+    """
+    seen = {id(v): (n, v) for n, v in reversed(model.state_dict(keep_vars=True).items())}
+    wanted = [
+        Held((name,), tuple(value.shape), 0, value.numel(), value)
+        for name, value in seen.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    with ExitStack() as stack:
+        try:
+            checkpoint = stack.enter_context(Checkpoint.open(found))
+        except CheckpointError:
+            return
+        _keys_of(checkpoint, wanted)
+        _check_kind(checkpoint, kind)
 
 
 def choose(engine: Engine, path: Path) -> Found:
@@ -179,18 +207,24 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
     return keys
 
 
-def _optimizer_of(
-    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> OptimizerState:
-    """The states of this rank's slices, yet to be read, into the memory of those of before."""
+def _check_kind(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
+    """The saved optimizer, which is of this kind."""
     saved = checkpoint.state.get("optimizer")
-    kind = kind_of(optimizer)
     if saved is None or saved["class"] != kind:
         has = "no optimizer's" if saved is None else saved["class"]
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected the states of {kind}; it has {has}. "
             "Build the optimizer that was saved, or load the model alone."
         )
+    return saved
+
+
+def _optimizer_of(
+    checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> OptimizerState:
+    """The states of this rank's slices, yet to be read, into the memory of those of before."""
+    kind = kind_of(optimizer)
+    saved = _check_kind(checkpoint, kind)
     groups = _value(checkpoint, engine, GROUPS, saved["groups"])
     scalars = _value(checkpoint, engine, SCALARS, saved["scalars"])
     if groups is _LEFT_OUT or scalars is _LEFT_OUT:

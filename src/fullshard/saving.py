@@ -50,7 +50,7 @@ from fullshard.engine.state_tensors import (
     tied_names,
 )
 from fullshard.engine.together import agree, tell
-from fullshard.errors import CheckpointError, PreemptedError
+from fullshard.errors import CheckpointError, PreemptedError, ran_out_of_memory
 
 # What is saved beside what the caller gives.
 RANDOM, EXTRA = "$random", "$extra"
@@ -334,8 +334,9 @@ def write_files(
                 outcome.append(write_tensors(path, of_kind, rank))
     except BaseException as error:  # noqa: BLE001  the other ranks wait for what this one says
         outcome = commit.failure(place.target, rank, error)
-        if isinstance(error, PreemptedError) or not isinstance(error, Exception):
-            stopped = error  # an interrupt is no failure to write
+        is_exception = isinstance(error, Exception) and not isinstance(error, PreemptedError)
+        if not is_exception or ran_out_of_memory(error):
+            stopped = error  # no failure to write
     commit.report(place, rank, outcome)
     try:
         if rank != 0:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,3 +205,25 @@ def test_a_mistyped_folder_is_told_its_neighbour(fullshard, run_dir):
     assert f"which does not exist. Did you mean '{run_dir}'?" in done.err
     assert "ckpt ls" not in done.err
     assert fullshard("ckpt", "ls", "x" * 5000).exit_code == 7
+
+
+LIMITED = """
+import resource, sys
+import psutil, torch, fullshard.checkpoint.examine, fullshard.doors.convert
+from fullshard.cli.app import run
+most = psutil.Process().memory_info().vms + (40 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
+    """Code 7 would make a scheduler give up a checkpoint that is whole."""
+    big, whole = tmp_path / "big", tmp_path / "whole"
+    big.mkdir()
+    save_file({"w": torch.zeros(25_000_000)}, big / "model.safetensors")
+    assert fullshard("ckpt", "import", big, whole).exit_code == 0
+    for words in (("verify", whole), ("export", whole, "new"), ("import", big, "new")):
+        command = [sys.executable, "-c", LIMITED, "ckpt", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+        assert done.returncode == 4, done.stderr

@@ -223,3 +223,11 @@ def test_other_folders_and_damaged_files_are_refused(fullshard, tmp_path):
     done = fullshard("ckpt", "import", tmp_path / "dcp", tmp_path / "o")
     assert done.exit_code == 7
     assert "it names builtins.print" in done.err
+
+
+def test_an_import_of_several_formats_says_which_it_leaves(fullshard, tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model_fsdp.bin")
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "new", "--dry-run", "--json")
+    assert done.json["source"] == "a Hugging Face folder"
+    assert done.json["left_out"] == ["pytorch_model_fsdp.bin, of another format"]

@@ -218,3 +218,52 @@ def test_unexpected_errors_have_their_traceback(error, code):
 def test_a_launchers_flags_may_stand_behind_two_dashes(words, capfd):
     assert run(["train", "max_steps=1", *words]) == 7
     assert "got 'nowhere', which does not exist" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "meant"),
+    [
+        (("ckpt", "lss", "run"), 2, "ls"),
+        (("bench", "stpe"), 2, "step"),
+        (("ckpt", "verify", "rnu"), 7, "run"),
+        (("ckpt", "import", "rnu", "new"), 7, "run"),
+        (("ckpt", "diff", "rnu", "run"), 7, "run"),
+        (("report", "rnu"), 2, "run"),
+        (("generate", "rnu"), 2, "run"),
+        (("launch", "scirpt.py"), 2, "script.py"),
+        (("plan", "rnu/config"), 2, "run"),
+        (("plan", "--table", "run.ymal"), 2, "run.yaml"),
+        (("train", "data=text.tx"), 6, "text.txt"),
+        (("train", "--resume", "nevr"), 2, "never"),
+        (("train", "freeze=[model.layres.*]"), 2, "model.layers.*"),
+    ],
+)
+def test_what_is_nearly_a_name_is_answered_with_it(
+    tmp_path, monkeypatch, capfd, words, code, meant
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for name in ("run.yaml", "script.py", "text.txt"):
+        (tmp_path / name).touch()
+    assert run(words) == code
+    assert f"Did you mean '{meant}'?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "PIPE"),
+        ("train", "data=PIPE"),
+        ("plan", "--table", "PIPE"),
+        ("plan", "--calibration", "PIPE"),
+        ("ckpt", "import", "PIPE", "new"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, monkeypatch, capfd, words):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("PIPE")
+    assert run(words) in (2, 6, 7)
+    said = capfd.readouterr().err
+    assert "'PIPE'" in said or "PIPE: " in said
+    assert "Traceback" not in said

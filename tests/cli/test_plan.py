@@ -380,3 +380,21 @@ def test_checkpoints_that_are_kept_are_told_with_the_one_that_is_written(capfd, 
     assert f"the 2 that are kept {2 * size:.1f} MiB, and {3 * size:.1f} MiB while" in out
     assert run(["plan", str(config), "save_strategy=no"]) == 0
     assert "\n save " not in capfd.readouterr().out
+
+
+GIANT = 10**12
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", str(GIANT)), "world size: expected at most 1,048,576 ranks, got 4,000,000,"),
+        (("--gpus", f"{GIANT}xH100"), "world size: expected at most 1,048,576 ranks"),
+        ((f"launch.num_processes={GIANT}",), "world size: expected at most 1,048,576 ranks"),
+        (("model.config.num_hidden_layers=1001",), "expected between 1 and 1,000, got 1,001"),
+        ((f"data.vocab_size={GIANT}",), "data.vocab_size: expected an integer >= 1 and < 1e+07"),
+    ],
+)
+def test_a_giant_number_is_refused_at_once(capfd, config, words, said):
+    assert run(["plan", str(config), *words]) == 2
+    assert said in capfd.readouterr().err

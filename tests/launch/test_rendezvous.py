@@ -85,6 +85,18 @@ def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeyp
         rendezvous.init_process_group()
 
 
+@pytest.mark.timeout(50)  # torch would look for its own store for a minute
+def test_rank_0_that_is_given_another_machines_address_names_the_variable(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    ids = {"STEP_ID": 0, "PROCID": 0, "LOCALID": 0, "STEP_NUM_TASKS": 2, "STEP_TASKS_PER_NODE": 2}
+    place = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": port}
+    for name, value in ({f"SLURM_{n}": v for n, v in ids.items()} | place).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: .* got no-such-host.invalid: port"):
+        rendezvous.init_process_group()
+
+
 def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch):
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))

@@ -147,3 +147,23 @@ def test_epochs_are_resolved_to_steps(tmp_path, fullshard, write_config):
     whole = json.loads(fullshard("train", config, *words).out)["planned"]["num_steps"]
     assert whole > 10
     assert half == -(-whole // 2)
+
+
+INDEX = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "distill", "plan"])
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_without_its_files_is_refused_rather_than_trained_from_random_weights(
+    command, index, tmp_path, fullshard, write_config
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    (folder / index).write_text(json.dumps(INDEX))
+    key = "teacher" if command == "distill" else "model"
+    done = fullshard(command, write_config(tmp_path), f"{key}={folder}")
+    assert done.exit_code == 2
+    assert "weights: expected" in done.err
+    assert str(folder) in done.err
+    assert not (tmp_path / "run").exists()

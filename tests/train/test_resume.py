@@ -193,3 +193,28 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     assert "training.seed: expected what it was in the run that goes on" in said
     said = finish(config, "max_steps=4")
     assert f"the older run in {tmp_path / 'run'} is now in {tmp_path / 'run.1'}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("max_steps=26",), 0, "the run there goes on with the model and optimizer of step 24 in"),
+        (("max_steps=26", "launch.num_processes=1"), 0, "goes on with the model and optimizer"),
+        ((), 0, "begins at step 0; the run there is moved aside"),
+        (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
+        (("model.config.num_hidden_layers=3", "max_steps=26"), 2, "model: expected what it was"),
+        (("--resume", "RUN", "output_dir=NEW"), 0, "a new run begins with the model and optimizer"),
+        (("--resume", "RUN", "model.config.num_hidden_layers=3"), 7, "it has no such tensor"),
+        (("--resume", "RUN", "model.config.num_hidden_layers=1"), 7, "it also has model.layers.1."),
+        (("--resume", "RUN", "model.config.hidden_size=64"), 7, "of shape (300, 64); got (300, 32"),
+    ],
+)
+def test_dry_run_says_what_a_resume_would_do_or_refuse(
+    calm, tmp_path, monkeypatch, fullshard, words, code, said
+):
+    monkeypatch.chdir(tmp_path)
+    run = str(calm.parent / "run")
+    words = [word.replace("RUN", run).replace("NEW", "new") for word in words]
+    done = fullshard("train", calm, *words, "--dry-run")
+    assert done.exit_code == code
+    assert said in done.out + done.err

@@ -20,8 +20,7 @@ from stat import S_ISREG
 
 from fullshard.checkpoint.commit import NOTES, OLD, SAVING
 from fullshard.checkpoint.format import COMPLETE, Manifest
-from fullshard.config.regular import read_regular
-from fullshard.config.values import nearest
+from fullshard.config.regular import did_you_mean_path, read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -127,13 +126,10 @@ def candidates(path: Path) -> list[Found]:
                     return [look_at(left)]
         found = checkpoints_in(path)
         if not found:
-            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            near = None if path.exists() else nearest(path.name, beside)
             there = "holds none" if path.exists() else "does not exist"
             raise CheckpointError(
                 f"checkpoint: expected a checkpoint or a folder of step-* folders; got '{path}', "
-                f"which {there}. "
-                + (f"Did you mean '{path.parent / near}'?" if near else "Name a run's folder.")
+                f"which {there}. " + (did_you_mean_path(path) or "Name a run's folder.")
             )
     return found
 

@@ -10,6 +10,7 @@ import typer
 
 from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.cli.words import DryRunFlag, JsonFlag
+from fullshard.config.regular import did_you_mean_path
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ def _check_script(script: str, *, module: bool) -> None:
             f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
         )
     if not Path(script).is_file():
-        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist.")
+        near = did_you_mean_path(Path(script)) or "Name a script that is there."
+        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist. {near}")
 
 
 def _machines(count: str, index: int, address: str | None, port: int) -> Machines:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -127,22 +127,27 @@ def _plain(value: object) -> object:
 
 def _usage_outcome(error: Any) -> Outcome:
     """A command line that typer could not parse, in our grammar."""
+    from fullshard.config.values import did_you_mean
+
     message = error.format_message().rstrip(".")
     option = getattr(error, "option_name", "")
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # typer has shown the help
         return _error("ConfigError", "command: expected one, got none.", ExitCode.CONFIG)
+    path = context.command_path if context is not None else "fullshard"
+    commands = list(getattr(context.command, "commands", ())) if context is not None else []
     if type(error).__name__ == "NoSuchOption" and context is not None:
         known = [name for param in context.command.params for name in param.opts] + ["--help"]
         known = sorted({name for name in known if name.startswith("--")})
-        close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        message = f"{option}: expected one of {', '.join(known)}; got an unknown option.{hint}"
+        hint = did_you_mean(option, known)
+        message = f"{option}: expected one of {', '.join(known)}; got an unknown option. {hint}"
+    elif commands and (got := re.match(r"No such command '(.*?)'", message)):
+        hint = did_you_mean(got[1], commands)
+        message = f"{path}: expected one of {', '.join(commands)}; got '{got[1]}'. {hint}"
     else:
-        path = context.command_path if context is not None else "fullshard"
         message = f"{message}. See `{path} --help`."
-    _say(f"ConfigError: {message}")
-    return _error("ConfigError", message, ExitCode.CONFIG)
+    _say(f"ConfigError: {message.rstrip()}")
+    return _error("ConfigError", message.rstrip(), ExitCode.CONFIG)
 
 
 def _error(kind: str, message: str, exit_code: int, **more: Any) -> Outcome:

@@ -137,10 +137,13 @@ def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> 
 
 
 def _fitted(resolved: Resolved) -> RunConfig:
-    """The configuration with the length that a run of it has."""
+    """The configuration with the length that a run of it has, whose weights are whole."""
+    from fullshard.train.build import check_weights
     from fullshard.train.prepare import with_fitting_length
 
-    return with_fitting_length(resolved).config
+    config = with_fitting_length(resolved).config
+    check_weights(config)
+    return config
 
 
 def _table(table: Path, out: Path | None, more: object) -> Outcome:

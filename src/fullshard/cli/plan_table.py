@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 from pathlib import Path
 
 from fullshard.cli.outcome import Outcome
+from fullshard.config.regular import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
 
 SHOWN = 5  # rows that could not be read, of those that the terminal lists
@@ -45,13 +47,14 @@ def predict_table(table: Path, out: Path) -> Outcome:
 def _read(table: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The columns and the rows of a CSV file; cells that a short row lacks are blank."""
     try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, restval="")
-            columns = [name for name in reader.fieldnames or [] if name]
-            rows = [{name: row[name] for name in columns} for row in reader]
+        text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, restval="")
+        columns = [name for name in reader.fieldnames or [] if name]
+        rows = [{name: row[name] for name in columns} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"--table: expected a CSV file with a header, got '{table}' ({error})."
+            f"--table: expected a CSV file with a header, got '{table}' ({error}). "
+            f"{did_you_mean_path(table)}".rstrip()
         ) from error
     if not {"gpu_model", "params_b", "model_name"} & set(columns):
         raise ConfigError(

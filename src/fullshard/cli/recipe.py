@@ -167,7 +167,7 @@ def _show_plan(checked: CheckedRun) -> Outcome:
 
     prepared = checked.prepared
     facts = prepared.dataset.facts
-    print(f"would train into {checked.output_dir}")
+    print(f"would train into {checked.output_dir}: {checked.resume.sentence(checked.output_dir)}")
     print(
         f"data: {facts.origin}: {facts.num_train_tokens:,} tokens to train on, "
         f"{facts.num_held_out_tokens:,} held out"

@@ -14,8 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fullshard.config.origins import Entry, read_entries, syntax_problem
 from fullshard.config.problems import ConfigProblems, Problem
-from fullshard.config.regular import read_regular
-from fullshard.config.values import nearest
+from fullshard.config.regular import did_you_mean_path, read_regular
 from fullshard.errors import FullshardError
 
 MAIN_JOB = "main_job.yaml"
@@ -132,14 +131,10 @@ def _text_of(path: Path | None, default: str) -> tuple[str, str]:
 def _missing(path: Path) -> Problem:
     folder = path.parent
     if not folder.is_dir():
-        return Problem("", "a configuration file", f"no folder '{folder}'", place=str(path))
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    near = nearest(path.name, names)
-    configs = [name for name in names if name.endswith((".yaml", ".yml", ".json"))][:5]
-    if near:
-        advice = f"Did you mean '{folder / near}'?"
-    elif configs:
+        got, near = f"no folder '{folder}'", did_you_mean_path(path)
+        return Problem("", "a configuration file", got, near, place=str(path))
+    configs = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".json"))[:5]
+    advice = did_you_mean_path(path)
+    if configs and not advice:
         advice = f"'{folder}' has {', '.join(configs)}"
-    else:
-        advice = ""
     return Problem("", "a configuration file", "no such file", advice, place=str(path))

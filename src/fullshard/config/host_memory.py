@@ -18,12 +18,13 @@ import psutil
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
-# Limit, use, and what of the use the kernel takes back when memory is asked for.
-_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+# Limit, use, what of the use the kernel takes back when memory is asked for, and its kills.
+_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"), "memory.events")
 _VERSION_1 = (
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
+    "memory.oom_control",
 )
 
 
@@ -39,7 +40,7 @@ def available_bytes() -> int:
 
 def _limits() -> Iterator[tuple[int, int]]:
     """(limit, use) in bytes of every group with a limit; none where there are no cgroups."""
-    for folder, (limit, usage, given_back) in _groups():
+    for folder, (limit, usage, given_back, _) in _groups():
         with suppress(OSError, ValueError):  # "max": no limit
             most = int((folder / limit).read_text())
             used = int((folder / usage).read_text())
@@ -48,7 +49,13 @@ def _limits() -> Iterator[tuple[int, int]]:
             yield most, used - sum(int(stat.get(name, 0)) for name in given_back)
 
 
-def _groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
+def kill_counters() -> list[Path]:
+    """Files of this process's own groups that count what the kernel killed, `oom_kill N`."""
+    own = {names: folder for folder, names in reversed(list(_groups()))}
+    return [folder / names[-1] for names, folder in own.items()]
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, str], str]]]:
     """Folders of the groups that this process is in, and the names of their files."""
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():

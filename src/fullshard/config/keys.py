@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
@@ -88,6 +89,15 @@ def resolve(name: str, present: Iterable[str] = ()) -> str:
             return candidates[0]
     near = did_you_mean(key, _every_name())
     raise _refused(name, "", "unknown key", near or "Write it as section.key=value")
+
+
+def at_home(problem: Problem) -> Problem:
+    """The problem of an unknown key; says which other section has a key of that very name."""
+    section, _, name = problem.key.rpartition(".")
+    homes = {name} if name in RunConfig.known_names() else {*_fields(name, ()), *_other_names(name)}
+    if not section or problem.got != "unknown key" or len(homes) != 1:
+        return problem
+    return replace(problem, advice=f"Did you mean '{homes.pop()}'?")
 
 
 def training_or_bare(name: str) -> str:

@@ -35,7 +35,7 @@ from fullshard.config.files import (
     read_file,
     readable,
 )
-from fullshard.config.keys import FREE, PLAIN_KEYS, canonical, derived_from, rivals_of
+from fullshard.config.keys import FREE, PLAIN_KEYS, at_home, canonical, derived_from, rivals_of
 from fullshard.config.origins import Entry, Index, Origin, OriginKind
 from fullshard.config.overrides import Override, parse_overrides
 from fullshard.config.problems import ConfigProblems, Problem, join_key
@@ -189,7 +189,7 @@ def _load(
     try:
         config = RunConfig(**merged)
     except ConfigProblems as error:
-        problems += map(index.locate, error.problems)
+        problems += (index.locate(at_home(problem)) for problem in error.problems)
         raise ConfigProblems(problems) from None
     if problems:
         raise ConfigProblems(problems)

@@ -6,6 +6,9 @@ import errno
 import os
 import stat
 from os import PathLike
+from pathlib import Path
+
+from fullshard.config.values import nearest
 
 LARGEST_TEXT = 1 << 30
 
@@ -40,3 +43,16 @@ def read_regular(path: str | PathLike[str], limit: int = LARGEST_TEXT) -> bytes:
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(path))
     return data
+
+
+def did_you_mean_path(path: Path) -> str:
+    """`Did you mean '...'?`, with the nearest name in the first folder that exists; or ""."""
+    existing = path.parent
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        wanted = path.relative_to(existing).parts[0]
+        near = None if path.exists() else nearest(wanted, [p.name for p in existing.iterdir()])
+    except (OSError, ValueError, IndexError):  # no name that a file can have, or a closed folder
+        return ""
+    return f"Did you mean '{existing / near}'?" if near else ""

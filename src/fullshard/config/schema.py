@@ -84,7 +84,7 @@ class DataConfig(Section):
     tokenizer: Text | None = None
     """Folder of a tokenizer. None: the model's own, or one that is trained on the data."""
 
-    vocab_size: Count | None = None
+    vocab_size: Annotated[int, Number(at_least=1, below=10**7)] | None = None
     """Entries of the tokenizer that is trained on the data, at most. None: the model's."""
 
     validation_fraction: Annotated[float, Number(at_least=0, below=1)] = 0.05

@@ -353,16 +353,21 @@ def words_of(value: object) -> tuple[str, ...]:
 def nearest(word: str, choices: Collection[str]) -> str | None:
     """The choice that a mistyped word most likely meant, or None where none is near.
 
-    A word that begins exactly one choice means that choice (`cos`: cosine), and so does one of the
-    same parts in another order (`prefetch_forward`); otherwise the most similar one by difflib,
-    compared without regard to case and with `-` as `_`.
+    A word that begins exactly one choice means that choice (`cos`: cosine), that ends exactly one
+    (`epochs`: num_train_epochs) or is its initials (`lr`: learning_rate) as well, and so does one
+    of the same parts in another order (`prefetch_forward`); otherwise the most similar one by
+    difflib, compared without regard to case and with `-` as `_`.
     """
     wanted = word.strip().lower().replace("-", "_")
     by_word = {choice.lower().replace("-", "_"): choice for choice in choices}
-    if len(wanted) >= 3:
-        begun = [choice for plain, choice in by_word.items() if plain.startswith(wanted)]
-        if len(begun) == 1:
-            return begun[0]
+    begun = [plain for plain in by_word if len(wanted) >= 3 and plain.startswith(wanted)]
+    ended = [plain for plain in by_word if plain.endswith(f"_{wanted}")]
+    short = [
+        p for p in by_word if "_" in p and wanted == "".join(part[:1] for part in p.split("_"))
+    ]
+    for found in (begun, ended, short[:1]):
+        if len(found) == 1:
+            return by_word[found[0]]
     turned = {plain for plain in by_word if sorted(plain.split("_")) == sorted(wanted.split("_"))}
     close = sorted(turned) or difflib.get_close_matches(wanted, list(by_word), n=1, cutoff=0.6)
     return by_word[close[0]] if close else None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.format import natural
 from fullshard.checkpoint.retain import candidates, newest_told
+from fullshard.config.regular import did_you_mean_path
 from fullshard.doors.deepspeed import open_deepspeed, steps_folder
 from fullshard.doors.hugging_face import companions_of, files_of, open_safetensors
 from fullshard.doors.ours import open_checkpoint
@@ -33,6 +34,9 @@ FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
     "optimizer_0",
     "pytorch_model_fsdp.bin",
 )
+# Weights of each format, in the order in which `_open_other` looks for them.
+FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
+FORMATS += (".metadata",), (FSDP_FOLDER,)
 # Where tools put config.json and the tokenizer beside weights of their own format.
 BESIDE = ("", "huggingface", "..")
 
@@ -55,6 +59,9 @@ def open_source(path: Path) -> Generator[Source]:
                 found = (companions_of(folder) for folder in folders if folder.is_dir())
                 files = next((files for files in found if "config.json" in files), {})
                 source = replace(source, companions=files)
+            names = [next((n for n in format_ if any(path.glob(n))), "") for format_ in FORMATS]
+            left = (f"{n}, of another format" for n in [n for n in names if n][1:])
+            source = replace(source, left_out=(*source.left_out, *left))
             if source.step is not None:
                 natural(source.step)
         tensors = {n: replace(e, origin=f"'{path}': {n}") for n, e in source.tensors.items()}
@@ -74,7 +81,8 @@ def _open_other(path: Path, closing: ExitStack) -> Source:
     if path.is_file():
         return open_pickled([path], "a state dict")
     if not path.is_dir():
-        raise CheckpointError(f"'{path}': expected a checkpoint; there is nothing of that name.")
+        near = did_you_mean_path(path) or "Name the folder that holds the weights."
+        raise CheckpointError(f"'{path}': expected a checkpoint, got no file and no folder. {near}")
     if any(RANK_FILE.fullmatch(entry.name) for entry in path.iterdir()):
         return open_rank_files(path)
     deepspeed = steps_folder(path)

@@ -9,7 +9,13 @@ import torch
 
 from fullshard.engine.collectives.groups import own_group, tell_everyone
 from fullshard.engine.engine import Engine
-from fullshard.errors import CheckpointError, EngineError, FullshardError
+from fullshard.errors import (
+    CheckpointError,
+    EngineError,
+    FullshardError,
+    OutOfMemoryError,
+    ran_out_of_memory,
+)
 
 T = TypeVar("T")
 
@@ -43,11 +49,12 @@ def agree(engine: Engine, do: Callable[[], T]) -> T:
     error: Exception | None = None
     try:
         result = do()
-    except OSError as caught:
-        error = CheckpointError(f"{caught.filename or 'checkpoint'}: {caught.strerror or caught}")
-        error.__cause__ = caught
     except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         error = caught
+        if isinstance(caught, OSError) and not ran_out_of_memory(caught):
+            place = caught.filename or "checkpoint"
+            error = CheckpointError(f"{place}: {caught.strerror or caught}")
+            error.__cause__ = caught
     told = tell(engine, None if error is None else _as_told(error, engine.rank))
     if error is not None:
         raise error
@@ -61,4 +68,5 @@ def _as_told(error: Exception, rank: int) -> tuple[type[FullshardError], str]:
     """What the other ranks raise."""
     if isinstance(error, FullshardError):
         return type(error), str(error)
-    return EngineError, f"rank {rank}: {type(error).__name__}: {error}"
+    kind = OutOfMemoryError if ran_out_of_memory(error) else EngineError
+    return kind, f"rank {rank}: {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import signal
 from enum import IntEnum
 
 from fullshard import errors
-from fullshard.errors import FullshardError, WillNotFitError
+from fullshard.errors import FullshardError, WillNotFitError, ran_out_of_memory
 
 
 class ExitCode(IntEnum):
@@ -64,12 +64,8 @@ def exit_code_of(error: BaseException) -> int:
             return ExitCode.INTERRUPTED
         case SystemExit():
             return _code_of_exit(error)
-        case MemoryError():
+        case _ if ran_out_of_memory(error):
             return ExitCode.OUT_OF_MEMORY
-        case _ if type(error).__name__ == "OutOfMemoryError":
-            return ExitCode.OUT_OF_MEMORY
-        case RuntimeError() if "can't allocate memory" in str(error):
-            return ExitCode.OUT_OF_MEMORY  # torch's CPU allocator has no type of its own
         case RuntimeError() if any(word in str(error).lower() for word in TIME_OUT_WORDS):
             return ExitCode.HANG
     return ExitCode.UNEXPECTED

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
+from fullshard.config.host_memory import kill_counters
+
 _SYSTEM = Path("/proc/vmstat")
-_CGROUPS = Path("/sys/fs/cgroup")
 _COUNT = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 SAMPLE_S = 0.5
 LOW = 0.03  # of memory: what a killer in user space, whom nothing counts, leaves at the most
@@ -25,7 +25,7 @@ class MemoryWatch:
     """Counts the kernel's kills since it was made, and notes when memory is low."""
 
     def __init__(self) -> None:
-        self._counters = list(_counter_files())
+        self._counters = [_SYSTEM, *kill_counters()]
         self._kills = self._count()
         self._sampled = self._low = float("-inf")
 
@@ -45,21 +45,6 @@ class MemoryWatch:
 
     def _count(self) -> int:
         return sum(map(_read, self._counters))
-
-
-def _counter_files() -> Iterable[Path]:
-    """Of the system, and of this process's control group in both versions."""
-    yield _SYSTEM
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            yield _CGROUPS / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            yield _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
 
 
 def _read(file: Path) -> int:

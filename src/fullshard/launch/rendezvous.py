@@ -11,6 +11,7 @@ The watchdog meets the other ranks at the same store, by a connection of its own
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -26,7 +27,7 @@ import psutil
 
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
 from fullshard.errors import ConfigError, HangError
-from fullshard.launch.store import LOOPBACK, LaunchStore
+from fullshard.launch.store import LOOPBACK, LaunchStore, check_reaches
 from fullshard.observe import watchdog
 from fullshard.observe.watchdog import Seat
 
@@ -109,9 +110,14 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
 
     Raises:
         HangError: It cannot: the address is wrong, or rank 0 has not come.
+        ConfigError: This is rank 0, and the address is not its own.
     """
     is_here = launch.launcher is Launcher.FULLSHARD and launch.master_addr == LOOPBACK
-    if is_here or launch.rank == 0 or launch.master_addr is None or launch.master_port is None:
+    if is_here or launch.master_addr is None or launch.master_port is None:
+        return
+    if launch.rank == 0:
+        with contextlib.suppress(OSError), _server(launch.master_port):  # else it is served
+            check_reaches(launch.master_addr, launch.master_port)
         return
     deadline = time.monotonic() + timeout_s
     while True:
@@ -125,6 +131,13 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
                 got = f"{error.strerror or error} for {timeout_s:g} s (launch.timeout)"
                 raise HangError(_unreachable(launch, got)) from error
         time.sleep(0.2)
+
+
+def _server(port: int) -> socket.socket:
+    """Listens on a port for as long as the block lasts, as the store will."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _unreachable(launch: LaunchEnvironment, got: str) -> str:

@@ -16,6 +16,24 @@ LOOPBACK = "127.0.0.1"
 _BACKLOG = 4096
 
 
+def check_reaches(host: str, port: int) -> None:
+    """Whether the store that this process is about to serve can be reached under its address.
+
+    Torch looks for itself there for a minute and more.
+
+    Raises:
+        ConfigError: It cannot: the address is another machine's, or nobody's.
+    """
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
+            f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
+            f"({error.strerror or error}). Correct MASTER_ADDR or launch.main_process_ip."
+        ) from error
+
+
 class LaunchStore:
     """A port, and from `serve` on torch's store behind it.
 
@@ -25,7 +43,7 @@ class LaunchStore:
         served_here: False: another machine's launcher serves it, and here is nothing to do.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or the host is not this machine.
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, served_here: bool = True) -> None:
@@ -37,6 +55,8 @@ class LaunchStore:
         if served_here:
             self._socket = self._bind(host, port)
             self.port = self._socket.getsockname()[1]
+            if host != LOOPBACK:
+                check_reaches(host, self.port)
 
     @staticmethod
     def _bind(host: str, port: int) -> socket.socket:

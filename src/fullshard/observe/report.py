@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fullshard.config.regular import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.metrics import SAVES, read_rows
@@ -89,7 +90,7 @@ def _read_record(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"RUN_DIR: expected a run's folder with run.json, got '{run}' ({error}). "
-            "Name the output_dir of a run."
+            + (did_you_mean_path(run) or "Name the output_dir of a run.")
         ) from error
 
 

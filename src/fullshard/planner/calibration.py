@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.regular import read_regular
 from fullshard.planner.operations import ROWS, VIEW, Operation
 
 SCHEMA_VERSION = 1
@@ -198,7 +199,7 @@ def read_calibration(path: Path) -> Calibration:
             measurement.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path))
     except OSError as error:
         raise _wrong(
             path, "", "a file of fullshard bench calibrate", error.strerror or str(error)

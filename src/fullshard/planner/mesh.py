@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from fullshard.errors import ConfigError
 from fullshard.planner.strategy import StrategyRow
 
+MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -59,11 +61,21 @@ class Topology:
         world_size: Number of ranks.
         local_world_size: Number of ranks per host. None: all ranks are on one host.
         order: See `Mesh.order`.
+
+    Raises:
+        ConfigError: More than MOST_RANKS: a plan counts every rank's part, in time and memory.
     """
 
     world_size: int
     local_world_size: int | None = None
     order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.world_size > MOST_RANKS:
+            raise ConfigError(
+                f"world size: expected at most {MOST_RANKS:,} ranks, got {self.world_size:,}. "
+                "Lower launch.num_processes, or --gpus or --nodes."
+            )
 
 
 def order_of(ranks: Sequence[int]) -> tuple[int, ...]:

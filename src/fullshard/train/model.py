@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.config.regular import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
 from fullshard.engine.hugging_face import build, last_line, read_config, read_model
@@ -24,7 +25,7 @@ EXTRA_CONFIG_KEYS = frozenset(
     | {"output_attentions", "rope_scaling", "rope_theta", "torch_dtype", "partial_rotary_factor"}
 )
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
 
 
 def require_transformers() -> None:
@@ -117,12 +118,10 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
 def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
     """Raises ConfigError where a folder is not a local Hugging Face model."""
     if not folder.is_dir():
-        siblings = list(folder.parent.iterdir()) if folder.parent.is_dir() else []
-        guess = nearest(folder.name, [entry.name for entry in siblings if entry.is_dir()])
-        hint = f"Did you mean '{folder.parent / guess}'? " if guess else ""
+        near = did_you_mean_path(folder) or "Name one that is here."
         raise ConfigError(
             f"{key}: expected a local model folder, got '{folder}', which is no folder here. "
-            f"{hint}Nothing is downloaded during a run: to use a model of a hub, download it "
+            f"{near} Nothing is downloaded during a run: to use a model of a hub, download it "
             "first (hf download NAME --local-dir FOLDER) and name the folder."
         )
     if not (folder / "config.json").is_file():
@@ -213,8 +212,10 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> int:
 
 
 def _unmatched_glob(glob: str, names: list[str]) -> str:
-    guess = nearest(glob.replace("*", ""), names)
-    hint = f"Did you mean '{guess}'?" if guess else f"Names look like '{names[0]}'."
+    words = {word for name in names for word in name.split(".")}
+    meant = ".".join(w if w in words else nearest(w, words) or w for w in glob.split("."))
+    found = fnmatch.filter(names, meant)
+    hint = f"Did you mean '{meant}'?" if found else f"Names look like '{names[0]}'."
     return f"freeze: expected globs of parameter names, got '{glob}', which matches none. {hint}"
 
 

@@ -81,6 +81,17 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
             )
 
 
+# As checkpoints name what `build_optimizer` makes.
+KINDS = {
+    Optimizer.SGD: "SGD",
+    Optimizer.ADAMW_TORCH: "AdamW",
+    Optimizer.ADAMW_TORCH_FUSED: "AdamW",
+    Optimizer.MUON: "owned Muon, AdamW",
+    Optimizer.ADAFACTOR: "owned Adafactor",
+    Optimizer.ADAMW_BNB_8BIT: "owned AdamW8bit",
+}
+
+
 def check_optimizer(kind: Optimizer) -> None:
     """Whether what a run's optimizer is made of is there.
 

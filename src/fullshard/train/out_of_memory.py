@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 
 import torch
 
-from fullshard.errors import OutOfMemoryError
+from fullshard.errors import OutOfMemoryError, ran_out_of_memory
 from fullshard.planner.homes import Place
 from fullshard.planner.render import human_bytes
 from fullshard.train.outlook import View, memory_lines
-
-# What torch says on the CPU, where it has no exception of its own for it.
-_SAID = re.compile(r"can't allocate memory|not enough memory|cannot allocate memory", re.IGNORECASE)
 
 
 @contextlib.contextmanager
@@ -30,13 +26,9 @@ def answered(view: Callable[[], View]) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
+        if not ran_out_of_memory(error):
             raise
         raise OutOfMemoryError(_answer(view(), error)) from error
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or bool(_SAID.search(str(error)))
 
 
 def _answer(view: View, error: BaseException) -> str:

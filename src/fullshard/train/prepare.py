@@ -191,8 +191,9 @@ def weights_folder(config: RunConfig) -> Path | None:
     folder = _model_folder(config)
     if folder is None:
         return None
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    return folder if has_weights else None
+    # An index stands for weights, also where its files are missing: that is an error later.
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+    return folder if any(path for pattern in patterns for path in folder.glob(pattern)) else None
 
 
 def check_teacher(

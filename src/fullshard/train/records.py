@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.values import nearest
+from fullshard.config.regular import did_you_mean_path
 from fullshard.errors import DataError
 
 
@@ -134,7 +134,11 @@ def _files_at(path: Path) -> list[Path]:
                 f"got '{path}' with no file in it. Put files there or name another folder."
             )
         return files
-    raise DataError(_missing_path(path))
+    got = "a pipe or a device" if path.exists() else "which does not exist"
+    raise DataError(
+        f"data.path: expected a file or folder, got '{path}', {got}. "
+        + (did_you_mean_path(path) or "Name a file or a folder of files.")
+    )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -158,17 +162,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
             )
         else:
             yield from _files_below(entry)
-
-
-def _missing_path(path: Path) -> str:
-    """The message for a path that does not exist, with the nearest name that does."""
-    existing = path.parent
-    while not existing.is_dir() and existing != existing.parent:
-        existing = existing.parent
-    wanted = path.relative_to(existing).parts[0] if existing in path.parents else path.name
-    guess = nearest(wanted, [entry.name for entry in existing.iterdir()])
-    hint = f"Did you mean '{existing / guess}'?" if guess else f"Looked in '{existing}'."
-    return f"data.path: expected an existing file or folder, got '{path}'. {hint}"
 
 
 def read_text(file: Path) -> str:

@@ -18,6 +18,7 @@ from fullshard.checkpoint.format import STATE, natural
 from fullshard.checkpoint.read import read_tables
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.load import Resolved, load_config
+from fullshard.config.values import nearest
 from fullshard.errors import ConfigError, untrusted
 from fullshard.train.run_folder import RunFolder, RunStatus
 
@@ -53,6 +54,15 @@ class Resume:
         path = value.pop("path", None)
         return cls(Path(path) if path else None, **value)
 
+    def sentence(self, output_dir: Path) -> str:
+        """What it means for the run that is asked for, and for one that is there."""
+        if self.path is not None:
+            found = newest_complete(self.path)
+            what = "the run there goes on" if self.in_place else "a new run begins"
+            return f"{what} with the model and optimizer of step {found.step} in {found.path}"
+        is_there = RunFolder(output_dir).record.is_file() and not self.in_place
+        return f"begins at step 0{'; the run there is moved aside' if is_there else ''}"
+
     def moved(self, old: Path, new: Path | None) -> Resume:
         """The same after the folder that holds the checkpoint was moved."""
         if new is None or self.path is None or not self.path.is_relative_to(old.resolve()):
@@ -69,6 +79,12 @@ def find_resume(asked: str, output_dir: Path) -> Resume:
     if asked == "never":
         return Resume()
     if asked != "auto":
+        meant = None if Path(asked).exists() else nearest(asked, ("auto", "never"))
+        if meant is not None:
+            raise ConfigError(
+                f"--resume: expected auto, never or the path of a checkpoint, got '{asked}'. "
+                f"Did you mean '{meant}'?"
+            )
         return _from_path(Path(asked))
     folder = RunFolder(output_dir)
     return own_resume(folder) if folder.record.is_file() else Resume()

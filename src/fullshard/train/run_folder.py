@@ -26,6 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from fullshard.config.regular import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
@@ -113,7 +114,7 @@ class RunFolder:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"run folder: expected a run's folder with run.json, got '{self.path}' ({error}). "
-                "Name the output_dir of a run."
+                + (did_you_mean_path(self.path) or "Name the output_dir of a run.")
             ) from error
 
     def update_record(self, **fields: Any) -> None:

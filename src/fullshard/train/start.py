@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fullshard.checkpoint.retain import newest_complete
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
@@ -24,12 +25,14 @@ from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.launch.topology import configured_topology
+from fullshard.loading import check_loads
 from fullshard.observe.report import write_report
 from fullshard.planner.phases import checkpoint_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.train.build import check_weights
+from fullshard.train.build import check_weights, model_on_meta
+from fullshard.train.optim import KINDS
 from fullshard.train.outlook import View, foresee, leaves_something, topology_of
 from fullshard.train.prepare import Prepared, StepPlan, prepare, with_fitting_length
 from fullshard.train.result import planned
@@ -133,6 +136,10 @@ def check(
             prepared = prepared.with_batch(world_size, None)
         if resume.in_place and resume.path is not None:
             check_same(resolved, output_dir, resume.path)
+        if resume.path is not None and isinstance(view, View):
+            model = model_on_meta(view.config, prepared.model_config)
+            kind = KINDS[view.config.training.optim]
+            check_loads(newest_complete(resume.path), model, kind)
         _check_disk(view, prepared.steps, output_dir)
         return CheckedRun(resolved, prepared, view, output_dir, resume)
     except ConfigError as error:

@@ -36,6 +36,7 @@ class OutOfMemoryError(RuntimeError):
         (MemoryError(), 4),
         (OutOfMemoryError("CUDA out of memory"), 4),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"), 4),
+        (OSError(12, "Cannot allocate memory"), 4),
         (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), 5),
         (ValueError("Timed out waiting"), 1),
         (ZeroDivisionError(), 1),
