@@ -127,7 +127,8 @@ def _write_wrap(value: Wrap) -> object:
 def _read_strategies(value: object) -> tuple[tuple[str, Strategy], ...]:
     """A mapping of module names (globs) to strategies, kept as pairs, which can be compared."""
     pairs = cast("Mapping[object, object]", value).items() if isinstance(value, Mapping) else value
-    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+    pairs = list(cast("Iterable[object]", pairs)) if isinstance(pairs, Iterable) else [pairs]
+    if not all(isinstance(p, tuple | list) and len(cast("list[object]", p)) == 2 for p in pairs):
         raise Rejected("a mapping of module names (globs) to strategies")
     found: list[tuple[str, Strategy]] = []
     for glob, strategy in cast("Iterable[tuple[object, object]]", pairs):

@@ -285,3 +285,9 @@ def test_a_pipe_a_device_and_a_name_that_no_file_has_are_typed_errors(tmp_path):
     for path in (tmp_path / "pipe", Path("/dev/zero"), Path("a\0b"), Path("x" * 5000)):
         with pytest.raises(ConfigError, match="expected a readable file"):
             load_config(path)
+
+
+@pytest.mark.parametrize("value", [[1], [None], b"x", "full_shard", [["a"]], 3])
+def test_strategies_of_units_that_are_no_mapping_are_named(value):
+    with pytest.raises(ConfigError, match="strategies: expected a mapping of module names"):
+        ShardConfig(strategies=value)
