@@ -274,9 +274,8 @@ class Gradients:
         with no_guard():
             shown = [_before(member.param.grad) for member in group.members]
             ours = list(map(_is_same, shown, (member.grad for member in group.members)))
-            for member, grad, is_ours in zip(group.members, shown, ours, strict=True):
-                if grad is not None and not is_ours:
-                    self._theirs.append((member, grad))
+            found = zip(group.members, shown, ours, strict=True)
+            self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
                 group.hold(group.grads.anew())
                 self._is_stale = True
@@ -416,11 +415,7 @@ def _before(grad: Any) -> Any:
 
 def _is_same(shown: Any, ours: Any) -> bool:
     """Whether `p.grad` is our gradient or an alias of it, on all ranks alike: not by elements."""
-    return shown is ours or (shown is not None and _place(shown) == _place(ours))
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    return shown is ours or (shown is not None and shown.is_set_to(ours))
 
 
 def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
