@@ -240,6 +240,60 @@ def test_gradients_that_nobody_keeps_use_their_memory_again(ranks, settings):
     ranks(2)(check_memory_is_used_again, settings)
 
 
+# ---- what the user put into p.grad
+
+
+def own_tensors(model):
+    return [torch.full_like(p, 0.25) for p in model.parameters()]
+
+
+def every_other(model):
+    return [None if i % 2 else torch.full_like(p, 0.25) for i, p in enumerate(model.parameters())]
+
+
+def kept_and_scaled(model):
+    return [2 * p.grad for p in model.parameters()]
+
+
+def aliases(model):
+    return [p.grad.detach() for p in model.parameters()]
+
+
+def some_aliases(model):
+    return [p.grad if i % 2 else p.grad.data for i, p in enumerate(model.parameters())]
+
+
+def check_puts(settings, put, zeroes):
+    """One process adds to the tensor that is there, and leaves one that is there no longer."""
+    model, alone, total = both(settings)
+    held, norms = {}, {}
+    for which in (model, alone):
+        scale = total if which is alone else 1
+        backward(which, 0, scale=scale)
+        before, own = keep_gradients(which), put(which)
+        for param, grad in zip(which.parameters(), own, strict=True):
+            param.grad = grad
+        for step in (1, 2):
+            if zeroes:
+                backward(which, 9, defers=True, scale=scale)
+                which.zero_grad(set_to_none=False)
+            backward(which, 2 * step, defers=True, scale=scale)
+            backward(which, 2 * step + 1, scale=scale)
+        held[which] = [g for g in [*before, *own] if g is not None]
+        norms[which] = torch.nn.utils.clip_grad_norm_(which.parameters(), 1e-3)
+    torch.testing.assert_close(norms[model], norms[alone], rtol=0, atol=1e-11)
+    assert_same_gradients(model, alone)
+    for ours, theirs in zip(held[model], held[alone], strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+@pytest.mark.parametrize("put", [own_tensors, every_other, kept_and_scaled, aliases, some_aliases])
+def test_what_the_user_put_into_a_gradient_is_added_to(ranks, put, zeroes):
+    for settings in SETTINGS:
+        ranks(2)(check_puts, settings, put, zeroes)
+
+
 # ---- what is frozen between a forward and its backward
 
 

@@ -17,7 +17,8 @@ A backward under `no_sync` leaves its sum to a later one. Until then `p.grad` is
 [Note: gradients that are kept]
 Each reduction lands where the last one did. In one process a new backward makes new gradients, so
 whoever kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. References are
-counted before a landing: where there are more than the engine's own, the old memory is theirs.
+counted before a landing: where there are more than the engine's own, the old memory is theirs. A
+tensor that the user put into `p.grad` is added to, and stays there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from operator import gt
@@ -43,7 +45,7 @@ from fullshard.engine.alike import from_host
 from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
-from fullshard.engine.parameter import PendingGradient
+from fullshard.engine.parameter import PendingGradient, ShardedGradient
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.shown import Shown, num_holders
 from fullshard.engine.unit import Group, Member, Unit, expect
@@ -81,6 +83,7 @@ class Gradients:
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
         self._is_stale = False  # gradients have come that it does not know
+        self._theirs: list[tuple[Member, Any]] = []  # of the user, in place of ours, to be added to
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -274,26 +277,28 @@ class Gradients:
             self._free_slot(group)
 
     def _carries_gradients(self, group: Group) -> bool:
-        """Whether `p.grad` holds earlier gradients; a `p.grad` that was replaced is copied in.
+        """Whether `p.grad` holds earlier gradients of ours; those of the user are noted.
 
         See [Note: gradients that are kept].
         """
         assert group.grads is not None
         with no_guard():
             shown = [_before(member.param.grad) for member in group.members]
-            if _is_kept(group, shown):
+            ours = list(map(_is_same, shown, (member.grad for member in group.members)))
+            found = zip(group.members, shown, ours, strict=True)
+            self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
+            if _is_kept(group, ours):
                 group.hold(group.grads.anew())
                 self._is_stale = True
-            group.grads.carries = any(grad is not None for grad in shown)
-            if not group.grads.carries:
-                return False
-            for member, grad in zip(group.members, shown, strict=True):
-                assert member.grad is not None
-                if grad is None:
-                    member.grad.zero_()
-                elif grad is not member.grad:
-                    member.grad.copy_(grad)
-        return True
+            group.grads.carries = any(ours)
+            if group.grads.carries:
+                for member, grad, is_ours in zip(group.members, shown, ours, strict=True):
+                    assert member.grad is not None
+                    if not is_ours:
+                        member.grad.zero_()
+                    elif grad is not member.grad:
+                        member.grad.copy_(grad)
+        return group.grads.carries
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
         """Sum over replicas, or keep for a later backward what is summed over shards."""
@@ -352,6 +357,7 @@ class Gradients:
             shown = self._shown.show_all()
         else:
             shown = self._shown.show_touched(touched.tolist())
+        self._add_to_theirs()
         self.norms.waits = False
         self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown)
@@ -359,6 +365,17 @@ class Gradients:
             if id(member.grad) in shown:
                 for hook in tuple(hooks.values()):
                     hook(member.param)
+
+    def _add_to_theirs(self) -> None:
+        """A tensor that the user put into `p.grad` stays there, as autograd adds to it in place."""
+        theirs, self._theirs = self._theirs, []
+        with no_guard():
+            for member, grad in theirs:
+                grad.add_(member.grad)
+                if not isinstance(grad, ShardedGradient):
+                    grad = grad.as_subclass(ShardedGradient)  # same memory; its norms are global
+                    grad.record = replace(member.param.record)
+                member.param.grad = grad
 
     def show_pending(self, units: Sequence[Unit]) -> None:
         """After a backward that is not summed: `p.grad` says so."""
@@ -406,6 +423,7 @@ class Gradients:
                     with no_guard():
                         member.param.grad = _before(member.param.grad)
         self._slots.clear()
+        self._theirs.clear()
         self.norms.waits = False
         self.norms.mark_changed()
 
@@ -415,20 +433,25 @@ def _before(grad: Any) -> Any:
     return grad.before if isinstance(grad, PendingGradient) else grad
 
 
-def _is_kept(group: Group, shown: Sequence[Any]) -> bool:
-    """Whether somebody holds gradients that the next ones would overwrite."""
+def _is_same(shown: Any, ours: Any) -> bool:
+    """Whether `p.grad` is our gradient or an alias of it, on all ranks alike: not by elements."""
+    return shown is ours or (shown is not None and shown.is_set_to(ours))
+
+
+def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
+    """Whether somebody holds gradients, no longer shown, that the next ones would overwrite."""
     assert group.grads is not None
     known, now = group.grads.holders, num_holders(group)
     if not known or now == known:
         return False
-    dropped = [grad is None for grad in shown]
+    dropped = [not is_ours for is_ours in ours]
     return any(map(gt, compress(now[1:], dropped), compress(known[1:], dropped))) or (
         all(dropped) and now[0] > known[0]
     )
 
 
 def _drop(weak_group: weakref.ref[Group], weak_member: weakref.ref[Member]) -> Any:
-    """Forget what waits for one parameter; returns its gradient.
+    """Forget what waits for one parameter; returns a gradient to be zeroed, which nobody keeps.
 
     Weak, because the way from a parameter to its gradient leads through C++.
     """
@@ -441,4 +464,6 @@ def _drop(weak_group: weakref.ref[Group], weak_member: weakref.ref[Member]) -> A
         at = member.piece.offset
         group.grads.held[at : at + member.piece.numel].zero_()
     member.touched = False
-    return member.grad
+    with no_guard():
+        ours = [_is_same(_before(m.param.grad), m.grad) for m in group.members]
+    return torch.zeros_like(member.grad) if _is_kept(group, ours) else member.grad  # type: ignore[arg-type]

@@ -204,7 +204,8 @@ class PendingGradient(ShardedGradient):
             many = args[0] if isinstance(args[0], _LISTS) else args
             for grad in many:
                 if isinstance(grad, cls):
-                    grad.before = grad.drop()
+                    ours = grad.drop()
+                    grad.before = ours if grad.before is None else grad.before
                     grad.before.zero_()
                 else:
                     grad.zero_()
