@@ -353,3 +353,23 @@ def check_shown_after_an_error(settings):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_after_a_backward_that_raised_the_model_shows_its_shards(ranks, settings):
     ranks(2)(check_shown_after_an_error, settings)
+
+
+def check_frozen_while_the_order_is_learned(settings):
+    """The first real step shows another order than the plan's; parameters were frozen after it."""
+    model = fs.shard(chain(order=(2, 0, 3, 1)), poison=True, **settings)
+    alone = chain(order=(2, 0, 3, 1))
+    for which in (model, alone):
+        which.blocks[3].requires_grad_(False)
+    for step in range(3):
+        for which in (model, alone):
+            which.zero_grad()
+            backward(which, step)
+        assert_same_gradients(model, alone)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:-1], ids=str)
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_what_is_frozen_gets_no_gradient_when_the_order_is_learned(ranks, settings, checkpointing):
+    settings = {**settings, "activation_checkpointing": checkpointing}
+    ranks(2)(check_frozen_while_the_order_is_learned, settings)

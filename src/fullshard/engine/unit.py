@@ -303,6 +303,8 @@ class Unit:
                     member.node = get_gradient_edge(compute).node
                     hook = _gradient_hook(self, at, index)
                     member.node.register_hook(hook)  # also where autograd brings no gradient
+                    with no_guard():  # it may be frozen since it was sharded
+                        compute.requires_grad_(member.param.requires_grad)
         self.places = [
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
