@@ -141,12 +141,13 @@ class GradientNorms:
         with no_guard():
             return [norm.to(g) for norm, g in zip(found.unbind(), gradients, strict=True)]
 
-    def reduce(self, shard: Any, name: str) -> torch.Tensor:
+    def reduce(self, shard: Any, name: str, correction: int = 1) -> torch.Tensor:
         """A number of the whole tensor, a plain scalar: float64 or int64. A collective.
 
         Args:
             shard: This rank's part of the tensor.
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
+            correction: What std and var leave out of the count.
         """
         local, piece = shard.to_local(), shard.record.piece
         count, asked = math.prod(piece.shape), f"{name} of {clean_name(piece.name)!r}"
@@ -160,7 +161,8 @@ class GradientNorms:
         local = local.double()
         total = self._sum(local, shard, asked)
         if name in ("std", "var"):
-            total = self._sum((local - total / count) ** 2, shard, asked) / max(count - 1, 0)
+            squares = self._sum((local - total / count) ** 2, shard, asked)
+            total = squares / max(count - correction, 0)
             return total.sqrt() if name == "std" else total
         return total if name == "sum" else total / count
 

@@ -532,7 +532,9 @@ def _refuse_other_range(name: str, one: Any, other: Any) -> None:
             f"{name}: expected shards of the same range; got {one.record.describe()}, and "
             f"{other.record.describe()}, whose elements do not belong together. Use "
             "p.full_tensor() of both. For a copy of the model (EMA, a teacher), shard both alike "
-            "(freeze parameters after fs.shard), or copy by load_state_dict, which cuts anew."
+            "(freeze parameters after fs.shard), or copy by load_state_dict, which cuts anew. "
+            "Shard twins in one model (a momentum encoder) each by itself: fs.shard(model.query), "
+            "fs.shard(model.key)."
         )
 
 
@@ -598,12 +600,13 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
     named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
     if name in ("max", "min") and (len(args) > 1 or "other" in kwargs):
         return _elementwise(func, f"{name}imum", like, args, kwargs)
+    correction = int(named.pop("correction", named.pop("unbiased", 1)))  # of std and var
     if len(args) > 1 or any(value is not None for value in named.values()):
         raise refusal(f"{name} along dimensions", like)
     known = None if like.known is None else like.known.answer(name)
     with no_guard():
         dtype = getattr(torch.zeros(2, dtype=like.dtype), name)().dtype  # as torch promotes it
-    value = like.record.norms.reduce(like, name) if known is None else known
+    value = like.record.norms.reduce(like, name, correction) if known is None else known
     return _number(value.to(like.device, dtype), like, name)
 
 
