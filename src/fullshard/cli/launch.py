@@ -219,7 +219,7 @@ def _asked_for(config_file: Path | None) -> LaunchConfig:
 
 def _ranks_here(text: str) -> int:
     """`4`, or torchrun's words."""
-    from fullshard.launch.topology import DEFAULT_PROCESSES, num_visible_accelerators
+    from fullshard.launch.machine import DEFAULT_PROCESSES, num_visible_accelerators
 
     match text:
         case "auto":

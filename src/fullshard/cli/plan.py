@@ -264,7 +264,7 @@ def _calibrated(
 
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
     """The planned world: that of --gpus and --nodes, else the configuration's."""
-    from fullshard.launch.topology import configured_topology
+    from fullshard.launch.machine import configured_topology
     from fullshard.planner.mesh import Topology
 
     if hardware is None and nodes is None:

@@ -38,8 +38,8 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.parameter import ShardedParameter, is_guarded
 from fullshard.engine.state import whole_params
+from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
-from fullshard.planner.slices import clean_name
 
 
 class Kind(Enum):

@@ -45,8 +45,8 @@ from fullshard.engine.shard import Given, shard_model
 from fullshard.errors import UnsupportedModelError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
+from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
-from fullshard.planner.slices import clean_name
 from fullshard.planner.strategy import row_of
 from fullshard.planner.units import UnitSettings
 

@@ -32,8 +32,8 @@ from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRec
 from fullshard.engine.presentation import present, shard_shape
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member
+from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology
-from fullshard.planner.slices import Slice
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
 
 Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name

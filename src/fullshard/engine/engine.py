@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +15,9 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.engine._torch_compat import call_outside_compile, no_guard
+from fullshard.engine._torch_compat import call_outside_compile, no_guard, unless_compiling
 from fullshard.engine.collectives import Transport
 from fullshard.engine.cut import cut_group
-from fullshard.engine.exits import watch_exits
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.inventory import Inventory
@@ -188,7 +187,7 @@ class Engine:
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
         watched = write_gradients_in_place(self.runtime, self.units, owners, self)
         left_out = {*map(id, modules), *watched}
-        self.handles += watch_exits(self.units, owners, left_out, self._watch)
+        self.handles += _watch_exits(self.units, owners, left_out, self._watch)
 
     # ---- hooks: torch calls them with more than they need
 
@@ -352,6 +351,39 @@ class Engine:
         own[piece.offset : piece.offset + piece.numel].copy_(local)
         unit.transport.fetch([full]).wait()
         return full[member.offset : member.offset + member.numel].view(piece.shape).clone()
+
+
+def _watch_exits(
+    units: Sequence[Unit],
+    owners: Mapping[int, int],
+    left_out: Container[int],
+    watch: Callable[..., None],
+) -> list[Any]:
+    """Let `watch(unit, module, args, output)` see what the modules that own parameters return.
+
+    Compiled code does without: it is one autograd node, and a hook would cut its graph in two. A
+    module with frozen parameters is watched nevertheless, because nothing would tell that these
+    were read from a slot that held another unit; trained ones have gradients, which do.
+
+    Args:
+        units: In plan order.
+        owners: By the id of a module, the unit that watches its output.
+        left_out: Ids of modules that are watched in another way.
+        watch: Is told.
+
+    Returns:
+        Handles that remove the hooks.
+    """
+    handles = []
+    swaps = [swap for unit in units for swap in unit.swaps]
+    frozen = {id(swap.module) for swap in swaps if swap.member.grad is None}
+    for key, module in {id(swap.module): swap.module for swap in swaps}.items():
+        if key not in left_out:
+            hook: Callable[..., Any] = unless_compiling(watch, owners[key])
+            if key in frozen:
+                hook = partial(call_outside_compile, watch, owners[key])
+            handles.append(module.register_forward_hook(hook))
+    return handles
 
 
 def _weak_gather(

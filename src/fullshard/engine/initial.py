@@ -16,9 +16,9 @@ from fullshard.engine.materialize import initialise
 from fullshard.engine.replicas import check_equal_random
 from fullshard.engine.ring import torch_dtype
 from fullshard.errors import ConfigError
+from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
-from fullshard.planner.slices import Slice
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 

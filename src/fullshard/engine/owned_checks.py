@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import EngineError
-from fullshard.planner.slices import clean_name
+from fullshard.planner.layout import clean_name
 
 Groups = list[dict[str, Any]]
 

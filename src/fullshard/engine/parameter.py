@@ -36,7 +36,7 @@ from fullshard.engine.guard import (
 )
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.errors import EngineError, ShardedTensorError
-from fullshard.planner.slices import Slice, clean_name
+from fullshard.planner.layout import Slice, clean_name
 
 if TYPE_CHECKING:
     from fullshard.engine.homes import Residence

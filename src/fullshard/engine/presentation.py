@@ -8,7 +8,7 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import UnsupportedModelError
-from fullshard.planner.slices import Slice
+from fullshard.planner.layout import Slice
 
 
 def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:

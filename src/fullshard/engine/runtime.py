@@ -18,7 +18,7 @@ belongs to others (law 5).
 Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
 is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
 several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then
-comes first finds another unit in the slot, which is an error (`engine/exits.py`).
+comes first finds another unit in the slot, which is an error (`engine/engine.py`).
 
 [Note: handed out]
 An output, or a kept attribute, may share memory with the unit's own weights: a slice of a table, a

@@ -21,7 +21,7 @@ from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.engine.ring import Rings
 from fullshard.engine.versions import Versions
 from fullshard.errors import EngineError
-from fullshard.planner.slices import Slice
+from fullshard.planner.layout import Slice
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 LARGE_NUMEL = 16_384

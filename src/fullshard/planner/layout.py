@@ -7,11 +7,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from fullshard.planner.slices import Slice
-
 Bounds = tuple[tuple[int, int], ...]  # [offset, stop) of each parameter in a flat buffer
 
 ALIGNMENT = 64  # elements: a cache line of AVX-512, and above NCCL's 16 bytes for every dtype
+
+_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}  # of module names
+
+
+def clean_name(name: str) -> str:
+    """A parameter's or module's name as users know it, without what wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`[start, stop)` of one parameter's elements in row-major order.
+
+    Attributes:
+        name: The parameter's first name.
+        shape: The parameter's global shape.
+        start: First element.
+        stop: One past the last element; equal to `start` where the rank holds none of it.
+        offset: Where the range begins in the rank's shard of the flat buffer, in elements.
+        atom: Elements that are never parted between ranks (1: none; block-quantised or row-wise
+            states will ask for more).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+    atom: int = 1
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 def align(numel: int, multiple: int) -> int:

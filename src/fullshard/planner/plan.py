@@ -19,6 +19,7 @@ from fullshard.errors import ConfigError, WrapError
 from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.events import Event
 from fullshard.planner.homes import DEFAULT_HOMES, Homes, Place
+from fullshard.planner.layout import Slice
 from fullshard.planner.memory import (
     MemoryRow,
     communication_bytes,
@@ -28,7 +29,6 @@ from fullshard.planner.memory import (
 )
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
-from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.render import render_tree
 from fullshard.planner.schedule import (
     Depths,
@@ -38,7 +38,6 @@ from fullshard.planner.schedule import (
     registration_order,
     simulate_step,
 )
-from fullshard.planner.slices import Slice
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
 from fullshard.planner.spec import ModelSpec, check_globs, matches
 from fullshard.planner.strategy import StrategyRow, row_of
@@ -49,7 +48,7 @@ from fullshard.planner.units import (
     assign_params,
     group_params,
 )
-from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units
+from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units, recomputed_modules
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.values import DType, Strategy
-from fullshard.planner.layout import FlatLayout
+from fullshard.planner.layout import FlatLayout, clean_name
 from fullshard.planner.mesh import Mesh
-from fullshard.planner.slices import clean_name
 from fullshard.planner.spec import (
     ITEMSIZE,
     ModelSpec,

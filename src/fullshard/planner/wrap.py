@@ -19,8 +19,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
-from fullshard.config.values import WrapKind, nearest
+from fullshard.config.values import Recompute, RecomputeKind, WrapKind, nearest
 from fullshard.errors import WrapError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, is_inside, parent_name
 
@@ -269,3 +270,26 @@ def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
                 f"'{module.name}' ({module.kind}). Choose its members, or the module around it."
             )
     return [UnitChoice(module.name, Role.BLOCK) for module in chosen]
+
+
+def recomputed_modules(spec: ModelSpec, recompute: Recompute) -> tuple[str, ...]:
+    """Which modules' forwards run again in backward, whatever the units are.
+
+    `block` and `selective`: every repeated block; `every_k`: block 0, k, 2k ... of each list.
+
+    Raises:
+        WrapError: The model has no repeated blocks.
+    """
+    if recompute.kind is RecomputeKind.NONE:
+        return ()
+    blocks = repeated_blocks(spec)
+    if not blocks:
+        raise WrapError(
+            f"activation_checkpointing: {recompute} expects a list of like blocks; {spec.kind} has "
+            "none. Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward."
+        )
+    return tuple(
+        name
+        for _, members in groupby(blocks, key=parent_name)
+        for name in list(members)[:: recompute.every]
+    )

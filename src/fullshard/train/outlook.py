@@ -17,8 +17,7 @@ from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transpo
 from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
-from fullshard.launch.machine import describe_machine
-from fullshard.launch.topology import configured_topology
+from fullshard.launch.machine import configured_topology, describe_machine
 from fullshard.planner.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.planner.forecast.architecture import Shapes, decoder
 from fullshard.planner.forecast.devices import Device, find_device

@@ -22,9 +22,9 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command, DType
 from fullshard.errors import ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.machine import configured_topology
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
-from fullshard.launch.topology import configured_topology
 from fullshard.loading import check_loads
 from fullshard.observe.report import write_report
 from fullshard.planner.phases import checkpoint_bytes

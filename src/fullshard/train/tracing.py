@@ -27,9 +27,8 @@ from fullshard.engine.operations import trace_work
 from fullshard.planner.activations import Moment, Peaks, between, peaks, peaks_between
 from fullshard.planner.operations import Work
 from fullshard.planner.plan import Plan
-from fullshard.planner.recompute import recomputed_modules
 from fullshard.planner.spec import is_inside, parent_name
-from fullshard.planner.wrap import repeated_blocks
+from fullshard.planner.wrap import recomputed_modules, repeated_blocks
 from fullshard.train.head import Head
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.taught import Taught
