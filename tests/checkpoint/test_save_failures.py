@@ -20,10 +20,11 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import saving
+from fullshard.checkpoint.background import Saves
 from fullshard.doors.dcp import write_dcp
 from fullshard.doors.detect import open_source
 from fullshard.doors.ours import write_checkpoint
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, OutOfMemoryError
 from support.models import perturbed
 from support.scripts import Tiny, error_of
 
@@ -380,3 +381,15 @@ def test_what_only_a_pickle_could_hold_is_refused_by_its_path(ranks, tmp_path, s
     assert first == second
     assert first == snapshot
     assert not Path("x").exists()
+
+
+def test_a_background_save_that_lacks_memory_says_so():
+    saves = Saves()
+
+    def work() -> None:
+        raise MemoryError("cannot allocate memory")
+
+    saves.start(work)
+    with pytest.raises(OutOfMemoryError, match="cannot allocate memory") as caught:
+        saves.wait()
+    assert caught.value.exit_code == 4

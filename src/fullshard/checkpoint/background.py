@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, FullshardError, OutOfMemoryError, ran_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: CheckpointError | None = None
+        self._error: FullshardError | None = None
         self._claims: dict[Path, int] = {}
         self._at_exit_set = False
 
@@ -41,10 +41,11 @@ class Saves:
         def run() -> None:
             try:
                 work()
-            except CheckpointError as error:
+            except FullshardError as error:
                 self._error = error
             except Exception as error:  # noqa: BLE001  whatever it is, the caller must hear of it
-                self._error = CheckpointError(f"saving: {type(error).__name__}: {error}")
+                kind = OutOfMemoryError if ran_out_of_memory(error) else CheckpointError
+                self._error = kind(f"saving: {type(error).__name__}: {error}")
                 self._error.__cause__ = error
 
         self._thread = threading.Thread(target=run, name="fullshard-save", daemon=True)
@@ -57,7 +58,7 @@ class Saves:
         """Raise what a save that has ended has to say; does not wait.
 
         Raises:
-            CheckpointError: It failed.
+            FullshardError: It failed: CheckpointError, or OutOfMemoryError.
         """
         if not self.under_way:
             self.wait()
@@ -66,7 +67,7 @@ class Saves:
         """Return when no save is under way.
 
         Raises:
-            CheckpointError: The last one failed.
+            FullshardError: The last one failed: CheckpointError, or OutOfMemoryError.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -107,7 +108,7 @@ class Saves:
     def _at_exit(self) -> None:
         try:
             self.wait()
-        except CheckpointError as error:
+        except FullshardError as error:
             logger.error("%s", error)
             sys.stdout.flush()
             os._exit(error.exit_code)  # nothing else lets an exit handler say so
