@@ -296,7 +296,7 @@ NUMBERS: dict[str, Function] = {
     "amax": lambda x: torch.amax(x),
     "std": lambda x: x.std(),
     "var": lambda x: torch.var(x),
-    "var of all": lambda x: x.var(unbiased=False) + torch.var(x, False),
+    "var of all": lambda x: x.var(unbiased=False),
     "std of all": lambda x: x.std(correction=0),
     "isnan().any()": lambda x: x.isnan().any(),
     "isinf().any()": lambda x: torch.isinf(x).any(),
