@@ -25,7 +25,7 @@ CHECKED = ("src", "tests", "tools", "benchmarks", "examples", "docs")
 EXEMPT = ("src/fullshard/compat/",)
 # Lines of code that a package, and all of them together, may have. The goal is 30,000: lower a
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
-BUDGETS = {"bench": 2_040, "in all": 38_980}
+BUDGETS = {"bench": 2_040, "in all": 39_000}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NO_CODE = {

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress
-from operator import gt
+from itertools import compress, repeat
+from operator import gt, is_
 from typing import Any
 
 import torch
@@ -283,7 +283,11 @@ class Gradients:
         """
         assert group.grads is not None
         with no_guard():
-            shown = [_before(member.param.grad) for member in group.members]
+            grads = [member.param.grad for member in group.members]
+            if all(map(is_, grads, repeat(None))) and num_holders(group) == group.grads.holders:
+                group.grads.carries = False  # nearly always
+                return False
+            shown = list(map(_before, grads))
             ours = list(map(_is_same, shown, (member.grad for member in group.members)))
             found = zip(group.members, shown, ours, strict=True)
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]

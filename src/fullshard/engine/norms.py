@@ -247,17 +247,18 @@ def local_powers(
 ) -> torch.Tensor:
     """(len(tensors),), float64: this rank's sums of |x|^order (maxima for inf)."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    norms = foreach_norm(filled, order) if filled else []
+    powers = torch.zeros(len(tensors), dtype=torch.float64, device=device)
+    if not filled:
+        return powers
+    norms = foreach_norm(filled, order)
     if len({(norm.dtype, norm.device) for norm in norms}) > 1:
         norms = [norm.to(device, torch.float64) for norm in norms]
-    if len(filled) < len(tensors):
-        zero, found = torch.zeros((), dtype=torch.float64, device=device), iter(norms)
-        norms = [next(found) if tensor.numel() else zero for tensor in tensors]
-        norms = [norm.to(zero) for norm in norms]
-    if not norms:
-        return torch.zeros(0, dtype=torch.float64, device=device)
     values = torch.stack(norms).to(device, torch.float64)
-    return values if order == math.inf else values**order
+    values = values if order == math.inf else values**order
+    if len(filled) == len(tensors):
+        return values
+    at = [index for index, tensor in enumerate(tensors) if tensor.numel()]
+    return powers.index_copy_(0, from_host(at, device, torch.int64), values)
 
 
 def by_model(shards: Iterable[Any]) -> dict[GradientNorms, list[Any]]:

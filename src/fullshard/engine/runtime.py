@@ -205,7 +205,8 @@ class Runtime:
         if unit.swapped == 0:
             return output
         unit.swap_out()
-        kept = tensors_in(self.kept[index].values()) if self.kept else []
+        values = self.kept[index].values() if self.kept else None
+        kept = tensors_in(values) if values else []
         tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
         if any(map(unit.lends, (*tensors, *kept) if kept else tensors)):
             output = change_tensors(output, self._handed_out(unit))
@@ -271,10 +272,14 @@ class Runtime:
         for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
             if tensor.requires_grad and not is_guarded(tensor):
                 found = True
-                for made in (tensor, tensor._base):  # in-place operations replace a view's node
-                    node = None if made is None else made.grad_fn
-                    if node is not None and node._sequence_nr() >= use.first_node:
-                        node.register_prehook(begin)
+                node, base = tensor.grad_fn, tensor._base
+                if node is not None and node._sequence_nr() >= use.first_node:
+                    node.register_prehook(begin)
+                node = (
+                    None if base is None else base.grad_fn
+                )  # in-place operations replace a view's
+                if node is not None and node._sequence_nr() >= use.first_node:
+                    node.register_prehook(begin)
         return found
 
     def trigger(self, index: int) -> Callable[[Any], None] | None:

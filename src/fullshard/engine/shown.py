@@ -17,7 +17,7 @@ def num_holders(group: Group) -> list[int]:
     """How many objects hold the memory of a group's gradients, and each of the gradients."""
     assert group.grads is not None
     memory = storage_use_count(group.grads.memory._cdata)
-    return [memory, *(sys.getrefcount(member.grad) for member in group.members)]
+    return [memory, *map(sys.getrefcount, group.views)]
 
 
 @dataclass(frozen=True)

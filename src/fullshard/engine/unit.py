@@ -75,6 +75,7 @@ class Group:
         part: (part_numel,): this rank's part of the slot, compute dtype.
         full: (numel,): the slot, or the master itself where nothing is gathered.
         grads: Reduced gradients; None where frozen.
+        views: What `p.grad` shows of them, parameter by parameter.
         grad_full: (numel,), reduce dtype: where gradients are collected now.
         deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
     """
@@ -91,6 +92,7 @@ class Group:
     padding: list[tuple[int, int]] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+    views: list[ShardedGradient] = field(default_factory=list)
 
     def is_in_place(self) -> bool:
         """Whether all shards are where they were cut, and train as they did. Outside the guard."""
@@ -107,12 +109,13 @@ class Group:
 
     def hold(self, grads: GradientShard) -> None:
         """Keep reduced gradients there from now on; `p.grad` will view them."""
-        self.grads = grads
+        self.grads, self.views = grads, []
         for member in self.members:
             local = grads.shown[member.piece.offset : member.piece.offset + member.piece.numel]
             with no_guard():
                 member.grad = local.view(member.param.shape).as_subclass(ShardedGradient)
             member.grad.record = member.param.record
+            self.views.append(member.grad)
 
     @property
     def gathers(self) -> bool:
