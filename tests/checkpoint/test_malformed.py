@@ -107,7 +107,7 @@ def imported(path: Path, target: Path) -> None:
 
 
 def loaded(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What a training goes on with."""
+    """Step, note, parameters and optimizer states after fs.load."""
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()

@@ -220,6 +220,27 @@ def test_gradients_that_somebody_keeps_stay_as_they_are(ranks, settings):
     ranks(2)(check_keeps, settings)
 
 
+def check_keeps_some(settings):
+    """Of one unit some gradients are kept and dropped, and others are added to."""
+    model, alone, total = both(settings)
+    for which in (model, alone):
+        backward(which, 0)
+    names = [name for name, _ in model.named_parameters()][::2]
+    kept = {name: model.get_parameter(name).grad for name in names}
+    values = {name: grad.to_local().clone() for name, grad in kept.items()}
+    for which in (model, alone):
+        for name in names:
+            which.get_parameter(name).grad = None
+        backward(which, 1)
+    assert_same_gradients(model, alone, total)
+    assert all(torch.equal(kept[name].to_local(), values[name]) for name in names)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_gradients_beside_kept_ones_are_added_to(ranks, settings):
+    ranks(2)(check_keeps_some, settings)
+
+
 def check_memory_is_used_again(settings):
     """Where nobody keeps a gradient each step's lie where the last one's did."""
     model, _, _ = both(settings)

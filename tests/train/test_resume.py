@@ -198,8 +198,12 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("max_steps=26",), 0, "the run there goes on with the model and optimizer of step 24 in"),
-        (("max_steps=26", "launch.num_processes=1"), 0, "goes on with the model and optimizer"),
+        (("max_steps=26",), 0, "the run there resumes with the model and optimizer of step 24 in"),
+        (
+            ("max_steps=26", "launch.num_processes=1"),
+            0,
+            "the run there resumes with the model and optimizer",
+        ),
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (("model.config.num_hidden_layers=3", "max_steps=26"), 2, "model: expected what it was"),

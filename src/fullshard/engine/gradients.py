@@ -288,7 +288,7 @@ class Gradients:
                 group.grads.carries = False  # nearly always
                 return False
             shown = list(map(_before, grads))
-            ours = list(map(_is_same, shown, (member.grad for member in group.members)))
+            ours = list(map(_is_same, shown, group.views))
             found = zip(group.members, shown, ours, strict=True)
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
@@ -296,12 +296,11 @@ class Gradients:
                 self._is_stale = True
             group.grads.carries = any(ours)
             if group.grads.carries:
-                for member, grad, is_ours in zip(group.members, shown, ours, strict=True):
-                    assert member.grad is not None
+                for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
-                        member.grad.zero_()
-                    elif grad is not member.grad:
-                        member.grad.copy_(grad)
+                        gradient.zero_()
+                    elif grad is not gradient:  # given new memory just now
+                        gradient.copy_(grad)
         return group.grads.carries
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:

@@ -63,6 +63,9 @@ _RANDOM = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_
 bernoulli rand_like randn_like randint_like multinomial poisson dropout dropout_ alpha_dropout
 feature_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rrelu rrelu_ gumbel_softmax"""
 _NORMS = "norm linalg_norm linalg_vector_norm _foreach_norm"
+_LAYERS = """linear bilinear embedding embedding_bag prelu conv1d conv2d conv3d conv_transpose1d
+conv_transpose2d conv_transpose3d layer_norm group_norm rms_norm batch_norm instance_norm
+multi_head_attention_forward matmul mm bmm addmm einsum __matmul__ __rmatmul__"""
 _NUMBERS = "sum mean max min amax amin any all count_nonzero std var"
 _ALIASES = frozenset(["data", "detach", "view", "view_as", "reshape", "contiguous"])
 _FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
@@ -153,25 +156,6 @@ def norm_order(order: Any) -> float:
     return value
 
 
-_LAYERS = frozenset(
-    [
-        *(
-            "linear",
-            "bilinear",
-            "embedding",
-            "embedding_bag",
-            "prelu",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-        ),
-        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "layer_norm", "group_norm"),
-        *("rms_norm", "batch_norm", "instance_norm", "multi_head_attention_forward", "matmul"),
-        *("mm", "bmm", "addmm", "einsum", "__matmul__", "__rmatmul__"),
-    ]
-)
-
-
 def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorError:
     """The error for a function that a shard may not meet."""
     record = getattr(like, "record", None)
@@ -188,7 +172,7 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
             f"{name}: expected the same random numbers on every rank; got the shard of {what}, "
             "for which each rank would draw its own. Fill parameters before fs.shard."
         )
-    if name.split(".")[-1] in _LAYERS and record is not None:
+    if name.split(".")[-1] in _LAYERS.split() and record is not None:
         return ShardedTensorError(
             f"{name}: expected a call inside the forward of unit {record.unit}; got this rank's "
             f"shard of {what} outside of it. Call the model or the unit; or name the layer's class "

@@ -145,7 +145,7 @@ class GradientNorms:
         """A number of the whole tensor, a plain scalar: float64 or int64. A collective.
 
         Args:
-            shard: This rank's part of the tensor.
+            shard: This rank's shard.
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
             correction: What std and var leave out of the count.
         """

@@ -468,7 +468,8 @@ def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
 
 def _freeze(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """p.requires_grad_(): a graph that is there brings no gradient to what is frozen now."""
-    like.record.norms.froze = True
+    if isinstance(like, ShardedParameter):  # zero_grad asks it of gradients
+        like.record.norms.froze = True
     with no_guard():
         return func(*args, **kwargs)
 

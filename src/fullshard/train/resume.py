@@ -58,7 +58,7 @@ class Resume:
         """What it means for the run that is asked for, and for one that is there."""
         if self.path is not None:
             found = newest_complete(self.path)
-            what = "the run there goes on" if self.in_place else "a new run begins"
+            what = "the run there resumes" if self.in_place else "a new run begins"
             return f"{what} with the model and optimizer of step {found.step} in {found.path}"
         is_there = RunFolder(output_dir).record.is_file() and not self.in_place
         return f"begins at step 0{'; the run there is moved aside' if is_there else ''}"
