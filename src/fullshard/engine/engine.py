@@ -21,7 +21,7 @@ from fullshard.engine.cut import cut_group
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.inventory import Inventory
-from fullshard.engine.kept import Kept, own_modules
+from fullshard.engine.kept import Kept, own_modules, tensors_in
 from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
@@ -230,7 +230,7 @@ class Engine:
 
     def _watch(self, index: int, *module_args_output: Any) -> None:
         if not self.unsharded and torch.is_grad_enabled():
-            self.runtime.watch(index, module_args_output[-1])
+            self.runtime.watch(index, tensors_in(module_args_output[-1]))
 
     def _on_spill(self, unit: Unit) -> None:
         spill = Event(EventKind.SPILL, unit.plan.index)

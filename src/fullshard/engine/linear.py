@@ -136,7 +136,7 @@ def _forward(
         if not _fits(input, weight, inside()):
             output = functional.linear(input, weight, bias)
             if output.requires_grad:
-                watching.watch(index, output)
+                watching.watch(index, (output,))
             return output
         return _product(input, weight, bias, write, watching.trigger(index))
 

@@ -42,7 +42,7 @@ one that raised autograd drops it, and the modules show the user's parameters ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -219,9 +219,8 @@ class Runtime:
         if use is None or use not in self._stack:
             return output
         del self._stack[self._stack.index(use) :]
-        training = torch.is_grad_enabled() and self.watch(index, tensors)
-        if kept and torch.is_grad_enabled():
-            training = self.watch(index, kept) or training
+        made = [*tensors, *kept] if kept else tensors
+        training = torch.is_grad_enabled() and self.watch(index, made)
         try:
             unit.check_writes()
         finally:
@@ -258,26 +257,24 @@ class Runtime:
                     "into the parameter: with torch.no_grad(): p.copy_(...)."
                 )
 
-    def watch(self, index: int, output: Any) -> bool:
-        """Begin the unit's backward when a gradient of `output` is there.
+    def watch(self, index: int, tensors: Iterable[torch.Tensor]) -> bool:
+        """Begin the unit's backward when a gradient of any of the tensors is there.
 
         Returns:
-            Whether anything in it takes part in autograd.
+            Whether any of them takes part in autograd.
         """
         begin = self.trigger(index)
         use = self._current[index]
         if begin is None or use is None:
             return False
         found = False
-        for tensor in (output,) if type(output) is torch.Tensor else tensors_in(output):
+        for tensor in tensors:
             if tensor.requires_grad and not is_guarded(tensor):
                 found = True
                 node, base = tensor.grad_fn, tensor._base
                 if node is not None and node._sequence_nr() >= use.first_node:
                     node.register_prehook(begin)
-                node = (
-                    None if base is None else base.grad_fn
-                )  # in-place operations replace a view's
+                node = base.grad_fn if base is not None else None  # of a view that was written
                 if node is not None and node._sequence_nr() >= use.first_node:
                     node.register_prehook(begin)
         return found

@@ -210,7 +210,7 @@ class Unit:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares memory with weights that will not stay as they are."""
-        if isinstance(tensor, ShardedParameter):
+        if type(tensor) is ShardedParameter:  # isinstance of a Parameter runs Python
             return False  # at rest: another unit's, or kept in a list
         try:
             at = tensor.data_ptr()
