@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import CheckpointError
 from fullshard.train.export import save_model
 from fullshard.train.model import (
@@ -20,7 +21,6 @@ from fullshard.train.model import (
     fit_to_tokenizer,
     quiet_libraries,
 )
-from fullshard.train.tokenizer import train_tokenizer
 
 MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},

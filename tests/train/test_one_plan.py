@@ -20,11 +20,11 @@ from fullshard.cli.app import invoke
 from fullshard.config import host_memory
 from fullshard.config.load import load_config
 from fullshard.config.values import Backend
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.planner.optimizers import states_of
 from fullshard.train.build import model_on_meta
 from fullshard.train.prepare import model_config_of
-from fullshard.train.tokenizer import train_tokenizer
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
 from fullshard.train.loss import IGNORED
-from fullshard.train.tokenizer import train_tokenizer
 
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
 WORDS = [

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command
+from fullshard.data.dataset import DatasetFacts
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.train.facts import DatasetFacts
 from fullshard.train.prepare import StepPlan, weights_folder
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from fullshard.data.order import Indices, SampleOrder, evaluation_samples
+from fullshard.data.packing import Tokens
 from fullshard.train.loop import Batch
 from fullshard.train.loss import IGNORED, causal_lm_loss
-from fullshard.train.order import Indices, SampleOrder, evaluation_samples
-from fullshard.train.packing import Tokens
 
 
 @dataclass(frozen=True)

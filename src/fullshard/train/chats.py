@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard.train.chat_dataset import ChatDataset, Rows
-from fullshard.train.chat_packing import dealt
+from fullshard.data.chat_packing import dealt
+from fullshard.data.chat_rows import ChatDataset, Rows
+from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.train.loop import Batch
 from fullshard.train.loss import IGNORED, causal_lm_loss
-from fullshard.train.order import Indices, SampleOrder, evaluation_samples
 
 INPUTS = ("input_ids", "position_ids")  # of a model; the rest of a batch is the recipe's
 

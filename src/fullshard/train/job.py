@@ -23,6 +23,8 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, SftConfig
 from fullshard.config.values import Backend, Command, DType
+from fullshard.data.chat_rows import ChatDataset
+from fullshard.data.dataset import Prepared, tokenizer_texts
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import HangError
@@ -36,12 +38,10 @@ from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.train.banner import RunFacts, banner
 from fullshard.train.build import build_sharded, model_on_meta
-from fullshard.train.chat_dataset import ChatDataset
 from fullshard.train.checkpoints import Kept, RunCheckpoints
 from fullshard.train.console import RunConsole
 from fullshard.train.ema import Average
 from fullshard.train.export import Adapters, save_model
-from fullshard.train.facts import Prepared, tokenizer_texts
 from fullshard.train.loop import Loop, Recipe, Trainee
 from fullshard.train.model import quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer

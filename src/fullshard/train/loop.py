@@ -22,11 +22,11 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.values import GradSync
+from fullshard.data.order import Indices
 from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import StepRow
 from fullshard.train.ema import Average
 from fullshard.train.loss import IGNORED, backward_scale, num_label_tokens
-from fullshard.train.order import Indices
 from fullshard.train.scaling import LossScaler
 from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
 

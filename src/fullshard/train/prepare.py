@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 
 from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig, TrainingConfig
 from fullshard.config.values import Command, DistillLoss, IntervalStrategy
+from fullshard.data import dataset as data_facts
+from fullshard.data.dataset import DatasetFacts
+from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.tokenizer import load_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.train import facts as data_facts
 from fullshard.train.document_check import check_documents
-from fullshard.train.facts import DatasetFacts
 from fullshard.train.model import (
     check_model_folder,
     check_vocabulary,
@@ -33,11 +35,9 @@ from fullshard.train.model import (
     require_transformers,
 )
 from fullshard.train.optim import check_optimizer
-from fullshard.train.order import BatchShape, SampleOrder
 from fullshard.train.recipes import make_data, uses_chats
 from fullshard.train.schedule import Schedule, warmup_steps
 from fullshard.train.student import is_cut, student_config
-from fullshard.train.tokenizer import load_tokenizer
 from fullshard.train.top_k import check_facts
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.config.schema import RunConfig
+from fullshard.data.bigram import Baseline
+from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.observe.memory import memory_bytes
 from fullshard.observe.metrics import EvalRow, StepRow
@@ -17,9 +19,7 @@ from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.train.baseline import Baseline
 from fullshard.train.console import RunConsole
-from fullshard.train.facts import DatasetFacts
 from fullshard.train.generate import Sample, SamplingSettings, generate
 from fullshard.train.outlook import View
 from fullshard.train.prepare import StepPlan

@@ -15,6 +15,8 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
 from fullshard.config.values import Command, DType, Home, Transport
+from fullshard.data.dataset import DatasetFacts
+from fullshard.data.order import evaluation_samples
 from fullshard.engine.engine import engine_of
 from fullshard.engine.folder import INDEX
 from fullshard.engine.hugging_face import build_on_meta
@@ -22,11 +24,9 @@ from fullshard.engine.initial import has_weights_of
 from fullshard.train.build import build_sharded
 from fullshard.train.distill import Distillation, Teacher
 from fullshard.train.divergence import Mix
-from fullshard.train.facts import DatasetFacts
 from fullshard.train.head import Head
 from fullshard.train.loop import Recipe, TrainRows
 from fullshard.train.model import build_model, config_from_folder
-from fullshard.train.order import evaluation_samples
 from fullshard.train.prepare import given_model_config
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.student import choose, counting, is_cut, write_student

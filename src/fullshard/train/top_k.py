@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import DataError
-from fullshard.train.facts import DatasetFacts
 from fullshard.train.loop import Batch
 
 FACTS = "cache.json"

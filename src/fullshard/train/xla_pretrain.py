@@ -16,6 +16,8 @@ import torch
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command, DType, Optimizer
+from fullshard.data.chat_rows import ChatDataset
+from fullshard.data.dataset import tokenizer_texts
 from fullshard.launch import rendezvous
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.observe import watchdog
@@ -23,10 +25,8 @@ from fullshard.observe.memory import memory_bytes
 from fullshard.planner.render import human_bytes
 from fullshard.train.banner import DataFacts
 from fullshard.train.build import model_on_meta, trainable
-from fullshard.train.chat_dataset import ChatDataset
 from fullshard.train.console import RunConsole
 from fullshard.train.export import write_folder
-from fullshard.train.facts import tokenizer_texts
 from fullshard.train.lora import first_values
 from fullshard.train.model import build_model, quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer

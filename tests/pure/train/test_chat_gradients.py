@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3MoeConfig
 
+from fullshard.data.chat import Examples, Pair
+from fullshard.data.chat_rows import ChatSettings, make_chat_dataset
+from fullshard.data.chat_template import Learned, encode
+from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.train.chat_dataset import ChatSettings, make_chat_dataset
-from fullshard.train.chat_template import Learned, encode
 from fullshard.train.chats import Chats
-from fullshard.train.conversations import Examples, Pair
 from fullshard.train.document_check import check_documents
-from fullshard.train.order import BatchShape, SampleOrder
-from fullshard.train.tokenizer import train_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "vocab_size": 300}

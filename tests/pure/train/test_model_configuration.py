@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.config.load import load_config
 from fullshard.config.schema import ModelConfig
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.train.generate import SamplingSettings, generate
@@ -22,7 +23,6 @@ from fullshard.train.model import (
     freeze,
 )
 from fullshard.train.prepare import with_fitting_length
-from fullshard.train.tokenizer import train_tokenizer
 
 SETTINGS = {
     "model_type": "llama",

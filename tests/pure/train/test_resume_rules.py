@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
 from fullshard.config.training import TrainingConfig
+from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.errors import CheckpointError
-from fullshard.train.order import BatchShape, SampleOrder
 from fullshard.train.resume import Resume, find_resume, goes_on, own_resume
 from fullshard.train.run_folder import RunFolder
 

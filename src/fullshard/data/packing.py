@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fullshard.data.text import Corpus
 from fullshard.errors import DataError
-from fullshard.train.text import Corpus
 
 Tokens = npt.NDArray[np.unsignedinteger]
 

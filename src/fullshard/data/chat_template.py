@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from fullshard.config.schema import ModelConfig
+from fullshard.data.chat import ASSISTANT, Example, Message, Pair, Turns
 from fullshard.errors import ConfigError, DataError
-from fullshard.train.conversations import ASSISTANT, Example, Message, Pair, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: M
     if files[0].is_file():
         tokenizer.chat_template = files[0].read_text(encoding="utf-8")
         return
-    from fullshard.train.tokenizer import load_tokenizer
+    from fullshard.data.tokenizer import load_tokenizer
 
     other = load_tokenizer(model, "sft.chat_template_path", path) if path.is_dir() else None
     if other is None or other.chat_template is None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fullshard.train.baseline import interpolated_bigram
-from fullshard.train.facts import DatasetFacts, save_facts
-from fullshard.train.packing import Tokens, hold_out, join, pack
-from fullshard.train.text import Corpus
-from fullshard.train.tokenizer import encode, train_tokenizer
+from fullshard.data.bigram import interpolated_bigram
+from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.packing import Tokens, hold_out, join, pack
+from fullshard.data.text import Corpus
+from fullshard.data.tokenizer import encode, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

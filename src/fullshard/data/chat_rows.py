@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
+from fullshard.data.chat_packing import best_fit
+from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
+from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.order import Indices
+from fullshard.data.packing import Tokens, token_dtype
 from fullshard.errors import DataError
-from fullshard.train.chat_packing import best_fit
-from fullshard.train.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.train.conversations import ASSISTANT, Example, Examples, Turns
-from fullshard.train.facts import DatasetFacts, save_facts
-from fullshard.train.order import Indices
-from fullshard.train.packing import Tokens, token_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

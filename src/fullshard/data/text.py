@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.config.values import nearest
+from fullshard.data.records import Files, Kind, Record, files_at, open_parquet
 from fullshard.errors import DataError
-from fullshard.train.records import Files, Kind, Record, files_at, open_parquet
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from fullshard.data.records import Files, Kind, Record, files_at
 from fullshard.errors import DataError
-from fullshard.train.records import Files, Kind, Record, files_at
 
 Message = Mapping[str, Any]
 

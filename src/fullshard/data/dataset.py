@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fullshard.data.bigram import Baseline
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import DataError
-from fullshard.train.baseline import Baseline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,9 +21,9 @@ import xxhash
 
 from fullshard import __version__
 from fullshard.config.environment import cache_folder
-from fullshard.train.chat_dataset import ChatDataset, ChatSettings
-from fullshard.train.conversations import Examples
-from fullshard.train.facts import read_facts
+from fullshard.data.chat import Examples
+from fullshard.data.chat_rows import ChatDataset, ChatSettings
+from fullshard.data.dataset import read_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

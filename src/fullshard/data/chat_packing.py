@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fullshard.train.order import Indices
+from fullshard.data.order import Indices
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
