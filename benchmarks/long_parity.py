@@ -18,8 +18,7 @@ from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import JsonFlag
-from fullshard.data.packed import DatasetSettings, make_dataset
-from fullshard.data.text import embedded_corpus
+from fullshard.data.text import DatasetSettings, embedded_corpus, make_dataset
 from fullshard.observe.chart import Axes, Series, line_chart, standalone
 
 NAME = "benchmarks.long_parity"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fullshard.data.packing import Tokens
+from fullshard.data.tokenizer import Tokens
 
 Floats = npt.NDArray[np.float64]
 CHOOSING_SHARE = 10  # one in ten training sequences chooses lambda

@@ -1,4 +1,8 @@
-"""The tokens of chat data: made once, kept in the run's folder, mapped by every rank.
+"""Examples packed into rows: made once, kept in the run's folder, mapped by every rank.
+
+    best fit, decreasing        longest first, each into the row with the least room that holds it
+    row      [ example 4       ][ example 0 ][ ex. 7 ]..    what is left over is padding
+    places   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 0 1 2 3 4 0    begin anew with each example
 
 data/train/tokens.npy     (num_tokens,)         of all examples, row after row
 data/train/learned.npy    (num_tokens,)         which of them the loss counts
@@ -7,31 +11,47 @@ data/train/rows.npy       (num_rows + 1,)       the first example of each row
 data/held_out/            the same
 
 Without packing a row is one example.
+
+[Note: prepared chat data]
+The result is cached in ~/.cache/fullshard/chats/KEY/ (XDG_CACHE_HOME moves it). KEY is the checksum
+of all that the result depends on: the files' bytes, the tokenizer, the template, the settings and
+our version. The cache is read and written before the ranks start, and a folder appears by one
+rename, so nothing waits for it.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import os
+import shutil
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from fullshard import __version__
+from fullshard.config.environment import cache_folder
 from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
-from fullshard.data.chat_packing import best_fit
 from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.dataset import DatasetFacts, read_facts, save_facts
 from fullshard.data.order import Indices
-from fullshard.data.packing import Tokens, token_dtype
+from fullshard.data.tokenizer import Tokens, token_dtype
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
 
 KIND = "chat"
 
@@ -249,3 +269,94 @@ def _notes(
             f"{len(kept[0]):,} examples in {len(train):,} rows, which are {filled:.0%} full"
         )
     return tuple(notes)
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Examples by row.
+
+    Args:
+        lengths: Tokens of each example, at most `capacity`.
+        capacity: Tokens of a row.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for example in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[example]
+        at = bisect_left(room, (length, 0))
+        if at == len(room):
+            left, row = capacity, len(rows)
+            rows.append([])
+        else:
+            left, row = room.pop(at)
+        rows[row].append(example)
+        if left > length:
+            insort(room, (left - length, row))
+    return rows
+
+
+def dealt(chosen: Indices, lengths: Indices) -> Indices:
+    """The same rows, so dealt out that ranks wait little for each other.
+
+    Rows of like length come into one micro-batch, where they need little padding; the rank that
+    has the longest of one micro-batch has the shortest of the next.
+
+    Args:
+        chosen: (accumulation, world_size, per_device) rows of a step; -1 are empty places.
+        lengths: Lengths of every row, in tokens.
+    """
+    flat = chosen.reshape(-1)
+    sizes = np.where(flat < 0, -1, lengths[np.maximum(flat, 0)])
+    sorted_rows = flat[np.argsort(-sizes, kind="stable")].reshape(chosen.shape)
+    sorted_rows[1::2] = sorted_rows[1::2, ::-1]
+    return sorted_rows
+
+
+PIECE = 1 << 20
+
+
+def cached(
+    data: Examples,
+    settings: ChatSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    make: Callable[[], ChatDataset],
+) -> ChatDataset:
+    """The cached result, or `make`'s, which is cached; see [Note: prepared chat data]."""
+    folder = cache_folder() / "chats" / _key(data, settings, tokenizer)
+    if folder.is_dir():
+        logger.info("data: prepared before, taken from %s", folder)
+        _, facts = read_facts(folder)
+        return ChatDataset.load(folder, facts, tokenizer)
+    made = make()
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    with suppress(OSError):  # a cache that cannot be written is none
+        try:
+            made.save(aside)
+            aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return made
+
+
+def _key(data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> str:
+    checksum = xxhash.xxh3_128()
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    special = repr(tokenizer.special_tokens_map)
+    for text in (__version__, repr(settings), words, special, repr(tokenizer.chat_template)):
+        checksum.update(f"{len(text)}:{text}".encode())
+    if data.files is None:
+        checksum.update(repr(data.examples).encode())
+    for piece in _bytes(data):
+        checksum.update(piece)
+    return checksum.hexdigest()
+
+
+def _bytes(data: Examples) -> Iterator[bytes]:
+    """Names and contents of all files."""
+    for path in data.files.files if data.files else ():
+        inside: list[Path] = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in filter(Path.is_file, inside):
+            yield f"{file}:{file.stat().st_size}:".encode()
+            with file.open("rb") as opened:
+                while piece := opened.read(PIECE):
+                    yield piece

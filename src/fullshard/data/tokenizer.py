@@ -7,12 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from fullshard.config.schema import ModelConfig
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Tokens = npt.NDArray[np.unsignedinteger]
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
@@ -116,6 +121,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iter
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         for (_, is_last), ids in zip(pieces, cast("list[list[int]]", encoded), strict=True):
             yield [*ids, *end] if is_last else ids
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The smallest unsigned dtype that holds every token id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def join(encoded: Iterable[list[int]], vocab_size: int) -> Tokens:
+    """One stream of token ids, shape (num_tokens,)."""
+    dtype = token_dtype(vocab_size)
+    parts = [np.asarray(ids, dtype=dtype) for ids in encoded]
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 def _pieces(document: str) -> Iterator[tuple[str, bool]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
-from fullshard.data.packing import Tokens
+from fullshard.data.tokenizer import Tokens
 from fullshard.train.loop import Batch
 from fullshard.train.loss import IGNORED, causal_lm_loss
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard.data.chat_packing import dealt
-from fullshard.data.chat_rows import ChatDataset, Rows
+from fullshard.data.chat_rows import ChatDataset, Rows, dealt
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.train.loop import Batch
 from fullshard.train.loss import IGNORED, causal_lm_loss

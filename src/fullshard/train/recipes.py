@@ -16,13 +16,11 @@ from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
 from fullshard.config.values import Command
 from fullshard.data.chat import is_chat, read_examples
 from fullshard.data.chat_rows import KIND as CHAT
-from fullshard.data.chat_rows import ChatDataset, ChatSettings, make_chat_dataset
+from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
 from fullshard.data.chat_template import Learned, set_template, texts_of
 from fullshard.data.dataset import Prepared, load_facts
 from fullshard.data.order import SampleOrder
-from fullshard.data.packed import Dataset, DatasetSettings, make_dataset
-from fullshard.data.prepared_cache import cached
-from fullshard.data.text import read_corpus
+from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.train.causal_lm import PackedText, Sequences
 from fullshard.train.chats import Chats

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from fullshard.config.schema import ModelConfig
 from fullshard.data import chat_template
 from fullshard.data.chat import Examples, Pair, Turns, read_examples
-from fullshard.data.chat_packing import best_fit, dealt
-from fullshard.data.chat_rows import ChatSettings, make_chat_dataset
+from fullshard.data.chat_rows import ChatSettings, best_fit, dealt, make_chat_dataset
 from fullshard.data.chat_template import Learned, encode, set_template
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer

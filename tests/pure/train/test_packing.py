@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.schema import ModelConfig
-from fullshard.data.packing import hold_out, join, pack, token_dtype
-from fullshard.data.text import Corpus
-from fullshard.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from fullshard.data.text import Corpus, hold_out, pack
+from fullshard.data.tokenizer import encode, join, load_tokenizer, token_dtype, train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from support.text import seeded_text
 
