@@ -15,13 +15,12 @@ import fullshard as fs
 from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.homes import Place
 from fullshard.planner.outlook import Machine, Outlook
-from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at
-from fullshard.train.prepare import given_model_config
 
 NUM_STEPS = 3  # optimizer state and receive buffers are there from the second on
 

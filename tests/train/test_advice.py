@@ -12,6 +12,7 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Command
+from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.planner.hardware import Fit
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
@@ -19,9 +20,7 @@ from fullshard.planner.outlook import Machine, Outlook, look
 from fullshard.planner.search import Advice, advise
 from fullshard.train import outlook as train_outlook
 from fullshard.train import start
-from fullshard.train.build import model_on_meta
 from fullshard.train.outlook import job_of, view_of
-from fullshard.train.prepare import given_model_config
 
 TOLERANCE = 0.03
 PLENTY = 1 << 40

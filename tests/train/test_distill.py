@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3M
 import fullshard as fs
 from fullshard.config.values import DistillLoss
 from fullshard.errors import ConfigError
-from fullshard.train.build import PROJECTION
+from fullshard.models.lora import PROJECTION
 from fullshard.train.distill import Distillation, Teacher
 from fullshard.train.divergence import Mix
 from fullshard.train.head import Head

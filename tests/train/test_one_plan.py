@@ -22,9 +22,8 @@ from fullshard.config.load import load_config
 from fullshard.config.values import Backend
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
+from fullshard.models.build import model_config_of, model_on_meta
 from fullshard.planner.optimizers import states_of
-from fullshard.train.build import model_on_meta
-from fullshard.train.prepare import model_config_of
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,15 +15,14 @@ from transformers.optimization import Adafactor
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Machine
-from fullshard.train.build import build_sharded
 from fullshard.train.ema import Average
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at
-from fullshard.train.prepare import given_model_config
 from support.models import ODD_LLAMA
 
 

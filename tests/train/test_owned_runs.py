@@ -15,10 +15,9 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
 from fullshard.errors import ConfigError
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.observe.metrics import read_rows
-from fullshard.train.build import build_sharded
 from fullshard.train.optim import OptimizerSettings, build_optimizer, check_optimizer
-from fullshard.train.prepare import given_model_config
 from support.models import ODD_LLAMA
 from support.text import seeded_text
 

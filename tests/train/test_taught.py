@@ -16,16 +16,15 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.supported import check_command
 from fullshard.config.values import Command
+from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.planner.hardware import HEADROOM, Fit
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import TEACHER
-from fullshard.train.build import model_on_meta
 from fullshard.train.loop import Recipe
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at, view_of
-from fullshard.train.prepare import given_model_config
 from fullshard.train.teaching import Teaching, build_teacher
 from fullshard.train.team import Seat
 

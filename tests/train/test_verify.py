@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from fullshard.config.load import load_config
+from fullshard.models.config import config_from_settings
 from fullshard.train import verify
-from fullshard.train.model import config_from_settings
 from fullshard.train.verify_compare import _number_error
 from fullshard.train.verify_faults import Fault
 

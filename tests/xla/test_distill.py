@@ -40,9 +40,10 @@ def in_torch(case, folder):
     """Losses, gradient norms and evaluation of torch's recipe; the first weights go to folders."""
     import torch
 
+    from fullshard.models.lora import PROJECTION
     from fullshard.train.distill import Distillation, Teacher
     from fullshard.train.divergence import Mix
-    from fullshard.train.head import PROJECTION, Head
+    from fullshard.train.head import Head
     from fullshard.train.top_k import TopK
     from support import decoders
 

@@ -22,13 +22,12 @@ from fullshard.bench.idle import make_idle
 from fullshard.engine.collectives import make_transport
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
+from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.config import build_model
 from fullshard.planner.calibration import Point
 from fullshard.planner.mesh import Mesh
-from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
-from fullshard.train.model import build_model
 from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.prepare import given_model_config
 
 DTYPES = (torch.float32, torch.bfloat16)
 SETTLED = 256  # numbers that end a backward: two a parameter, or so

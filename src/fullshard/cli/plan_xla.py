@@ -36,8 +36,9 @@ def plan_on_xla(
         ConfigError: The decoder does not compute this model, or the devices are not to be had.
     """
     from fullshard.launch.exit_codes import ExitCode
+    from fullshard.models.build import model_config_of
+    from fullshard.models.config import quiet_libraries
     from fullshard.planner.hardware import Fit, judge_fit
-    from fullshard.train.prepare import model_config_of, quiet_libraries
     from fullshard.train.xla_outlook import compiled_step, look
 
     quiet_libraries()

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command
 from fullshard.data.dataset import DatasetFacts
+from fullshard.models.build import weights_folder
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.train.prepare import StepPlan, weights_folder
+from fullshard.train.prepare import StepPlan
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard.config.values import DistillLoss
+from fullshard.models.lora import PROJECTION
 from fullshard.train.divergence import Mix, cross_entropy, divergence, top_k_divergence
-from fullshard.train.head import PROJECTION, Head, chunked
+from fullshard.train.head import Head, chunked
 from fullshard.train.loop import Batch, Recipe
 from fullshard.train.loss import IGNORED
 from fullshard.train.top_k import TOP_IDS, TOP_VALUES, TopK, with_logits

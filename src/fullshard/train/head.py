@@ -30,7 +30,6 @@ Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 # Loss of some tokens, summed: (rows of hidden, weight, bias, which rows).
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, slice], torch.Tensor]
 
-PROJECTION = "distill_projection"  # a module of a student whose width is not its teacher's
 FP16_SCALE = 1024.0  # gradients of a chunk that is fp16 are below its smallest number without it
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 

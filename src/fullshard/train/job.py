@@ -31,30 +31,24 @@ from fullshard.errors import HangError
 from fullshard.launch import rendezvous
 from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
+from fullshard.models.build import build_sharded, model_config_of, model_on_meta, weights_folder
+from fullshard.models.config import quiet_libraries
+from fullshard.models.export import Adapters, save_model
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
 from fullshard.observe.position import Verdict
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.train.banner import RunFacts, banner
-from fullshard.train.build import build_sharded, model_on_meta
 from fullshard.train.checkpoints import Kept, RunCheckpoints
 from fullshard.train.console import RunConsole
 from fullshard.train.ema import Average
-from fullshard.train.export import Adapters, save_model
 from fullshard.train.loop import Loop, Recipe, Trainee
-from fullshard.train.model import quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import View, topology_of, view_of
 from fullshard.train.patience import Patience
-from fullshard.train.prepare import (
-    StepPlan,
-    model_config_of,
-    plan_steps,
-    schedule_of,
-    weights_folder,
-)
+from fullshard.train.prepare import StepPlan, plan_steps, schedule_of
 from fullshard.train.recipes import load_data, make_recipe
 from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume

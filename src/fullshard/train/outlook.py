@@ -18,6 +18,13 @@ from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.launch.machine import configured_topology, describe_machine
+from fullshard.models.build import (
+    given_model_config,
+    model_config_of,
+    model_on_meta,
+    weights_source,
+)
+from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.planner.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.planner.forecast.architecture import Shapes, decoder
 from fullshard.planner.forecast.devices import Device, find_device
@@ -35,9 +42,6 @@ from fullshard.planner.render import human_bytes
 from fullshard.planner.search import MICRO_BATCH, PlanAt, choose
 from fullshard.planner.strategy import row_of
 from fullshard.planner.study import Study, study
-from fullshard.train.build import model_on_meta, weights_source
-from fullshard.train.model import quiet_libraries, require_transformers
-from fullshard.train.prepare import given_model_config, model_config_of
 from fullshard.train.taught import Taught
 from fullshard.train.tracing import Tracer
 

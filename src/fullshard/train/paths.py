@@ -8,7 +8,7 @@ from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
 from fullshard.data.records import files_at
 from fullshard.errors import ConfigError, DataError
-from fullshard.train.model import check_model_folder
+from fullshard.models.config import check_model_folder
 
 
 def check_paths(resolved: Resolved, *, data: bool = True) -> None:

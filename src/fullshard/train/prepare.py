@@ -23,21 +23,24 @@ from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import load_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.train.document_check import check_documents
-from fullshard.train.model import (
+from fullshard.models.build import (
+    given_model_config,
+    given_tokenizer,
+    model_config_of,
+    vocab_size,
+    weights_folder,
+)
+from fullshard.models.config import (
     check_model_folder,
-    check_vocabulary,
     config_from_folder,
-    config_from_settings,
-    fit_to_tokenizer,
     num_positions,
     quiet_libraries,
     require_transformers,
 )
+from fullshard.models.small import check_documents
 from fullshard.train.optim import check_optimizer
 from fullshard.train.recipes import make_data, uses_chats
 from fullshard.train.schedule import Schedule, warmup_steps
-from fullshard.train.student import is_cut, student_config
 from fullshard.train.top_k import check_facts
 
 if TYPE_CHECKING:
@@ -48,7 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAVE_STEPS = 500  # Hugging Face's default
-DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ def prepare(
         DataError: The data cannot be used.
     """
     check_optimizer(config.training.optim)
-    given, tokenizer = given_model_config(config), _given_tokenizer(config)
+    given, tokenizer = given_model_config(config), given_tokenizer(config)
     if command is not Command.TRAIN and config.teacher is not None:
         check_teacher(config.teacher, tokenizer, config.distill or DistillConfig())
     _check_trains_tokenizer(config, tokenizer)
-    dataset = make_data(config, command, tokenizer, _vocab_size(config, given))
+    dataset = make_data(config, command, tokenizer, vocab_size(config, given))
     model_config = model_config_of(config, dataset.tokenizer)
     if command is Command.DISTILL and config.distill is not None and config.distill.cache:
         check_facts(Path(config.distill.cache), dataset.facts)
@@ -124,38 +126,6 @@ def prepare(
         dataset,
         plan_steps(config.training, dataset.facts, world_size, global_batch),
     )
-
-
-def model_config_of(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None
-) -> PretrainedConfig:
-    """The model's configuration with the run's vocabulary; the same in every process.
-
-    The vocabulary is known without data: that of the configuration or of a given tokenizer, else
-    the most entries that a tokenizer trained on the data may have.
-
-    Args:
-        config: Configuration of the run.
-        tokenizer: The run's tokenizer, whose special tokens the model takes; None: not known.
-
-    Raises:
-        ConfigError: The tokenizer has more entries than the model's or the teacher's vocabulary.
-    """
-    model_config, own = given_model_config(config), _given_tokenizer(config)
-    given = ("vocab_size",)  # a new tokenizer, whose special tokens the model must know
-    if config.model.config is not None:
-        given = tuple(config.model.config)
-    elif own is not None:
-        given = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    if "vocab_size" not in given:
-        entries = _vocab_size(config, model_config) if own is None else len(own)
-        model_config.get_text_config().vocab_size = entries
-    if tokenizer is not None:
-        fit_to_tokenizer(model_config, tokenizer, (*given, "vocab_size"))
-        if config.teacher is not None and config.teacher.name_or_path is not None:
-            theirs = config_from_folder(config.teacher, "teacher").get_text_config()
-            check_vocabulary("teacher", theirs.vocab_size, tokenizer)
-    return model_config
 
 
 def with_fitting_length(resolved: Resolved) -> Resolved:
@@ -184,16 +154,6 @@ def with_fitting_length(resolved: Resolved) -> Resolved:
     logger.info("max_seq_length: %s; the default is %d", limit, length)
     training = config.training.model_copy(update={"max_seq_length": limits[name]})
     return replace(resolved, config=config.model_copy(update={"training": training}))
-
-
-def weights_folder(config: RunConfig) -> Path | None:
-    """Where the initial weights come from; None: random ones."""
-    folder = _model_folder(config)
-    if folder is None:
-        return None
-    # An index stands for weights, also where its files are missing: that is an error later.
-    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
-    return folder if any(path for pattern in patterns for path in folder.glob(pattern)) else None
 
 
 def check_teacher(
@@ -284,45 +244,6 @@ def _steps(value: float, num_steps: int) -> int:
     return int(value) if value >= 1 else max(1, math.ceil(value * num_steps))
 
 
-def _model_folder(config: RunConfig) -> Path | None:
-    return Path(config.model.name_or_path) if config.model.name_or_path else None
-
-
-def given_model_config(config: RunConfig) -> PretrainedConfig:
-    """The model's configuration before it meets a tokenizer.
-
-    Raises:
-        ConfigError: It cannot be read, or a student cannot be cut out of it.
-    """
-    if config.model.name_or_path is not None:
-        whole = config_from_folder(config.model)
-        if config.distill is not None and is_cut(config.distill):
-            return student_config(whole, config.distill)
-        return whole
-    assert config.model.config is not None, "the schema demands one of the two"
-    return config_from_settings(config.model.config)
-
-
-def _given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
-    """data.tokenizer, else the model's own, else the teacher's; None: one is trained."""
-    if config.data.tokenizer is not None:
-        folder = Path(config.data.tokenizer)
-        tokenizer = load_tokenizer(config.model, "data.tokenizer", folder)
-        if tokenizer is None:
-            raise ConfigError(
-                f"data.tokenizer: expected a local folder with a tokenizer, got '{folder}'. "
-                "Name the folder that holds tokenizer.json."
-            )
-        return tokenizer
-    folder = _model_folder(config)
-    if folder is not None:
-        check_model_folder(folder)
-    found = None if folder is None else load_tokenizer(config.model, folder=folder)
-    if found is None and config.teacher is not None and config.teacher.name_or_path:
-        found = load_tokenizer(config.teacher, "teacher.name_or_path")
-    return found
-
-
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Refuses to train a tokenizer for weights that know another one's tokens, unless asked to."""
     teacher = (config.teacher and config.teacher.name_or_path) or None
@@ -335,12 +256,3 @@ def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBas
         "into the folder or name the folder that has them (data.tokenizer). Set data.vocab_size to "
         "train a new tokenizer on the data, whose tokens these weights have never seen."
     )
-
-
-def _vocab_size(config: RunConfig, model_config: PretrainedConfig) -> int:
-    """Most entries of a tokenizer that is trained on the data."""
-    if config.data.vocab_size is not None:
-        return config.data.vocab_size
-    if config.model.config is not None and "vocab_size" not in config.model.config:
-        return DEFAULT_VOCAB_SIZE
-    return model_config.get_text_config().vocab_size

@@ -13,6 +13,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.data.bigram import Baseline
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
+from fullshard.models.generate import Sample, SamplingSettings, generate
 from fullshard.observe.memory import memory_bytes
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
@@ -20,7 +21,6 @@ from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.train.console import RunConsole
-from fullshard.train.generate import Sample, SamplingSettings, generate
 from fullshard.train.outlook import View
 from fullshard.train.prepare import StepPlan
 from fullshard.train.run_folder import RunFolder, RunStatus, now

@@ -26,12 +26,12 @@ from fullshard.launch.machine import configured_topology
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
+from fullshard.models.build import check_weights, model_on_meta
 from fullshard.observe.report import write_report
 from fullshard.planner.phases import checkpoint_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.train.build import check_weights, model_on_meta
 from fullshard.train.optim import KINDS
 from fullshard.train.outlook import View, foresee, leaves_something, topology_of
 from fullshard.train.prepare import Prepared, StepPlan, prepare, with_fitting_length

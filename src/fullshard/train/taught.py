@@ -17,13 +17,13 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, RunConfig, ShardConfig
 from fullshard.engine.hugging_face import build_on_meta
+from fullshard.models.config import config_from_folder
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.phases import TEACHER
 from fullshard.planner.plan import Plan
 from fullshard.train.distill import Distillation, Teacher
 from fullshard.train.divergence import Mix
 from fullshard.train.head import Head
-from fullshard.train.model import config_from_folder
 from fullshard.train.teaching import settings_of, teacher_dtype, teacher_sharding
 from fullshard.train.top_k import TOP_IDS, TOP_VALUES, TopK
 

@@ -21,15 +21,14 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.folder import INDEX
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import has_weights_of
-from fullshard.train.build import build_sharded
+from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.config import build_model, config_from_folder
+from fullshard.models.student import choose, counting, is_cut, write_student
 from fullshard.train.distill import Distillation, Teacher
 from fullshard.train.divergence import Mix
 from fullshard.train.head import Head
 from fullshard.train.loop import Recipe, TrainRows
-from fullshard.train.model import build_model, config_from_folder
-from fullshard.train.prepare import given_model_config
 from fullshard.train.run_folder import RunFolder
-from fullshard.train.student import choose, counting, is_cut, write_student
 from fullshard.train.team import RankTeam, Seat
 from fullshard.train.top_k import TopK, write_facts
 

@@ -27,19 +27,29 @@ import fullshard as fs
 from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType, Transport, WrapKind
-from fullshard.engine.hugging_face import build, build_on_meta
+from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
-from fullshard.planner.spec import matches
-from fullshard.planner.strategy import row_of
-from fullshard.train.model import (
+from fullshard.models.config import (
     config_from_folder,
     config_from_settings,
     freeze,
     quiet_libraries,
     require_transformers,
 )
+from fullshard.models.small import (
+    Change,
+    Limits,
+    Shrunk,
+    fit_globs,
+    logits_of,
+    model_arguments,
+    shrink,
+    shrunk,
+)
+from fullshard.planner.spec import matches
+from fullshard.planner.strategy import row_of
 from fullshard.train.verify_compare import Row, Sides, rows_of
 from fullshard.train.verify_diagnose import Diagnosis, diagnose
 from fullshard.train.verify_faults import NEEDS_GATHERS, Fault
@@ -52,7 +62,6 @@ from fullshard.train.verify_job import (
     write_batches,
     write_weights,
 )
-from fullshard.train.verify_shrink import Change, Limits, Shrunk, fit_globs, shrink, shrunk
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,7 +72,6 @@ if TYPE_CHECKING:
 RANK_MODULE = "fullshard.train.verify_rank"
 REFERENCE = Path(__file__).with_name("reference.py")
 MOST_RANKS = 4
-MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
 TIMEOUT_S = 600.0
 DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp32_modules")
 
@@ -145,7 +153,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     frozen = _freeze(config, model, model_config, len(small.layers), notes)
     sharding["ignore"] = ()
     exact = EXACT
-    if _logits(model).dtype is not torch.float64:
+    if logits_of(model).dtype is not torch.float64:
         exact = SINGLE
         notes.append("The model makes its logits float32, also in float64.")
     num_micro_batches = min(2, config.training.gradient_accumulation_steps)
@@ -154,7 +162,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
         world_size=world_size,
         num_micro_batches=num_micro_batches,
         frozen=frozen,
-        model_arguments=_model_arguments(small.config),
+        model_arguments=model_arguments(small.config),
         device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
         fault=fault,
     )
@@ -209,7 +217,7 @@ def _shrink(
     depth = 2 + max(sharding["forward_prefetch"], sharding["backward_prefetch"])
     depth = min(8, max(depth, sharding["activation_checkpointing"].every, 4))
     limits = Limits(num_layers=depth)
-    small, model = shrink(config, limits, trained_once)
+    small, model = shrink(config, limits)
     unnamed = {"ignore": (), "fp32_modules": ()}  # names are fitted to the small model later
     wide = build_on_meta(shrunk(config, limits, depth=True, width=False).config)
     wanted = fs.plan(wide, sharding | unnamed, world_size=world_size)
@@ -222,7 +230,7 @@ def _shrink(
         width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
         largest = max(unit.numel for unit in found.units)
         limits = dataclasses.replace(limits, vocab_size=2 * largest // width)
-        small, model = shrink(config, limits, trained_once)
+        small, model = shrink(config, limits)
         found = fs.plan(model, sharding | unnamed, world_size=world_size)
     if {unit.name for unit in wanted.units} != {unit.name for unit in found.units}:
         notes.append("The units are not those of the full width: sizes decide them.")
@@ -277,37 +285,6 @@ def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
         name = next((d for d in (compute, reduce, master) if d in low), compute)
         passes.append(Pass(name.value, LOW, settings, "float32", compute, reduce, scale))
     return tuple(passes)
-
-
-def _model_arguments(config: PretrainedConfig) -> dict[str, Any]:
-    """Experts in a loop: the grouped matmul has no float64."""
-    return {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
-
-
-def trained_once(config: PretrainedConfig) -> nn.Module:
-    """The model in float64, after a forward and backward that gave numbers.
-
-    Raises:
-        ValueError: It is too large, or they were none.
-    """
-    num_parameters = sum(param.numel() for param in build_on_meta(config).parameters())
-    if num_parameters > MOST_PARAMETERS:
-        raise ValueError(f"{num_parameters:,} parameters are too many for this check")
-    torch.manual_seed(0)
-    arguments = _model_arguments(config)
-    model = build(config, dtype=torch.float32, **arguments).double()
-    loss = _logits(model).logsumexp(-1).mean()
-    loss.backward()
-    if not bool(loss.isfinite()):
-        raise ValueError("its loss is not finite")
-    model.zero_grad(set_to_none=True)
-    return model
-
-
-def _logits(model: nn.Module) -> torch.Tensor:
-    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
-    ids = torch.arange(24).reshape(2, 12) % vocab_size
-    return model(input_ids=ids, use_cache=False).logits
 
 
 def _check_fault(fault: Fault | None, plan: Plan, model: nn.Module) -> None:

@@ -28,10 +28,10 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
+from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.train.loop import Batch, Loop, Trainee
 from fullshard.train.loss import causal_lm_loss
-from fullshard.train.model import quiet_libraries
 from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.steps import LoopSettings

@@ -20,24 +20,18 @@ from fullshard.data.chat_rows import ChatDataset
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.launch import rendezvous
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
+from fullshard.models.build import model_config_of, model_on_meta, trainable, weights_folder
+from fullshard.models.config import build_model, quiet_libraries
+from fullshard.models.export import write_folder
+from fullshard.models.lora import first_values
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
 from fullshard.planner.render import human_bytes
 from fullshard.train.banner import DataFacts
-from fullshard.train.build import model_on_meta, trainable
 from fullshard.train.console import RunConsole
-from fullshard.train.export import write_folder
-from fullshard.train.lora import first_values
-from fullshard.train.model import build_model, quiet_libraries
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.patience import Patience
-from fullshard.train.prepare import (
-    StepPlan,
-    model_config_of,
-    plan_steps,
-    schedule_of,
-    weights_folder,
-)
+from fullshard.train.prepare import StepPlan, plan_steps, schedule_of
 from fullshard.train.recipes import load_data, make_recipe
 from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.errors import ConfigError
+from fullshard.models.config import config_from_folder
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.render import human_bytes
 from fullshard.train.loop import Batch
-from fullshard.train.model import config_from_folder
 from fullshard.train.teaching import settings_of
 from fullshard.train.top_k import TopK, with_logits
 from fullshard.xla.decoder import DecoderConfig

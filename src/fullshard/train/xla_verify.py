@@ -17,11 +17,11 @@ from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Backend, DType
 from fullshard.errors import ConfigError
+from fullshard.models.small import NUM_LAYERS, Limits, shrink
 from fullshard.planner.strategy import row_of
-from fullshard.train.verify import Prepared, model_config_of, passes_of, trained_once
+from fullshard.train.verify import Prepared, model_config_of, passes_of
 from fullshard.train.verify_faults import Fault
 from fullshard.train.verify_job import OPTIMIZER, Job, Pass
-from fullshard.train.verify_shrink import NUM_LAYERS, Limits, shrink
 from fullshard.xla.decoder import DecoderConfig, plan_table
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     DecoderConfig.of(full)
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
-    small, model = shrink(full, Limits(num_layers=depth), trained_once)
+    small, model = shrink(full, Limits(num_layers=depth))
     table = plan_table(small.config, _in_float64(config), world_size)
     job = Job(
         passes=_passes(config.sharding, table),

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.hugging_face import read_config
 from fullshard.launch.rank_entry import run_rank
+from fullshard.models.config import quiet_libraries
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
-from fullshard.train.model import quiet_libraries
 from fullshard.train.verify_faults import injection_of
 from fullshard.train.verify_job import WEIGHTS, Job, Pass
 from fullshard.train.xla_weights import state_of, torch_weights

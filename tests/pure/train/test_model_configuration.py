@@ -13,8 +13,7 @@ from fullshard.config.schema import ModelConfig
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
-from fullshard.train.generate import SamplingSettings, generate
-from fullshard.train.model import (
+from fullshard.models.config import (
     build_model,
     check_model_folder,
     config_from_folder,
@@ -22,6 +21,7 @@ from fullshard.train.model import (
     fit_to_tokenizer,
     freeze,
 )
+from fullshard.models.generate import SamplingSettings, generate
 from fullshard.train.prepare import with_fitting_length
 
 SETTINGS = {

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
 from fullshard.errors import ConfigError, printable
-from fullshard.train.model import check_model_folder, quiet_libraries, require_transformers
+from fullshard.models.config import check_model_folder, quiet_libraries, require_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from fullshard.doors.live import export_together, live_source
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.together import agree
-from fullshard.train.lora import adapters_of, merged, save_adapters
+from fullshard.models.lora import adapters_of, merged, save_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -24,9 +24,9 @@ from fullshard.config.schema import LoraConfig
 from fullshard.doors.source import Entry, Source
 from fullshard.engine.folder import FolderWeights
 from fullshard.errors import ConfigError
-from fullshard.train.head import PROJECTION
 
 ADAPTER = "default"
+PROJECTION = "distill_projection"  # a module of a student whose width is not its teacher's
 _A, _B, _BASE = ".lora_A.", ".lora_B.", ".base_layer."
 
 

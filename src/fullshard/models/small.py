@@ -15,14 +15,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from fullshard.engine.hugging_face import build, build_on_meta
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PretrainedConfig
+
 
 Settings = dict[str, Any]
 
+MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
 NUM_LAYERS = 4
 VOCAB_SIZE = 96
 HEAD_DIM = 16
@@ -100,8 +105,41 @@ class Limits:
     vocab_size: int = VOCAB_SIZE
 
 
+def model_arguments(config: PretrainedConfig) -> dict[str, Any]:
+    """Experts in a loop: the grouped matmul has no float64."""
+    return {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
+
+
+def trained_once(config: PretrainedConfig) -> nn.Module:
+    """The model in float64, after a forward and backward that gave numbers.
+
+    Raises:
+        ValueError: It is too large, or they were none.
+    """
+    num_parameters = sum(param.numel() for param in build_on_meta(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"{num_parameters:,} parameters are too many for this check")
+    torch.manual_seed(0)
+    arguments = model_arguments(config)
+    model = build(config, dtype=torch.float32, **arguments).double()
+    loss = logits_of(model).logsumexp(-1).mean()
+    loss.backward()
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss is not finite")
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    ids = torch.arange(24).reshape(2, 12) % vocab_size
+    return model(input_ids=ids, use_cache=False).logits
+
+
 def shrink(
-    config: PretrainedConfig, limits: Limits, build: Callable[[PretrainedConfig], nn.Module]
+    config: PretrainedConfig,
+    limits: Limits,
+    build: Callable[[PretrainedConfig], nn.Module] = trained_once,
 ) -> tuple[Shrunk, nn.Module]:
     """The smallest model that still builds and trains a step.
 
@@ -328,3 +366,46 @@ def _set(settings: Settings, dotted: str, value: Any) -> None:
     for key in path:
         settings = settings[key]
     settings[last] = value
+
+
+# ---- does a model keep packed documents apart? ---------------------------------------------------
+#
+#     logits([a a a b b b])  ==  logits([a a a]), logits([b b b])
+#
+# Most models of transformers do, by `position_ids` (see [Note: documents]); some have no such
+# argument, or layers that mix along the whole row.
+
+LENGTHS = (5, 7)
+TOLERANCE = 1e-5  # some models make their logits float32
+
+
+def check_documents(config: PretrainedConfig) -> None:
+    """Refuses to pack for a model that would mix documents.
+
+    Raises:
+        ConfigError: It would, or takes no `position_ids`.
+    """
+    try:
+        small, model = shrink(config, Limits(num_layers=2))
+        difference = _difference(model.eval(), small.config)
+    except (ConfigError, TypeError) as error:
+        raise _refused(config, f"which does not take positions ({error})") from error
+    if not difference < TOLERANCE:
+        raise _refused(config, "whose tokens see the documents before their own")
+
+
+@torch.no_grad()
+def _difference(model: Any, config: PretrainedConfig) -> float:
+    vocab = config.get_text_config().vocab_size
+    ids = torch.randint(0, vocab, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    together = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
+    return float((together - torch.cat(parts, dim=1)).abs().max())
+
+
+def _refused(config: PretrainedConfig, why: str) -> ConfigError:
+    return ConfigError(
+        f"sft.packing: expected a model that keeps documents apart, got {config.model_type}, {why}."
+        " Set sft.packing: false."
+    )
