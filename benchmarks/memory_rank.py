@@ -18,7 +18,7 @@ from fullshard.config.values import Transport
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.homes import Place
 from fullshard.planner.outlook import Machine, Outlook
-from fullshard.train.loss import causal_lm_loss
+from fullshard.recipes.base import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at
 

@@ -13,11 +13,10 @@ import fullshard as fs
 from fullshard.config.values import DistillLoss
 from fullshard.errors import ConfigError
 from fullshard.models.lora import PROJECTION
-from fullshard.train.distill import Distillation, Teacher
-from fullshard.train.divergence import Mix
-from fullshard.train.head import Head
-from fullshard.train.loss import IGNORED
-from fullshard.train.top_k import TOP_IDS, TOP_VALUES
+from fullshard.recipes.base import IGNORED
+from fullshard.recipes.distill.head import Head
+from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
+from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
 from support.parity import whole_gradients
 
 VOCAB, LENGTH, BATCH = 97, 24, 4
@@ -139,7 +138,7 @@ def test_all_logits_from_a_cache_are_the_teacher_itself():
     kept = {TOP_VALUES: top.values, TOP_IDS: top.indices}
     recipe = recipe_of(own, other, mix)
     beside, _ = recipe.loss(own, given)
-    from fullshard.train.top_k import TopK
+    from fullshard.recipes.distill.logits import TopK
 
     cached = Distillation(None, recipe._head, TopK(None, None, None), mix, 5)  # type: ignore[arg-type]
     assert cached.loss(own, given | kept)[0].item() == pytest.approx(beside.item(), rel=1e-12)

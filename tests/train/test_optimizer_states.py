@@ -19,8 +19,8 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Machine
+from fullshard.recipes.base import causal_lm_loss
 from fullshard.train.ema import Average
-from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at
 from support.models import ODD_LLAMA

@@ -14,10 +14,10 @@ from fullshard.config.values import Command
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import OutOfMemoryError
 from fullshard.planner.mesh import Topology
+from fullshard.recipes.base import Seat
 from fullshard.train import job
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import view_of
-from fullshard.train.team import Seat
 
 SHAPE = LlamaConfig(
     vocab_size=512,

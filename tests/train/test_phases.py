@@ -18,7 +18,7 @@ from fullshard.config.load import load_config
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
-from fullshard.train.loss import causal_lm_loss
+from fullshard.recipes.base import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at, storage_of
 

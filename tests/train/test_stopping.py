@@ -11,7 +11,8 @@ import torch
 import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
-from fullshard.train.loop import Batch, Loop
+from fullshard.recipes.base import Batch
+from fullshard.train.loop import Loop
 from fullshard.train.patience import Patience
 from fullshard.train.scaling import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop

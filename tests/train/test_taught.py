@@ -22,11 +22,10 @@ from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import TEACHER
-from fullshard.train.loop import Recipe
+from fullshard.recipes.base import Recipe, Seat
+from fullshard.recipes.distill.teacher import Teaching, build_teacher
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.outlook import look_at, view_of
-from fullshard.train.teaching import Teaching, build_teacher
-from fullshard.train.team import Seat
 
 TOLERANCE = 0.03
 

@@ -20,7 +20,7 @@ from fullshard.config.load import load_config
 from fullshard.launch.run_lock import LOCK
 from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.planner.plan import Plan
-from fullshard.train.loss import causal_lm_loss
+from fullshard.recipes.base import causal_lm_loss
 from support.processes import wait_until
 from support.text import seeded_text
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
-from fullshard.train.loss import IGNORED
+from fullshard.recipes.base import IGNORED
 
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
 WORDS = [

@@ -41,10 +41,9 @@ def in_torch(case, folder):
     import torch
 
     from fullshard.models.lora import PROJECTION
-    from fullshard.train.distill import Distillation, Teacher
-    from fullshard.train.divergence import Mix
-    from fullshard.train.head import Head
-    from fullshard.train.top_k import TopK
+    from fullshard.recipes.distill.head import Head
+    from fullshard.recipes.distill.logits import TopK
+    from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
     from support import decoders
 
     loss, alpha, dtype, cached = case

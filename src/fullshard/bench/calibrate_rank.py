@@ -26,7 +26,7 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
 from fullshard.planner.calibration import Point
 from fullshard.planner.mesh import Mesh
-from fullshard.train.loss import causal_lm_loss
+from fullshard.recipes.base import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 
 DTYPES = (torch.float32, torch.bfloat16)

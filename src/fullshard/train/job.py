@@ -39,24 +39,24 @@ from fullshard.observe.memory import memory_bytes
 from fullshard.observe.position import Verdict
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
+from fullshard.recipes.base import RankTeam, Recipe, Seat
+from fullshard.recipes.distill.teacher import set_up, write_cache
+from fullshard.recipes.registry import load_data, make_recipe
 from fullshard.train.banner import RunFacts, banner
 from fullshard.train.checkpoints import Kept, RunCheckpoints
 from fullshard.train.console import RunConsole
 from fullshard.train.ema import Average
-from fullshard.train.loop import Loop, Recipe, Trainee
+from fullshard.train.loop import Loop, Trainee
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.out_of_memory import answered
 from fullshard.train.outlook import View, topology_of, view_of
 from fullshard.train.patience import Patience
 from fullshard.train.prepare import StepPlan, plan_steps, schedule_of
-from fullshard.train.recipes import load_data, make_recipe
 from fullshard.train.result import conclude, mark_running
 from fullshard.train.resume import Resume
 from fullshard.train.run_folder import RunFolder, RunStatus, now
 from fullshard.train.scaling import LossScaler
 from fullshard.train.steps import LoopSettings
-from fullshard.train.teaching import set_up, write_cache
-from fullshard.train.team import RankTeam, Seat
 from fullshard.train.watcher import RunWatcher
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _carry_out(run: _Run, began: float) -> None:
         return
     console = _announced(run) if seat.is_first else None
     if run.command is Command.DISTILL:
-        teaching = set_up(run.config, folder, recipe, seat)
+        teaching = set_up(run.config, folder.path, recipe, seat)
         model, recipe = teaching.student(run.model_config, seat), teaching.recipe()
     else:
         model = build_sharded(run.config, run.model_config, seat.device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,71 +22,12 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.values import GradSync
-from fullshard.data.order import Indices
 from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import StepRow
+from fullshard.recipes.base import IGNORED, Batch, Recipe, Team, backward_scale, num_label_tokens
 from fullshard.train.ema import Average
-from fullshard.train.loss import IGNORED, backward_scale, num_label_tokens
 from fullshard.train.scaling import LossScaler
 from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
-
-Batch = dict[str, torch.Tensor]
-
-
-class Recipe(Protocol):
-    """What one kind of training adds to the loop: its data and its loss."""
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of one update, over all ranks."""
-        ...
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    @property
-    def tokens_per_step(self) -> int | None:
-        """Label tokens of any update, over all ranks, or None where updates differ."""
-        ...
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`.
-
-        Ranks may have different numbers of them where `tokens_per_step` is None.
-        """
-        ...
-
-    def held_out(self) -> Iterable[Batch]:
-        """This rank's evaluation batches; every rank has the same number of them."""
-        ...
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        """Loss summed over the label tokens of a batch, and their number."""
-        ...
-
-
-class TrainRows(Protocol):
-    """Training data row by row, whatever the steps are."""
-
-    @property
-    def train_lengths(self) -> Indices:
-        """Tokens of each row."""
-        ...
-
-    def train_rows(self, chosen: Indices) -> Batch:
-        """Some rows as a batch; -1 is an empty place."""
-        ...
-
-
-class Team(Protocol):
-    """The ranks of a run, for the few numbers that the loop shares."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    def exchange(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, in rank order; all ranks call it together."""
-        ...
 
 
 class Keeper(Protocol):

@@ -42,7 +42,7 @@ from fullshard.planner.render import human_bytes
 from fullshard.planner.search import MICRO_BATCH, PlanAt, choose
 from fullshard.planner.strategy import row_of
 from fullshard.planner.study import Study, study
-from fullshard.train.taught import Taught
+from fullshard.recipes.distill.planned import Taught
 from fullshard.train.tracing import Tracer
 
 if TYPE_CHECKING:

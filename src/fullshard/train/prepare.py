@@ -38,10 +38,10 @@ from fullshard.models.config import (
     require_transformers,
 )
 from fullshard.models.small import check_documents
+from fullshard.recipes.distill.logits import check_facts
+from fullshard.recipes.registry import make_data, uses_chats
 from fullshard.train.optim import check_optimizer
-from fullshard.train.recipes import make_data, uses_chats
 from fullshard.train.schedule import Schedule, warmup_steps
-from fullshard.train.top_k import check_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

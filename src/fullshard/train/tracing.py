@@ -29,9 +29,9 @@ from fullshard.planner.operations import Work
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
-from fullshard.train.head import Head
-from fullshard.train.loss import causal_lm_loss
-from fullshard.train.taught import Taught
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.recipes.distill.head import Head
+from fullshard.recipes.distill.planned import Taught
 
 logger = logging.getLogger(__name__)
 

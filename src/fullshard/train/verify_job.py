@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from fullshard.train.loss import IGNORED
+from fullshard.recipes.base import IGNORED
 
 NUM_STEPS = 3  # and one more after saving and loading
 NUM_SEQUENCES = 2

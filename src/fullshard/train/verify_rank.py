@@ -30,12 +30,11 @@ from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
-from fullshard.train.loop import Batch, Loop, Trainee
-from fullshard.train.loss import causal_lm_loss
+from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss
+from fullshard.train.loop import Loop, Trainee
 from fullshard.train.scaling import LossScaler
 from fullshard.train.schedule import Schedule
 from fullshard.train.steps import LoopSettings
-from fullshard.train.team import RankTeam, Seat
 from fullshard.train.verify_faults import Injection, injection_of
 from fullshard.train.verify_job import WEIGHTS, Job, Pass
 

@@ -18,12 +18,11 @@ from jax.experimental import multihost_utils
 
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import StepRow
-from fullshard.train.causal_lm import PackedText
-from fullshard.train.chats import Chats
-from fullshard.train.loop import Batch
-from fullshard.train.loss import IGNORED
+from fullshard.recipes.base import IGNORED, Batch
+from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
+from fullshard.recipes.pretrain import PackedText
+from fullshard.recipes.sft import Chats
 from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
-from fullshard.train.top_k import TOP_IDS, TOP_VALUES
 from fullshard.train.xla_checkpoints import XlaCheckpoints
 from fullshard.xla.step import State, Step
 

@@ -16,9 +16,9 @@ from fullshard.errors import ConfigError
 from fullshard.models.config import config_from_folder
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.render import human_bytes
-from fullshard.train.loop import Batch
-from fullshard.train.teaching import settings_of
-from fullshard.train.top_k import TopK, with_logits
+from fullshard.recipes.base import Batch
+from fullshard.recipes.distill.logits import TopK, with_logits
+from fullshard.recipes.distill.teacher import settings_of
 from fullshard.xla.decoder import DecoderConfig
 from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation
 from fullshard.xla.plan import Tree, XlaPlan

@@ -22,9 +22,9 @@ from fullshard.data.dataset import Prepared, load_facts
 from fullshard.data.order import SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
 from fullshard.data.tokenizer import train_tokenizer
-from fullshard.train.causal_lm import PackedText, Sequences
-from fullshard.train.chats import Chats
-from fullshard.train.team import Seat
+from fullshard.recipes.base import Seat
+from fullshard.recipes.pretrain import PackedText, Sequences
+from fullshard.recipes.sft import Chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,8 +10,7 @@ from torch import nn
 
 from fullshard.data.chat_rows import ChatDataset, Rows, dealt
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
-from fullshard.train.loop import Batch
-from fullshard.train.loss import IGNORED, causal_lm_loss
+from fullshard.recipes.base import IGNORED, Batch, causal_lm_loss
 
 INPUTS = ("input_ids", "position_ids")  # of a model; the rest of a batch is the recipe's
 

@@ -21,11 +21,10 @@ from fullshard.models.config import config_from_folder
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.phases import TEACHER
 from fullshard.planner.plan import Plan
-from fullshard.train.distill import Distillation, Teacher
-from fullshard.train.divergence import Mix
-from fullshard.train.head import Head
-from fullshard.train.teaching import settings_of, teacher_dtype, teacher_sharding
-from fullshard.train.top_k import TOP_IDS, TOP_VALUES, TopK
+from fullshard.recipes.distill.head import Head
+from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK
+from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
+from fullshard.recipes.distill.teacher import settings_of, teacher_dtype, teacher_sharding
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import nn
 
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.data.tokenizer import Tokens
-from fullshard.train.loop import Batch
-from fullshard.train.loss import IGNORED, causal_lm_loss
+from fullshard.recipes.base import IGNORED, Batch, causal_lm_loss
 
 
 @dataclass(frozen=True)

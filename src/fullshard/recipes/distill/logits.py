@@ -19,7 +19,7 @@ import torch
 
 from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import DataError
-from fullshard.train.loop import Batch
+from fullshard.recipes.base import Batch
 
 FACTS = "cache.json"
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before

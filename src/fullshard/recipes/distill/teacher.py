@@ -24,13 +24,10 @@ from fullshard.engine.initial import has_weights_of
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
-from fullshard.train.distill import Distillation, Teacher
-from fullshard.train.divergence import Mix
-from fullshard.train.head import Head
-from fullshard.train.loop import Recipe, TrainRows
-from fullshard.train.run_folder import RunFolder
-from fullshard.train.team import RankTeam, Seat
-from fullshard.train.top_k import TopK, write_facts
+from fullshard.recipes.base import RankTeam, Recipe, Seat, TrainRows
+from fullshard.recipes.distill.head import Head
+from fullshard.recipes.distill.logits import TopK, write_facts
+from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -81,14 +78,14 @@ def settings_of(config: RunConfig) -> DistillConfig:
     return config.distill or DistillConfig()
 
 
-def set_up(config: RunConfig, folder: RunFolder, data: Recipe, seat: Seat) -> Teaching:
+def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teaching:
     """Build the teacher, and cut the student out of it where that is asked for. A collective."""
     settings = settings_of(config)
     if settings.cache is not None:
         return Teaching(config, data, TopK.load(Path(settings.cache)))
-    teacher = build_teacher(config, seat, folder.path)
+    teacher = build_teacher(config, seat, folder)
     if is_cut(settings):
-        student = folder.path / "student"
+        student = folder / "student"
         _cut(config, teacher, data, student, seat)
         whole = settings.model_copy(update={"experts": None, "layers": None})
         model = ModelConfig(name_or_path=str(student))

@@ -1,0 +1,165 @@
+"""What a recipe is: batches, and the loss of one; and the ranks that share a step.
+
+[Note: global token mean]
+The loss that a step minimises is the mean over all label tokens of the global batch,
+
+    L = (1 / N) * sum over ranks r, micro-batches a of S_ra        N = sum of n_ra
+
+with S_ra the summed loss and n_ra the number of label tokens of one micro-batch. Each rank calls
+backward on `scale * S_ra`; the engine adds the micro-batches of a rank and takes the mean (or the
+sum) over W ranks, so
+
+    grad_reduction mean:   (1 / W) * sum_ra scale * dS_ra = dL    where scale = W / N
+    grad_reduction sum:              sum_ra scale * dS_ra = dL    where scale = 1 / N
+
+N must be known before the first backward of the step. A mean per micro-batch, averaged over ranks
+and micro-batches, is a different number as soon as the counts differ: micro-batches with few label
+tokens weigh too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.config.values import GradReduction
+from fullshard.data.order import Indices
+from fullshard.engine.collectives import Transport
+
+Batch = dict[str, torch.Tensor]
+
+
+class Recipe(Protocol):
+    """What one kind of training adds to the loop: its data and its loss."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one update, over all ranks."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Label tokens of any update, over all ranks, or None where updates differ."""
+        ...
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`.
+
+        Ranks may have different numbers of them where `tokens_per_step` is None.
+        """
+        ...
+
+    def held_out(self) -> Iterable[Batch]:
+        """This rank's evaluation batches; every rank has the same number of them."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Loss summed over the label tokens of a batch, and their number."""
+        ...
+
+
+class TrainRows(Protocol):
+    """Training data row by row, whatever the steps are."""
+
+    @property
+    def train_lengths(self) -> Indices:
+        """Tokens of each row."""
+        ...
+
+    def train_rows(self, chosen: Indices) -> Batch:
+        """Some rows as a batch; -1 is an empty place."""
+        ...
+
+
+class Team(Protocol):
+    """The ranks of a run, for the few numbers that the loop shares."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; all ranks call it together."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+class RankTeam:
+    """Exchanges numbers over the transport of a sharded model.
+
+    Args:
+        transport: Sums small vectors over all ranks.
+        seat: This rank's; its device is the one that the transport serves.
+    """
+
+    def __init__(self, transport: Transport, seat: Seat) -> None:
+        self._transport, self._device = transport, seat.device
+        self.rank, self.world_size = seat.rank, seat.world_size
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; all ranks call it together.
+
+        rank 0 fills row 0, rank 1 row 1, all else is zero: their sum is everybody's values
+        """
+        table = torch.zeros(self.world_size, len(values), dtype=torch.float64)
+        table[self.rank] = torch.tensor(list(values), dtype=torch.float64)
+        flat = table.reshape(-1).to(self._device)
+        self._transport.all_reduce(flat)
+        return flat.cpu().reshape(self.world_size, len(values)).tolist()
+
+
+IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
+
+
+def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Sum of the next-token cross-entropy, and how many tokens it was summed over.
+
+    Args:
+        logits: (batch, length, vocabulary), any float dtype; position t predicts token t + 1.
+        labels: (batch, length) token ids, -100 where nothing is to be predicted.
+
+    Returns:
+        The sum in float32 (float64 logits: float64) and the count.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    targets = labels[:, 1:].reshape(-1)
+    predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).to(dtype)
+    total = F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+    return total, num_label_tokens(labels)
+
+
+def num_label_tokens(labels: torch.Tensor) -> int:
+    """Tokens that a batch's labels ask for: the first position of a sequence predicts nothing."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def backward_scale(num_tokens: int, world_size: int, reduction: GradReduction) -> float:
+    """Factor of every micro-batch's summed loss; see [Note: global token mean].
+
+    Args:
+        num_tokens: N, label tokens of the whole global batch.
+        world_size: W, ranks that the engine reduces over.
+        reduction: What the engine makes of the ranks' gradients.
+    """
+    if num_tokens == 0:
+        return 0.0
+    return (world_size if reduction is GradReduction.MEAN else 1) / num_tokens

@@ -1,0 +1,1 @@
+"""Distillation: a student learns from a teacher, or from the logits that one left."""
