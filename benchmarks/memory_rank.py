@@ -19,8 +19,8 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.homes import Place
 from fullshard.planner.outlook import Machine, Outlook
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at
+from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.outlook import look_at
 
 NUM_STEPS = 3  # optimizer state and receive buffers are there from the second on
 

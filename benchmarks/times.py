@@ -153,7 +153,7 @@ def find_cases(names: Sequence[str]) -> list[TimedCase]:
 def planned(case: TimedCase, calibration: Calibration) -> Outlook:
     """What `fullshard plan --calibration` says."""
     from fullshard.planner.mesh import Topology
-    from fullshard.train.outlook import look_at, transport_here
+    from fullshard.run.outlook import look_at, transport_here
 
     config = case.config()
     sharding = transport_here(config.sharding, Topology(case.num_ranks))

@@ -11,10 +11,10 @@ import fullshard as fs
 from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
 from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss
-from fullshard.train.loop import Loop, Trainee
-from fullshard.train.scaling import LossScaler
-from fullshard.train.schedule import Schedule
-from fullshard.train.steps import LoopSettings
+from fullshard.run.loop import Loop, Trainee
+from fullshard.run.scaling import LossScaler
+from fullshard.run.schedule import Schedule
+from fullshard.run.steps import LoopSettings
 
 VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
 RATE = 0.5

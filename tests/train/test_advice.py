@@ -18,9 +18,9 @@ from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.planner.outlook import Machine, Outlook, look
 from fullshard.planner.search import Advice, advise
-from fullshard.train import outlook as train_outlook
-from fullshard.train import start
-from fullshard.train.outlook import job_of, view_of
+from fullshard.run import outlook as train_outlook
+from fullshard.run import start
+from fullshard.run.outlook import job_of, view_of
 
 TOLERANCE = 0.03
 PLENTY = 1 << 40

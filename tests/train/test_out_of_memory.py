@@ -15,9 +15,9 @@ from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import OutOfMemoryError
 from fullshard.planner.mesh import Topology
 from fullshard.recipes.base import Seat
-from fullshard.train import job
-from fullshard.train.out_of_memory import answered
-from fullshard.train.outlook import view_of
+from fullshard.run import session as job
+from fullshard.run.out_of_memory import answered
+from fullshard.run.outlook import view_of
 
 SHAPE = LlamaConfig(
     vocab_size=512,

@@ -17,7 +17,7 @@ from fullshard.config.values import Optimizer
 from fullshard.errors import ConfigError
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.observe.metrics import read_rows
-from fullshard.train.optim import OptimizerSettings, build_optimizer, check_optimizer
+from fullshard.run.optim import OptimizerSettings, build_optimizer, check_optimizer
 from support.models import ODD_LLAMA
 from support.text import seeded_text
 

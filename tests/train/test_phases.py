@@ -19,8 +19,8 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at, storage_of
+from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.outlook import look_at, storage_of
 
 TOLERANCE = 0.03
 

@@ -19,7 +19,7 @@ from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config
 from fullshard.planner.homes import Place
 from fullshard.planner.outlook import Machine
-from fullshard.train.outlook import look_at
+from fullshard.run.outlook import look_at
 
 RANK, WIDTH, INNER, NUM_LAYERS = 4, 128, 344, 4
 ADAPTERS = NUM_LAYERS * RANK * ((WIDTH + WIDTH) + (INNER + WIDTH))  # of q_proj, of down_proj

@@ -12,9 +12,9 @@ import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
 from fullshard.recipes.base import Batch
-from fullshard.train.loop import Loop
-from fullshard.train.patience import Patience
-from fullshard.train.scaling import LossScaler
+from fullshard.run.loop import Loop
+from fullshard.run.patience import Patience
+from fullshard.run.scaling import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError
 

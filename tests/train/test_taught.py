@@ -24,8 +24,8 @@ from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import TEACHER
 from fullshard.recipes.base import Recipe, Seat
 from fullshard.recipes.distill.teacher import Teaching, build_teacher
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at, view_of
+from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.outlook import look_at, view_of
 
 TOLERANCE = 0.03
 

@@ -12,8 +12,8 @@ from fullshard.engine import activations
 from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import meta_model
 from fullshard.planner.activations import peak
-from fullshard.train import tracing
-from fullshard.train.tracing import Tracer
+from fullshard.run import tracing
+from fullshard.run.tracing import Tracer
 
 SIZES = {
     "vocab_size": 96,

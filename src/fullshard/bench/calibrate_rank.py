@@ -27,7 +27,7 @@ from fullshard.models.config import build_model
 from fullshard.planner.calibration import Point
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.train.optim import OptimizerSettings, build_optimizer
+from fullshard.run.optim import OptimizerSettings, build_optimizer
 
 DTYPES = (torch.float32, torch.bfloat16)
 SETTLED = 256  # numbers that end a backward: two a parameter, or so

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fullshard.planner.hardware import Gpus
     from fullshard.planner.outlook import Outlook
     from fullshard.planner.study import Study
-    from fullshard.train.outlook import Lack
+    from fullshard.run.outlook import Lack
 
 
 def to_dict(study: Study) -> dict[str, Any]:

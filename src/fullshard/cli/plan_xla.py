@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fullshard.planner.hardware import Fit
     from fullshard.planner.mesh import Topology
     from fullshard.planner.outlook import Machine
-    from fullshard.train.xla_outlook import XlaOutlook
+    from fullshard.run.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
 
@@ -39,7 +39,7 @@ def plan_on_xla(
     from fullshard.models.build import model_config_of
     from fullshard.models.config import quiet_libraries
     from fullshard.planner.hardware import Fit, judge_fit
-    from fullshard.train.xla_outlook import compiled_step, look
+    from fullshard.run.xla_outlook import compiled_step, look
 
     quiet_libraries()
     model_config = model_config_of(config)

@@ -52,7 +52,7 @@ def verify(
     ranks and trained for a few steps in float64; an independent process without fullshard does the
     same unsharded. Exit code 0: equal. 8: not.
     """
-    from fullshard.train.paths import check_paths
+    from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, flags=FLAGS)
     check_paths(resolved, data=False)

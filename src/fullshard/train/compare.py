@@ -18,7 +18,7 @@ from fullshard.config.values import Command, Strategy, parse
 from fullshard.config.write import flatten
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.observe.metrics import read_rows
-from fullshard.train import start
+from fullshard.run import start
 
 WARM_UP = 2  # steps that are left out: the first ones make buffers
 GB = 1e9  # the documents' habit

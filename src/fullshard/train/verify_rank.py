@@ -31,10 +31,10 @@ from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss
-from fullshard.train.loop import Loop, Trainee
-from fullshard.train.scaling import LossScaler
-from fullshard.train.schedule import Schedule
-from fullshard.train.steps import LoopSettings
+from fullshard.run.loop import Loop, Trainee
+from fullshard.run.scaling import LossScaler
+from fullshard.run.schedule import Schedule
+from fullshard.run.steps import LoopSettings
 from fullshard.train.verify_faults import Injection, injection_of
 from fullshard.train.verify_job import WEIGHTS, Job, Pass
 

@@ -26,10 +26,10 @@ from fullshard.engine.hugging_face import read_config
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.planner.arrays import ArrayPlan
+from fullshard.run.xla_weights import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.train.verify_faults import injection_of
 from fullshard.train.verify_job import WEIGHTS, Job, Pass
-from fullshard.train.xla_weights import state_of, torch_weights
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
 from fullshard.xla.mesh import make_mesh

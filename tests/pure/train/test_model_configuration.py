@@ -22,7 +22,7 @@ from fullshard.models.config import (
     freeze,
 )
 from fullshard.models.generate import SamplingSettings, generate
-from fullshard.train.prepare import with_fitting_length
+from fullshard.run.prepare import with_fitting_length
 
 SETTINGS = {
     "model_type": "llama",

@@ -15,7 +15,7 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
 from fullshard.observe.report import write_report
-from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir
+from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir
 
 
 def finish(folder: RunFolder) -> None:
@@ -37,7 +37,7 @@ def in_another_process(code: str, *args: object) -> subprocess.Popen[str]:
 HOLD = """
 import sys
 from pathlib import Path
-from fullshard.train.run_folder import begin
+from fullshard.run.folder import begin
 from fullshard.errors import ConfigError
 sys.stdin.readline()
 try:

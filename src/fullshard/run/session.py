@@ -42,22 +42,22 @@ from fullshard.planner.plan import Plan
 from fullshard.recipes.base import RankTeam, Recipe, Seat
 from fullshard.recipes.distill.teacher import set_up, write_cache
 from fullshard.recipes.registry import load_data, make_recipe
-from fullshard.train.banner import RunFacts, banner
-from fullshard.train.checkpoints import Kept, RunCheckpoints
-from fullshard.train.console import RunConsole
-from fullshard.train.ema import Average
-from fullshard.train.loop import Loop, Trainee
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.out_of_memory import answered
-from fullshard.train.outlook import View, topology_of, view_of
-from fullshard.train.patience import Patience
-from fullshard.train.prepare import StepPlan, plan_steps, schedule_of
-from fullshard.train.result import conclude, mark_running
-from fullshard.train.resume import Resume
-from fullshard.train.run_folder import RunFolder, RunStatus, now
-from fullshard.train.scaling import LossScaler
-from fullshard.train.steps import LoopSettings
-from fullshard.train.watcher import RunWatcher
+from fullshard.run.banner import RunFacts, banner
+from fullshard.run.checkpoints import Kept, RunCheckpoints
+from fullshard.run.console import RunConsole
+from fullshard.run.ema import Average
+from fullshard.run.folder import RunFolder, RunStatus, now
+from fullshard.run.loop import Loop, Trainee
+from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.out_of_memory import answered
+from fullshard.run.outlook import View, topology_of, view_of
+from fullshard.run.patience import Patience
+from fullshard.run.prepare import StepPlan, plan_steps, schedule_of
+from fullshard.run.result import conclude, mark_running
+from fullshard.run.resume import Resume
+from fullshard.run.scaling import LossScaler
+from fullshard.run.steps import LoopSettings
+from fullshard.run.watcher import RunWatcher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -86,7 +86,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
         watchdog.on_hang(partial(_record_hang, folder))
         seat = Seat(rank, launch.world_size if launch else 1, _device())
         if config.backend is Backend.JAX:
-            from fullshard.train.xla_pretrain import train
+            from fullshard.run.xla_session import train
 
             train(config, folder, seat.rank, _is_ending)
         else:

@@ -11,8 +11,8 @@ from typing import Protocol
 from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
-from fullshard.train.patience import Patience
-from fullshard.train.schedule import Schedule
+from fullshard.run.patience import Patience
+from fullshard.run.schedule import Schedule
 
 
 class Watcher(Protocol):

@@ -32,19 +32,19 @@ from fullshard.planner.phases import checkpoint_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.train.optim import KINDS
-from fullshard.train.outlook import View, foresee, leaves_something, topology_of
-from fullshard.train.prepare import Prepared, StepPlan, prepare, with_fitting_length
-from fullshard.train.result import planned
-from fullshard.train.resume import Resume, check_same, find_resume, goes_on, own_resume
-from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir
+from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir
+from fullshard.run.optim import KINDS
+from fullshard.run.outlook import View, foresee, leaves_something, topology_of
+from fullshard.run.prepare import Prepared, StepPlan, prepare, with_fitting_length
+from fullshard.run.result import planned
+from fullshard.run.resume import Resume, check_same, find_resume, goes_on, own_resume
 
 if TYPE_CHECKING:
-    from fullshard.train.xla_outlook import XlaOutlook
+    from fullshard.run.xla_outlook import XlaOutlook
 
 logger = logging.getLogger(__name__)
 
-RANK_MODULE = "fullshard.train.rank_main"
+RANK_MODULE = "fullshard.run.rank"
 # What a restart would only meet again, or what somebody asked for.
 FINAL = (
     ExitCode.CONFIG,

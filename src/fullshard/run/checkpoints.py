@@ -22,11 +22,11 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
+from fullshard.run.patience import Patience
+from fullshard.run.prepare import StepPlan
+from fullshard.run.resume import POSITION, Resume
+from fullshard.run.scaling import LossScaler
 from fullshard.saving import SaveSettings
-from fullshard.train.patience import Patience
-from fullshard.train.prepare import StepPlan
-from fullshard.train.resume import POSITION, Resume
-from fullshard.train.scaling import LossScaler
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
 from fullshard.errors import ConfigError, untrusted
-from fullshard.train.run_folder import RunFolder, RunStatus
+from fullshard.run.folder import RunFolder, RunStatus
 
 POSITION = "position"  # under which a checkpoint's state has [Note: data position]
 # What a run that goes on must share with what it was: its data and its model.

@@ -10,7 +10,7 @@ from fullshard.data.dataset import DatasetFacts
 from fullshard.models.build import weights_folder
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.train.prepare import StepPlan
+from fullshard.run.prepare import StepPlan
 
 
 @dataclass(frozen=True)

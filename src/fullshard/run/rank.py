@@ -1,4 +1,4 @@
-"""What our launcher starts on every rank: `python -m fullshard.train.rank_main RUN_DIR`."""
+"""What our launcher starts on every rank: `python -m fullshard.run.rank RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.launch.rank_entry import run_rank
 def main() -> None:
     """Trains on this rank from what lies in the run's folder."""
     from fullshard.config.load import load_config
-    from fullshard.train.job import run
+    from fullshard.run.session import run
 
     atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
     run_dir = Path(sys.argv[1])

@@ -40,8 +40,8 @@ from fullshard.models.config import (
 from fullshard.models.small import check_documents
 from fullshard.recipes.distill.logits import check_facts
 from fullshard.recipes.registry import make_data, uses_chats
-from fullshard.train.optim import check_optimizer
-from fullshard.train.schedule import Schedule, warmup_steps
+from fullshard.run.optim import check_optimizer
+from fullshard.run.schedule import Schedule, warmup_steps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -20,16 +20,16 @@ from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.train.console import RunConsole
-from fullshard.train.outlook import View
-from fullshard.train.prepare import StepPlan
-from fullshard.train.run_folder import RunFolder, RunStatus, now
-from fullshard.train.watcher import RunWatcher
+from fullshard.run.console import RunConsole
+from fullshard.run.folder import RunFolder, RunStatus, now
+from fullshard.run.outlook import View
+from fullshard.run.prepare import StepPlan
+from fullshard.run.watcher import RunWatcher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from fullshard.train.xla_outlook import XlaOutlook
+    from fullshard.run.xla_outlook import XlaOutlook
 
 
 @dataclass(frozen=True)

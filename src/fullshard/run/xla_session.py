@@ -30,20 +30,20 @@ from fullshard.planner.render import human_bytes
 from fullshard.recipes.base import Seat
 from fullshard.recipes.distill.xla import XlaTeaching, projection_shapes
 from fullshard.recipes.registry import load_data, make_recipe
-from fullshard.train.banner import DataFacts
-from fullshard.train.console import RunConsole
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.patience import Patience
-from fullshard.train.prepare import StepPlan, plan_steps, schedule_of
-from fullshard.train.result import conclude, mark_running
-from fullshard.train.resume import Resume
-from fullshard.train.run_folder import RunFolder
-from fullshard.train.schedule import Schedule
-from fullshard.train.steps import LoopSettings
-from fullshard.train.watcher import RunWatcher
-from fullshard.train.xla_checkpoints import XlaCheckpoints, XlaKept
-from fullshard.train.xla_loop import XlaLoop, XlaTrainee
-from fullshard.train.xla_weights import state_beside, state_of, torch_weights
+from fullshard.run.banner import DataFacts
+from fullshard.run.console import RunConsole
+from fullshard.run.folder import RunFolder
+from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.patience import Patience
+from fullshard.run.prepare import StepPlan, plan_steps, schedule_of
+from fullshard.run.result import conclude, mark_running
+from fullshard.run.resume import Resume
+from fullshard.run.schedule import Schedule
+from fullshard.run.steps import LoopSettings
+from fullshard.run.watcher import RunWatcher
+from fullshard.run.xla_checkpoints import XlaCheckpoints, XlaKept
+from fullshard.run.xla_loop import XlaLoop, XlaTrainee
+from fullshard.run.xla_weights import state_beside, state_of, torch_weights
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
 from fullshard.xla.distill import PROJECTION, Decoder

@@ -10,8 +10,8 @@ from fullshard.config.schema import RunConfig
 from fullshard.observe import watchdog
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows
 from fullshard.observe.trackers import Names, Trackers
-from fullshard.train.console import RunConsole
-from fullshard.train.run_folder import RunFolder
+from fullshard.run.console import RunConsole
+from fullshard.run.folder import RunFolder
 
 
 class RunWatcher:

@@ -22,8 +22,8 @@ from fullshard.recipes.base import IGNORED, Batch
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.recipes.pretrain import PackedText
 from fullshard.recipes.sft import Chats
-from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
-from fullshard.train.xla_checkpoints import XlaCheckpoints
+from fullshard.run.steps import LoopSettings, StepLoop, Watcher, diverged
+from fullshard.run.xla_checkpoints import XlaCheckpoints
 from fullshard.xla.step import State, Step
 
 KEYS = ("input_ids", "labels", "position_ids", TOP_VALUES, TOP_IDS)

@@ -25,9 +25,9 @@ from fullshard.config.values import GradSync
 from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import StepRow
 from fullshard.recipes.base import IGNORED, Batch, Recipe, Team, backward_scale, num_label_tokens
-from fullshard.train.ema import Average
-from fullshard.train.scaling import LossScaler
-from fullshard.train.steps import LoopSettings, StepLoop, Watcher, diverged
+from fullshard.run.ema import Average
+from fullshard.run.scaling import LossScaler
+from fullshard.run.steps import LoopSettings, StepLoop, Watcher, diverged
 
 
 class Keeper(Protocol):

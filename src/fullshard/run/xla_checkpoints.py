@@ -12,11 +12,11 @@ import jax
 import optax
 
 from fullshard.launch.signals import Caught
-from fullshard.train.checkpoints import PATIENCE, SCALER, RunCheckpoints
-from fullshard.train.patience import Patience
-from fullshard.train.prepare import StepPlan
-from fullshard.train.resume import Resume
-from fullshard.train.schedule import Schedule
+from fullshard.run.checkpoints import PATIENCE, SCALER, RunCheckpoints
+from fullshard.run.patience import Patience
+from fullshard.run.prepare import StepPlan
+from fullshard.run.resume import Resume
+from fullshard.run.schedule import Schedule
 from fullshard.xla.plan import XlaPlan
 from fullshard.xla.step import State
 from fullshard.xla_state import read, write

@@ -15,7 +15,7 @@ from fullshard.planner.memory import MemoryRow
 from fullshard.planner.outlook import Machine
 from fullshard.planner.xla_memory import StepShape, at_peak
 from fullshard.recipes.distill.xla import check_teacher, projection_shapes
-from fullshard.train.outlook import Lack
+from fullshard.run.outlook import Lack
 from fullshard.xla import optim
 from fullshard.xla.aot import Compiled, compile_step, devices_of
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table

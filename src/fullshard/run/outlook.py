@@ -43,10 +43,10 @@ from fullshard.planner.search import MICRO_BATCH, PlanAt, choose
 from fullshard.planner.strategy import row_of
 from fullshard.planner.study import Study, study
 from fullshard.recipes.distill.planned import Taught
-from fullshard.train.tracing import Tracer
+from fullshard.run.tracing import Tracer
 
 if TYPE_CHECKING:
-    from fullshard.train.xla_outlook import XlaOutlook
+    from fullshard.run.xla_outlook import XlaOutlook
 
 
 def job_of(
@@ -402,7 +402,7 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
     """
     if config.backend is not Backend.JAX:
         return view_of(config, model_of(config), topology)
-    from fullshard.train.xla_outlook import look
+    from fullshard.run.xla_outlook import look
 
     require_transformers()
     quiet_libraries()
