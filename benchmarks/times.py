@@ -164,7 +164,7 @@ def planned(case: TimedCase, calibration: Calibration) -> Outlook:
 def measured(case: TimedCase, num_steps: int, folder: Path) -> list[float]:
     """Seconds of the steps of a run, without the first ones."""
     from fullshard.observe.metrics import read_rows
-    from fullshard.train.compare import train
+    from fullshard.train import train
 
     words = {**case.words(num_steps), "training.output_dir": str(folder)}
     words.pop("training.max_steps")

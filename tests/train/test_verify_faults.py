@@ -18,9 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fullshard.config.load import load_config
-from fullshard.train import verify
-from fullshard.train.verify_faults import Fault
-from fullshard.train.verify_rank import run_passes
+from fullshard.verify import check as verify
+from fullshard.verify.faults import Fault
+from fullshard.verify.rank import run_passes
 
 SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"
 # A parallel residual without ties, learned positions and a tied head, a mixture of experts.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.train.verify_compare import (
+from fullshard.verify.compare import (
     GRADIENT,
     LOSS,
     NORM,
@@ -27,7 +27,7 @@ from fullshard.train.verify_compare import (
     Difference,
     Sides,
 )
-from fullshard.train.verify_faults import Fault
+from fullshard.verify.faults import Fault
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,14 @@
-"""XLA's side of `fullshard verify`: `python -m fullshard.train.xla_verify_rank FOLDER`.
+"""`fullshard verify` with `backend: jax`: XLA's step against one process of torch.
 
-One process plays every rank, on a CPU device each, with the very step that a run trains with, and
-writes down what each device holds: nothing that was gathered takes part in the comparison, except
-where gathering is what is compared (the saved state).
+The other side is the same reference, which knows neither fullshard nor jax. On this side one
+process (`python -m fullshard.verify.xla FOLDER`) plays every rank, on a CPU device each, with the
+very step that a run trains with, so that every strategy runs on any machine. It writes down what
+each device holds: nothing that was gathered takes part in the comparison, except where gathering is
+what is compared (the saved state).
+
+    float64    20 steps, the reference's norms as wide as its weights      1e-10
+    float32    20 steps, transformers' model as it is                      1e-5
+    bfloat16   where the run computes in it                                 as on torch
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +27,110 @@ import optax
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard.config.schema import ShardConfig
+from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Backend, DType
 from fullshard.engine.hugging_face import read_config
+from fullshard.errors import ConfigError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
+from fullshard.models.small import NUM_LAYERS, Limits, shrink
 from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.strategy import row_of
 from fullshard.run.xla_weights import state_of, torch_weights
 from fullshard.saving import SaveSettings
-from fullshard.train.verify_faults import injection_of
-from fullshard.train.verify_job import WEIGHTS, Job, Pass
+from fullshard.verify.check import Prepared, model_config_of, passes_of
+from fullshard.verify.faults import Fault, injection_of
+from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import optim, processes
-from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.plan import XlaPlan, plan
 from fullshard.xla.step import State, Step, train_step, trained
 from fullshard.xla_state import read, write
+
+if TYPE_CHECKING:
+    from fullshard.planner.arrays import ArraysPlan
+
+
+RANK_MODULE = "fullshard.verify.xla"
+NUM_STEPS = 20
+LEARNING_RATE = 1e-3  # rounding noise grows with every step, the faster the more a step changes
+EXACT, SINGLE = 1e-10, 1e-5
+MOST_DEVICES = 8
+
+
+def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
+    """As `check.prepare`.
+
+    Raises:
+        ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
+    """
+    check_supported(config.sharding, backend=Backend.JAX)
+    if fault not in (None, Fault.REPEATED_DATA):
+        raise ConfigError(
+            f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which is "
+            "made inside of torch's engine. Use that one, or backend: torch."
+        )
+    notes: list[str] = []
+    full = model_config_of(config, fault, notes)
+    DecoderConfig.of(full)
+    world_size = _fit_devices(config, notes)
+    depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
+    small, model = shrink(full, Limits(num_layers=depth))
+    table = plan_table(small.config, _in_float64(config), world_size)
+    job = Job(
+        passes=_passes(config.sharding, table),
+        world_size=world_size,
+        num_micro_batches=min(2, config.training.gradient_accumulation_steps),
+        frozen=tuple(name for a in table.arrays if not a.trainable for name in a.names()),
+        model_arguments={},
+        fault=fault,
+        num_steps=NUM_STEPS,
+        optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
+    )
+    table = replace(table, model_kind=type(model).__name__)
+    program = (RANK_MODULE, 1)
+    return Prepared(job, model, small.config, table, small.changes, tuple(notes), program)
+
+
+def _fit_devices(config: RunConfig, notes: list[str]) -> int:
+    """How many devices are played: those of the run, where they are few."""
+    asked, sharding = config.launch.num_processes, config.sharding
+    sizes = (sharding.replicate or 1) * (sharding.shard or 1)
+    fitting = asked if asked is not None and asked <= MOST_DEVICES else None
+    if fitting is None:
+        fitting = 2 * sizes if sharding.shard is None or sharding.replicate is None else sizes
+        fitting = 4 if row_of(sharding.strategy).hybrid and fitting < 4 else fitting
+    if fitting > MOST_DEVICES:
+        raise ConfigError(
+            f"sharding: expected a mesh of at most {MOST_DEVICES} devices to verify with backend: "
+            f"jax, which plays them in one process; got replicate {sharding.replicate}, shard "
+            f"{sharding.shard}. Give smaller ones: sharding.replicate=2 sharding.shard=2."
+        )
+    if asked not in (None, fitting):
+        notes.append(f"{fitting} devices instead of {asked}.")
+    return fitting
+
+
+def _in_float64(config: RunConfig) -> RunConfig:
+    return config.model_copy(
+        update={"sharding": ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)}
+    )
+
+
+def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
+    """In float64 and float32; and in the user's dtypes where these are lower."""
+    sizes = {"replicate": table.mesh.replicate, "shard": table.mesh.shard}
+    settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
+    wide, *low = passes_of({**settings, **sizes}, EXACT)
+
+    def in_dtype(name: str, tolerance: float) -> Pass:
+        fields = {**wide.sharding, "master_dtype": name}
+        return Pass(name, tolerance, fields, name, name, name, wide=name == "float64")
+
+    return (in_dtype("float64", EXACT), in_dtype("float32", SINGLE), *low)
+
 
 Batches = list[dict[str, np.ndarray]]
 

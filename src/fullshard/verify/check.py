@@ -3,7 +3,7 @@
     the user's model --> small model of its class --> folder: weights, batches, job
                                                         |
               reference.py, a process of its own  <-----+----->  local ranks, fs.shard, the loop;
-                                                        |        or XLA's step (xla_verify.py)
+                                                        |        or XLA's step (xla.py)
                                                         |
                             rows, a diagnosis  <--------'        compared piece by piece
 
@@ -50,10 +50,10 @@ from fullshard.models.small import (
 )
 from fullshard.planner.spec import matches
 from fullshard.planner.strategy import row_of
-from fullshard.train.verify_compare import Row, Sides, rows_of
-from fullshard.train.verify_diagnose import Diagnosis, diagnose
-from fullshard.train.verify_faults import NEEDS_GATHERS, Fault
-from fullshard.train.verify_job import (
+from fullshard.verify.compare import Row, Sides, rows_of
+from fullshard.verify.diagnose import Diagnosis, diagnose
+from fullshard.verify.faults import NEEDS_GATHERS, Fault
+from fullshard.verify.job import (
     EXACT,
     LOW,
     SINGLE,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from fullshard.planner.arrays import ArraysPlan
     from fullshard.planner.plan import Plan
 
-RANK_MODULE = "fullshard.train.verify_rank"
+RANK_MODULE = "fullshard.verify.rank"
 REFERENCE = Path(__file__).with_name("reference.py")
 MOST_RANKS = 4
 TIMEOUT_S = 600.0
@@ -142,9 +142,9 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     require_transformers()
     quiet_libraries()
     if config.backend is Backend.JAX:
-        from fullshard.train import xla_verify
+        from fullshard.verify import xla
 
-        return xla_verify.prepare(config, fault)
+        return xla.prepare(config, fault)
     _check_supported(config)
     notes: list[str] = []
     model_config = model_config_of(config, fault, notes)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fullshard.train.verify_job import Job, Pass
+from fullshard.verify.job import Job, Pass
 
 LOSS, NORM, GRADIENT, PARAMETER = "loss", "gradient norm", "gradients", "updated parameters"
 STATE, RELOADED = "saved state", "step after loading"

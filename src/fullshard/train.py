@@ -20,6 +20,8 @@ from fullshard.errors import ConfigError, FullshardError
 from fullshard.observe.metrics import read_rows
 from fullshard.run import start
 
+__all__ = ["create_fsdp_config", "print_comparison_table", "train"]
+
 WARM_UP = 2  # steps that are left out: the first ones make buffers
 GB = 1e9  # the documents' habit
 # Heading, factor and format of what `train` measures; and what documents call it.

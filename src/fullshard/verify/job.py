@@ -5,8 +5,8 @@ config.json           the shrunk model's configuration     both
 weights.safetensors   every weight, perturbed              both
 batches.safetensors   STEP.RANK.MICRO.input_ids, .labels   both
 PASS/reference.*      what one process computed            written by reference.py
-PASS/rank_K.*         what rank K computed                 written by verify_rank.py, or for every
-                                                           device by xla_verify_rank.py
+PASS/rank_K.*         what rank K computed                 written by rank.py, or for every device
+                                                           by xla.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of `fullshard verify`: `python -m fullshard.train.verify_rank FOLDER`.
+"""One rank of `fullshard verify`: `python -m fullshard.verify.rank FOLDER`.
 
 Trains with the very loop that a run trains with, and writes down this rank's pieces of everything:
 nothing that was gathered by the engine takes part in the comparison, except where gathering is what
@@ -35,8 +35,8 @@ from fullshard.run.loop import Loop, Trainee
 from fullshard.run.scaling import LossScaler
 from fullshard.run.schedule import Schedule
 from fullshard.run.steps import LoopSettings
-from fullshard.train.verify_faults import Injection, injection_of
-from fullshard.train.verify_job import WEIGHTS, Job, Pass
+from fullshard.verify.faults import Injection, injection_of
+from fullshard.verify.job import WEIGHTS, Job, Pass
 
 
 class Record:
