@@ -185,7 +185,7 @@ class Engine:
         others = set(self.index_of)
         self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        watched = write_gradients_in_place(self.runtime, self.units, owners, self)
+        watched = write_gradients_in_place(self.runtime, self.units, owners, self.__deepcopy__)
         left_out = {*map(id, modules), *watched}
         self.handles += _watch_exits(self.units, owners, left_out, self._watch)
 
