@@ -29,7 +29,7 @@ from torch import nn
 
 from fullshard.config.values import GradReduction
 from fullshard.data.order import Indices
-from fullshard.engine.collectives import Transport
+from fullshard.transport import Transport
 
 Batch = dict[str, torch.Tensor]
 

@@ -14,7 +14,6 @@ from fullshard.config import host_memory
 from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
-from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.launch.machine import configured_topology, describe_machine
@@ -44,6 +43,7 @@ from fullshard.planner.strategy import row_of
 from fullshard.planner.study import Study, study
 from fullshard.recipes.distill.planned import Taught
 from fullshard.run.tracing import Tracer
+from fullshard.transport.shared.segment import Host
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook
