@@ -12,7 +12,7 @@ from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
 from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss
 from fullshard.run.loop import Loop, Trainee
-from fullshard.run.scaling import LossScaler
+from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
 from fullshard.run.steps import LoopSettings
 

@@ -12,8 +12,8 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.planner.optimizers import ADAMW
 from fullshard.planner.optimizers import SGD as NO_STATES
-from fullshard.run.ema import Average
 from fullshard.run.loop import Loop
+from fullshard.run.optim import Average
 from support.ragged import NUM_STEPS, RATE, Rows, make_loop, tiny_model
 
 DECAY = 0.75

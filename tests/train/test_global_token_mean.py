@@ -13,7 +13,7 @@ from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DataError, DivergedError
 from fullshard.recipes.base import IGNORED, causal_lm_loss, num_label_tokens
 from fullshard.run.loop import Loop, Trainee
-from fullshard.run.scaling import LossScaler
+from fullshard.run.optim import LossScaler
 from support.ragged import (
     GLOBAL_BATCH,
     NUM_STEPS,

@@ -20,8 +20,7 @@ from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Machine
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.run.ema import Average
-from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.optim import Average, OptimizerSettings, build_optimizer
 from fullshard.run.outlook import look_at
 from support.models import ODD_LLAMA
 

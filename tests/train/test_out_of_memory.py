@@ -16,8 +16,7 @@ from fullshard.errors import OutOfMemoryError
 from fullshard.planner.mesh import Topology
 from fullshard.recipes.base import Seat
 from fullshard.run import session as job
-from fullshard.run.out_of_memory import answered
-from fullshard.run.outlook import view_of
+from fullshard.run.outlook import answered, view_of
 
 SHAPE = LlamaConfig(
     vocab_size=512,

@@ -13,8 +13,8 @@ from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
 from fullshard.recipes.base import Batch
 from fullshard.run.loop import Loop
+from fullshard.run.optim import LossScaler
 from fullshard.run.patience import Patience
-from fullshard.run.scaling import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError
 

@@ -22,10 +22,10 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
+from fullshard.run.optim import LossScaler
 from fullshard.run.patience import Patience
-from fullshard.run.prepare import StepPlan
 from fullshard.run.resume import POSITION, Resume
-from fullshard.run.scaling import LossScaler
+from fullshard.run.schedule import StepPlan
 from fullshard.saving import SaveSettings
 
 logger = logging.getLogger(__name__)

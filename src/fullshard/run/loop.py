@@ -25,8 +25,7 @@ from fullshard.config.values import GradSync
 from fullshard.errors import DataError, DivergedError
 from fullshard.observe.metrics import StepRow
 from fullshard.recipes.base import IGNORED, Batch, Recipe, Team, backward_scale, num_label_tokens
-from fullshard.run.ema import Average
-from fullshard.run.scaling import LossScaler
+from fullshard.run.optim import Average, LossScaler
 from fullshard.run.steps import LoopSettings, StepLoop, Watcher, diverged
 
 

@@ -1,10 +1,12 @@
-"""Parameter groups and optimizers, by the names of Hugging Face."""
+"""What updates the weights: optimizers by the names of Hugging Face, their average, fp16 scaling."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +15,10 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.checkpoint.format import AVERAGE
 from fullshard.config.schema import TrainingConfig
 from fullshard.config.values import Optimizer
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, DivergedError
 from fullshard.planner.optimizers import takes_muon
 
 # Hugging Face's Trainer leaves these names, and every LayerNorm, without weight decay.
@@ -150,3 +153,121 @@ def _names_without_decay(model: nn.Module) -> set[str]:
         if isinstance(module, nn.LayerNorm):
             names.update(f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False))
     return names
+
+
+class Average:
+    """An exponential moving average of what an optimizer trains.
+
+    It is part of the optimizer's state, under its own name beside the moments, and is therefore
+    sharded, saved, resharded and loaded as they are.
+
+    Args:
+        optimizer: Optimizer of the sharded model.
+        decay: Weight of the past in [0, 1).
+
+    References:
+        Polyak and Juditsky, Acceleration of stochastic approximation by averaging, 1992; with
+        constant decay as in Tarvainen and Valpola, https://arxiv.org/abs/1703.01780.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self._optimizer = optimizer
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an update of the weights, while they have their gradients.
+
+        A weight's average begins with its first update. Before that the optimizer has no state of
+        it, and must find none: it makes its own where there is nothing.
+        """
+        for param, state in self._states():
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(param, 1.0 - self._decay)
+            elif param.grad is not None:
+                state[AVERAGE] = torch.zeros_like(param).copy_(param)  # lives where states do
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """The average in place of the weights, for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for param, state in self._states():
+            if AVERAGE in state:
+                kept = param.detach().clone()
+                param.copy_(state[AVERAGE])
+                state[AVERAGE].copy_(kept)
+
+    @staticmethod
+    def forget(optimizer: torch.optim.Optimizer) -> bool:
+        """Drops what a checkpoint has of an average that this run does not keep."""
+        found = [state.pop(AVERAGE, None) is not None for state in optimizer.state.values()]
+        return any(found)
+
+    def _states(self) -> Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                yield param, self._optimizer.state[param]
+
+
+SMALLEST = 2.0**-14  # of the factor: what overflows even then is no matter of range
+
+
+class LossScaler:
+    """Scales the losses of fp16 compute by torch's own scaler, and steps unless a gradient overflowed.
+
+    fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
+    after it. An infinity on one rank is every rank's (the guard of the gradients shares it), so all
+    ranks skip the same step and halve the factor together.
+
+    Args:
+        optimizer: Optimizer of the sharded model.
+        device: That computes.
+        enabled: False leaves everything as it is.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, *, enabled: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
+        self.enabled = enabled
+
+    def state_dict(self) -> dict[str, float]:
+        """The factor and how long it has held; empty where nothing is scaled."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on with a saved factor."""
+        if self.enabled and state:
+            self._scaler.load_state_dict(state)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward is called on."""
+        return self._scaler.scale(loss)
+
+    def unscale(self) -> None:
+        """Give the gradients their own size. A collective."""
+        if self.enabled:
+            self._scaler.unscale_(self._optimizer)
+
+    def step(self, number: int) -> None:
+        """Update the parameters, unless a gradient overflowed on some rank.
+
+        Raises:
+            DivergedError: Gradients overflow whatever the factor is.
+        """
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        if self.enabled and self._scaler.get_scale() < SMALLEST:
+            raise DivergedError(
+                f"gradients of step {number}: expected finite numbers at some loss scale; got "
+                f"none down to {self._scaler.get_scale():g}. Lower training.learning_rate, or use "
+                "sharding.param_dtype: bf16."
+            )

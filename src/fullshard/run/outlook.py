@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
 from fullshard.engine.hugging_face import build_on_meta
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, OutOfMemoryError, ran_out_of_memory
 from fullshard.launch.machine import configured_topology, describe_machine
 from fullshard.models.build import (
     given_model_config,
@@ -414,3 +415,40 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
 def leaves_something(config: RunConfig) -> bool:
     """Whether the planner chooses a part of a configuration."""
     return config.sharding.strategy is Strategy.AUTO or config.training.leaves_micro_batch
+
+
+@contextlib.contextmanager
+def answered(view: Callable[[], View]) -> Iterator[None]:
+    """Turn running out of memory inside the block into an error that says what to change.
+
+    Args:
+        view: The run as it was planned; asked only if memory runs out.
+
+    Raises:
+        OutOfMemoryError: Memory ran out.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(_answer(view(), error)) from error
+
+
+def _answer(view: View, error: BaseException) -> str:
+    outlook = view.outlook
+    peak = outlook.peak_bytes[Place.DEVICE]
+    memory = view.machine.memory_bytes or 0
+    said = (str(error).splitlines() or ["no more memory"])[0]
+    expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
+    advice = view.advice()
+    if not advice:
+        advice = ["a smaller per_device_train_batch_size, or activation_checkpointing: block"]
+    return "\n".join(
+        [
+            f"memory: expected to need {expected}; got: {said}",
+            *memory_lines(outlook.rows),
+            "what would help:",
+            *(f"  {line}" for line in advice),
+        ]
+    )

@@ -23,7 +23,7 @@ from fullshard.planner.render import human_bytes
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.outlook import View
-from fullshard.run.prepare import StepPlan
+from fullshard.run.schedule import StepPlan
 from fullshard.run.watcher import RunWatcher
 
 if TYPE_CHECKING:

@@ -42,20 +42,16 @@ from fullshard.planner.plan import Plan
 from fullshard.recipes.base import RankTeam, Recipe, Seat
 from fullshard.recipes.distill.teacher import set_up, write_cache
 from fullshard.recipes.registry import load_data, make_recipe
-from fullshard.run.banner import RunFacts, banner
 from fullshard.run.checkpoints import Kept, RunCheckpoints
-from fullshard.run.console import RunConsole
-from fullshard.run.ema import Average
+from fullshard.run.console import RunConsole, RunFacts, banner
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, Trainee
-from fullshard.run.optim import OptimizerSettings, build_optimizer
-from fullshard.run.out_of_memory import answered
-from fullshard.run.outlook import View, topology_of, view_of
+from fullshard.run.optim import Average, LossScaler, OptimizerSettings, build_optimizer
+from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.patience import Patience
-from fullshard.run.prepare import StepPlan, plan_steps, schedule_of
 from fullshard.run.result import conclude, mark_running
 from fullshard.run.resume import Resume
-from fullshard.run.scaling import LossScaler
+from fullshard.run.schedule import StepPlan, plan_steps, schedule_of
 from fullshard.run.steps import LoopSettings
 from fullshard.run.watcher import RunWatcher
 

@@ -35,9 +35,10 @@ from fullshard.planner.spec import ITEMSIZE
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir
 from fullshard.run.optim import KINDS
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
-from fullshard.run.prepare import Prepared, StepPlan, prepare, with_fitting_length
+from fullshard.run.prepare import Prepared, prepare, with_fitting_length
 from fullshard.run.result import planned
 from fullshard.run.resume import Resume, check_same, find_resume, goes_on, own_resume
+from fullshard.run.schedule import StepPlan
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook

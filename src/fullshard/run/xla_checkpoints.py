@@ -14,9 +14,8 @@ import optax
 from fullshard.launch.signals import Caught
 from fullshard.run.checkpoints import PATIENCE, SCALER, RunCheckpoints
 from fullshard.run.patience import Patience
-from fullshard.run.prepare import StepPlan
 from fullshard.run.resume import Resume
-from fullshard.run.schedule import Schedule
+from fullshard.run.schedule import Schedule, StepPlan
 from fullshard.xla.plan import XlaPlan
 from fullshard.xla.step import State
 from fullshard.xla_state import read, write

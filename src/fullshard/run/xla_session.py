@@ -30,15 +30,13 @@ from fullshard.planner.render import human_bytes
 from fullshard.recipes.base import Seat
 from fullshard.recipes.distill.xla import XlaTeaching, projection_shapes
 from fullshard.recipes.registry import load_data, make_recipe
-from fullshard.run.banner import DataFacts
-from fullshard.run.console import RunConsole
+from fullshard.run.console import DataFacts, RunConsole
 from fullshard.run.folder import RunFolder
 from fullshard.run.optim import OptimizerSettings, build_optimizer
 from fullshard.run.patience import Patience
-from fullshard.run.prepare import StepPlan, plan_steps, schedule_of
 from fullshard.run.result import conclude, mark_running
 from fullshard.run.resume import Resume
-from fullshard.run.schedule import Schedule
+from fullshard.run.schedule import Schedule, StepPlan, plan_steps, schedule_of
 from fullshard.run.steps import LoopSettings
 from fullshard.run.watcher import RunWatcher
 from fullshard.run.xla_checkpoints import XlaCheckpoints, XlaKept

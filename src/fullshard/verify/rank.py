@@ -32,7 +32,7 @@ from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss
 from fullshard.run.loop import Loop, Trainee
-from fullshard.run.scaling import LossScaler
+from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
 from fullshard.run.steps import LoopSettings
 from fullshard.verify.faults import Injection, injection_of
