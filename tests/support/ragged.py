@@ -11,10 +11,10 @@ import fullshard as fs
 from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
 from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss
-from fullshard.run.loop import Loop, Trainee
+from fullshard.run.loop import Loop, LoopSettings
+from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
-from fullshard.run.steps import LoopSettings
 
 VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
 RATE = 0.5
@@ -111,7 +111,7 @@ def make_loop(
     model = fs.shard(tiny_model(), poison=True, wrap=["Sequential"], **options)
     engine = engine_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    trainee = Trainee(
+    trainee = TorchTrainee(
         model,
         optimizer,
         communication_seconds=lambda: 0.0,

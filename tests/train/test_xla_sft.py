@@ -71,7 +71,7 @@ def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, pack
 
 
 def test_rows_are_filled_up_with_a_document_of_its_own():
-    from fullshard.run.xla_loop import _filled
+    from fullshard.run.on_xla import _filled
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     labels = torch.tensor([[IGNORED, 6, 7, 8], [IGNORED, 6, IGNORED, IGNORED]])

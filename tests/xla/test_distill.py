@@ -89,7 +89,7 @@ def in_jax(case, shard, folder, batches):
 
     import fullshard.jax as fj
     from fullshard.config.values import DType
-    from fullshard.run.xla_weights import state_beside
+    from fullshard.run.on_xla import state_beside
     from fullshard.xla import optim
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
     from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation

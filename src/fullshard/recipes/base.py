@@ -19,17 +19,24 @@ tokens weigh too much.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.config.schema import RunConfig
 from fullshard.config.values import GradReduction
+from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import Indices
+from fullshard.models.build import build_sharded
 from fullshard.transport import Transport
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 Batch = dict[str, torch.Tensor]
 
@@ -125,6 +132,39 @@ class RankTeam:
         flat = table.reshape(-1).to(self._device)
         self._transport.all_reduce(flat)
         return flat.cpu().reshape(self.world_size, len(values)).tolist()
+
+
+def _build(
+    config: RunConfig, model_config: PretrainedConfig, data: Recipe, seat: Seat, _: Path
+) -> tuple[nn.Module, Recipe]:
+    return build_sharded(config, model_config, seat.device), data
+
+
+@dataclass(frozen=True)
+class RecipeKind:
+    """What a command trains and on which data; as it stands, pre-training on text.
+
+    A recipe names what is different and has one line in the registry.
+
+    Attributes:
+        uses_chats: (configuration) -> whether the run's data is chat data.
+        check: (configuration, tokenizer) -> None; raises ConfigError before data is read.
+        check_data: (configuration, facts of the data) -> None; raises DataError.
+        write: (configuration, facts, batches, seat) -> None, a collective: what is written in place
+            of a trained model.
+        build: (configuration, the model's, batches, seat, the run's folder) -> the sharded model
+            and the recipe around the batches. A collective.
+        xla_shapes: (configuration, width of a decoder) -> further arrays that are trained on XLA.
+        on_xla: (configuration, decoder) -> what it learns from on XLA besides its batches.
+    """
+
+    uses_chats: Callable[[RunConfig], bool] = lambda _: False
+    check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
+    check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
+    write: Callable[[RunConfig, DatasetFacts, TrainRows, Seat], None] | None = None
+    build: Callable[..., tuple[nn.Module, Recipe]] = _build
+    xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
+    on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
 
 
 IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers

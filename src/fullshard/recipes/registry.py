@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
 from fullshard.config.values import Command
-from fullshard.data.chat import is_chat, read_examples
+from fullshard.data.chat import read_examples
 from fullshard.data.chat_rows import KIND as CHAT
 from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
 from fullshard.data.chat_template import Learned, set_template, texts_of
@@ -22,12 +22,21 @@ from fullshard.data.dataset import Prepared, load_facts
 from fullshard.data.order import SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
 from fullshard.data.tokenizer import train_tokenizer
-from fullshard.recipes.base import Seat
+from fullshard.recipes import distill
+from fullshard.recipes.base import RecipeKind, Seat
 from fullshard.recipes.pretrain import PackedText, Sequences
 from fullshard.recipes.sft import Chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+RECIPES: dict[Command, RecipeKind] = {
+    Command.TRAIN: RecipeKind(),
+    Command.SFT: RecipeKind(uses_chats=lambda _: True),
+    Command.DISTILL: distill.DISTILL,
+    Command.CACHE: distill.CACHE,
+}
 
 
 def make_data(
@@ -48,7 +57,7 @@ def make_data(
         DataError: The data cannot be used.
     """
     path = Path(config.data.path) if config.data.path else None
-    if uses_chats(config, command):
+    if RECIPES[command].uses_chats(config):
         return _make_chats(config, path, tokenizer, vocab_size)
     settings = DatasetSettings(
         sequence_length=config.training.max_seq_length,
@@ -56,13 +65,6 @@ def make_data(
         vocab_size=vocab_size,
     )
     return make_dataset(read_corpus(path, config.data.text_column), settings, tokenizer)
-
-
-def uses_chats(config: RunConfig, command: Command) -> bool:
-    """Whether a run's data is chat data."""
-    if command in (Command.DISTILL, Command.CACHE):
-        return config.data.path is not None and is_chat(Path(config.data.path))
-    return command is Command.SFT
 
 
 def load_data(folder: Path, model: ModelConfig) -> Prepared:

@@ -48,7 +48,7 @@ class Chats:
         )
 
     @property
-    def length(self) -> int:
+    def row_length(self) -> int:
         """Most tokens of a row."""
         return max(2, self._data.facts.sequence_length)
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch import nn
-
-from fullshard import loading, saving
-from fullshard.engine.engine import engine_of
+from fullshard import saving
+from fullshard.config.environment import read_launch_environment
+from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
-from fullshard.run.optim import LossScaler
-from fullshard.run.patience import Patience
+from fullshard.run.folder import RunFolder
+from fullshard.run.loop import Patience
 from fullshard.run.resume import POSITION, Resume
 from fullshard.run.schedule import StepPlan
 from fullshard.saving import SaveSettings
@@ -33,22 +30,29 @@ logger = logging.getLogger(__name__)
 SCALER, PATIENCE = "scaler", "patience"
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a checkpoint of a run holds; the tokenizer's files make it one that can be exported."""
+class Saved(Protocol):
+    """What checkpoints hold, on either engine."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler
-    tokenizer: Mapping[str, str] = field(default_factory=dict[str, str])
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """Further files of a checkpoint, beside the tokenizer's and config.yaml."""
+        ...
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Save it, and values beside it. A collective."""
+        ...
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Load the newest usable checkpoint; its values with "step", its place. A collective."""
+        ...
 
 
 class RunCheckpoints:
     """Saves a run's checkpoints in the background; a Keeper of the loop.
 
     Args:
-        folder: Folder of the run's checkpoints.
-        kept: What they hold.
+        folder: Folder of the run.
+        saved: What they hold; the tokenizer's files make it one that can be exported.
         steps: When they are due.
         limit: Complete ones to keep; None: all.
         caught: Signals that tell this rank to save and end.
@@ -57,19 +61,20 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        folder: Path,
-        kept: Kept,
+        folder: RunFolder,
+        saved: Saved,
         steps: StepPlan,
         limit: int | None,
         caught: Caught,
         patience: Patience,
     ) -> None:
         self._folder = folder
-        self._kept = kept
+        self._saved = saved
         self._steps = steps
         self._limit = limit
         self._caught = caught
         self._patience = patience
+        self._texts = {**tokenizer_texts(folder.data), **saved.texts}
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was told to save and end."""
@@ -111,15 +116,13 @@ class RunCheckpoints:
         """
         if resume.path is None:
             return 0
-        engine = engine_of(self._kept.model)
-        found = loading.choose(engine, resume.path)
-        state = loading.load_found(found, self._kept.model, self._kept.optimizer)
-        self._kept.scaler.load_state_dict(state.get(SCALER) or {})
+        state, path = self._saved.load(resume.path)
         # Losses of another run, perhaps of other data, say nothing here.
         self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
-        if engine.rank == 0:
-            logger.info("resumed after step %s from %s", state["step"], found.path)
-        return self._check_done(int(state["step"] or 0), found.path, resume)
+        launch = read_launch_environment()
+        if launch is None or launch.rank == 0:
+            logger.info("resumed after step %s from %s", state["step"], path)
+        return self._check_done(int(state["step"] or 0), path, resume)
 
     def _check_done(self, done: int, path: Path, resume: Resume) -> int:
         """The finished steps, of which there are fewer than the run shall have."""
@@ -132,14 +135,12 @@ class RunCheckpoints:
         return done
 
     def _save(self, step: int, *, wait: bool) -> None:
-        kept = self._kept
-        state = {**self._values(step), SCALER: kept.scaler.state_dict()}
-        settings = self._settings(step, kept.tokenizer, wait=wait)
-        saving.save(self._folder, kept.model, kept.optimizer, state, settings)
-
-    def _values(self, step: int) -> dict[str, Any]:
-        """What every engine's checkpoint has beside tensors."""
-        return {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
+        texts = dict(self._texts)
+        if self._folder.config.is_file():
+            texts[self._folder.config.name] = self._folder.config.read_text(encoding="utf-8")
+        values = {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
+        settings = SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)
+        self._saved.save(self._folder.checkpoints, values, settings)
 
     def _position(self, step: int) -> dict[str, Any]:
         """See [Note: data position]."""
@@ -150,10 +151,3 @@ class RunCheckpoints:
             "epoch": step / order.steps_per_epoch,
             "seed": order.seed,
         }
-
-    def _settings(self, step: int, tokenizer: Mapping[str, str], *, wait: bool) -> SaveSettings:
-        texts = dict(tokenizer)
-        config = self._folder.parent / "config.yaml"
-        if config.is_file():
-            texts[config.name] = config.read_text(encoding="utf-8")
-        return SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)

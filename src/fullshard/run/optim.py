@@ -1,4 +1,4 @@
-"""What updates the weights: optimizers by the names of Hugging Face, their average, fp16 scaling."""
+"""What updates the weights: optimizers by names of Hugging Face, their average, fp16 scaling."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ SMALLEST = 2.0**-14  # of the factor: what overflows even then is no matter of r
 
 
 class LossScaler:
-    """Scales the losses of fp16 compute by torch's own scaler, and steps unless a gradient overflowed.
+    """Scales losses of fp16 compute by torch's scaler; steps unless a gradient overflowed.
 
     fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
     after it. An infinity on one rank is every rank's (the guard of the gradients shares it), so all

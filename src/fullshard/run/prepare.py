@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.config.schema import DistillConfig, ModelConfig, RunConfig
-from fullshard.config.values import Command, DistillLoss
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import Command
 from fullshard.data import dataset as data_facts
-from fullshard.data.tokenizer import load_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.build import (
     given_model_config,
@@ -28,15 +27,13 @@ from fullshard.models.build import (
     weights_folder,
 )
 from fullshard.models.config import (
-    check_model_folder,
     config_from_folder,
     num_positions,
     quiet_libraries,
     require_transformers,
 )
 from fullshard.models.small import check_documents
-from fullshard.recipes.distill.logits import check_facts
-from fullshard.recipes.registry import make_data, uses_chats
+from fullshard.recipes.registry import RECIPES, make_data
 from fullshard.run.optim import check_optimizer
 from fullshard.run.schedule import StepPlan, plan_steps
 
@@ -81,14 +78,13 @@ def prepare(
     """
     check_optimizer(config.training.optim)
     given, tokenizer = given_model_config(config), given_tokenizer(config)
-    if command is not Command.TRAIN and config.teacher is not None:
-        check_teacher(config.teacher, tokenizer, config.distill or DistillConfig())
+    kind = RECIPES[command]
+    kind.check(config, tokenizer)
     _check_trains_tokenizer(config, tokenizer)
     dataset = make_data(config, command, tokenizer, vocab_size(config, given))
     model_config = model_config_of(config, dataset.tokenizer)
-    if command is Command.DISTILL and config.distill is not None and config.distill.cache:
-        check_facts(Path(config.distill.cache), dataset.facts)
-    if config.sft is not None and config.sft.packing and uses_chats(config, command):
+    kind.check_data(config, dataset.facts)
+    if config.sft is not None and config.sft.packing and kind.uses_chats(config):
         check_documents(model_config)
     return Prepared(
         config,
@@ -124,31 +120,6 @@ def with_fitting_length(resolved: Resolved) -> Resolved:
     logger.info("max_seq_length: %s; the default is %d", limit, length)
     training = config.training.model_copy(update={"max_seq_length": limits[name]})
     return replace(resolved, config=config.model_copy(update={"training": training}))
-
-
-def check_teacher(
-    teacher: ModelConfig, tokenizer: PreTrainedTokenizerBase | None, settings: DistillConfig
-) -> None:
-    """Raises ConfigError where a student cannot learn from this teacher."""
-    folder = Path(teacher.name_or_path or "")
-    if teacher.name_or_path is None:
-        raise ConfigError(
-            "teacher: expected a folder with weights, got a configuration, whose weights would be "
-            "random. Train it first (fullshard train), and name RUN/model."
-        )
-    check_model_folder(folder, "teacher")
-    theirs = load_tokenizer(teacher, "teacher")
-    if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
-        return
-    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
-    if ours != other:
-        word = next((w for w in sorted({*ours, *other}) if ours.get(w) != other.get(w)), "")
-        raise ConfigError(
-            f"teacher: expected the student's tokenizer, since token by token their predictions "
-            f"are compared; got another one ({len(other):,} entries, the student's has "
-            f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
-            "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
-        )
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:

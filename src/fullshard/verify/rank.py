@@ -31,10 +31,10 @@ from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss
-from fullshard.run.loop import Loop, Trainee
+from fullshard.run.loop import Loop, LoopSettings
+from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
-from fullshard.run.steps import LoopSettings
 from fullshard.verify.faults import Injection, injection_of
 from fullshard.verify.job import WEIGHTS, Job, Pass
 
@@ -210,7 +210,7 @@ def _train(
     )
     scaler = LossScaler(optimizer, torch.device("cpu"), enabled=False)
     seconds = partial(communication_seconds, model)
-    trainee = Trainee(model, optimizer, seconds, lambda: (0, 0), scaler)
+    trainee = TorchTrainee(model, optimizer, seconds, lambda: (0, 0), scaler)
     Loop(trainee, recipe, settings, team, record).run()
 
 

@@ -37,7 +37,7 @@ from fullshard.models.config import quiet_libraries
 from fullshard.models.small import NUM_LAYERS, Limits, shrink
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.strategy import row_of
-from fullshard.run.xla_weights import state_of, torch_weights
+from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
 from fullshard.verify.check import Prepared, model_config_of, passes_of
 from fullshard.verify.faults import Fault, injection_of

@@ -14,15 +14,17 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
-from fullshard.config.values import Command, DType, Home, Transport
+from fullshard.config.values import Command, DistillLoss, DType, Home, Transport
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
+from fullshard.data.tokenizer import load_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.engine.folder import INDEX
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import has_weights_of
+from fullshard.errors import ConfigError
 from fullshard.models.build import build_sharded, given_model_config
-from fullshard.models.config import build_model, config_from_folder
+from fullshard.models.config import build_model, check_model_folder, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
 from fullshard.recipes.base import RankTeam, Recipe, Seat, TrainRows
 from fullshard.recipes.distill.head import Head
@@ -30,7 +32,7 @@ from fullshard.recipes.distill.logits import TopK, write_facts
 from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,32 @@ class Teaching:
 def settings_of(config: RunConfig) -> DistillConfig:
     """The section, or its defaults."""
     return config.distill or DistillConfig()
+
+
+def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ConfigError where a student cannot learn from its teacher."""
+    teacher, settings = config.teacher, settings_of(config)
+    if teacher is None:
+        return
+    folder = Path(teacher.name_or_path or "")
+    if teacher.name_or_path is None:
+        raise ConfigError(
+            "teacher: expected a folder with weights, got a configuration, whose weights would be "
+            "random. Train it first (fullshard train), and name RUN/model."
+        )
+    check_model_folder(folder, "teacher")
+    theirs = load_tokenizer(teacher, "teacher")
+    if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
+        return
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    if ours != other:
+        word = next((w for w in sorted({*ours, *other}) if ours.get(w) != other.get(w)), "")
+        raise ConfigError(
+            f"teacher: expected the student's tokenizer, since token by token their predictions "
+            f"are compared; got another one ({len(other):,} entries, the student's has "
+            f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
+            "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
+        )
 
 
 def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teaching:
