@@ -20,7 +20,7 @@ from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.outlook import Machine
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.run.optim import Average, OptimizerSettings, build_optimizer
+from fullshard.run.optim import Average, build_optimizer
 from fullshard.run.outlook import look_at
 from support.models import ODD_LLAMA
 
@@ -49,7 +49,7 @@ def kept(words: list[str]) -> tuple[int, int, int, int]:
     whole tensors during the step, and the plan's."""
     config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     seen = [0]
     if hasattr(optimizer, "_inner") and config.sharding.strategy != "no_shard":
         watch_wholes(optimizer, seen)

@@ -19,7 +19,7 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, storage_of
 
 TOLERANCE = 0.03
@@ -51,7 +51,7 @@ def forward(config) -> Any:
 
 def resume(config, checkpoint: Path) -> Any:
     model = build(config)
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     fs.load(checkpoint, model, optimizer)
     return model, optimizer
 

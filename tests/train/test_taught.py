@@ -24,7 +24,7 @@ from fullshard.planner.outlook import Machine
 from fullshard.planner.phases import TEACHER
 from fullshard.recipes.base import Recipe, Seat
 from fullshard.recipes.distill.teacher import Teaching, build_teacher
-from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, view_of
 
 TOLERANCE = 0.03
@@ -63,7 +63,7 @@ def learn(config: Any) -> Any:
     teaching = Teaching(config, data, build_teacher(config, seat, Path()))
     model = teaching.student(given_model_config(config), seat)
     recipe = teaching.recipe()
-    optimizer = build_optimizer(model, OptimizerSettings.of(training))
+    optimizer = build_optimizer(model, training)
     for _ in range(NUM_STEPS):
         ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
         loss, num_tokens = recipe.loss(model, {"input_ids": ids, "labels": ids.clone()})

@@ -26,7 +26,7 @@ from fullshard.models.config import build_model
 from fullshard.planner.calibration import Point
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
-from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.optim import build_optimizer
 from fullshard.transport import make_transport
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -130,7 +130,7 @@ def _step_s(depth: int, ids: torch.Tensor) -> float:
     config = host_config(depth)
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     make_idle(engine_of(model))
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     limit = config.training.max_grad_norm or math.inf
     times: list[float] = []
     for turn in range(-WARM_UP, HOST_STEPS):

@@ -42,7 +42,7 @@ from fullshard.recipes.registry import RECIPES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import RunConsole, RunFacts, banner
 from fullshard.run.loop import Loop, Update, diverged
-from fullshard.run.optim import Average, LossScaler, OptimizerSettings, build_optimizer
+from fullshard.run.optim import Average, LossScaler, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
@@ -219,7 +219,7 @@ class TorchSide:
         self._model.train()
         if seat.is_first:
             self._check_plan()
-        optimizer = build_optimizer(self._model, OptimizerSettings.of(training))
+        optimizer = build_optimizer(self._model, training)
         fp16 = config.sharding.param_dtype is DType.FLOAT16
         decay = training.ema_decay
         self._average = None if decay is None else Average(optimizer, decay)

@@ -35,7 +35,7 @@ from fullshard.recipes.registry import RECIPES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import DataFacts, RunConsole
 from fullshard.run.loop import Loop, Update, diverged
-from fullshard.run.optim import OptimizerSettings, build_optimizer
+from fullshard.run.optim import build_optimizer
 from fullshard.run.schedule import Schedule, schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
@@ -250,7 +250,7 @@ class XlaSide:
         names = {id(param): name for name, param in shell.named_parameters()}
         groups = [
             {**group, "params": [names[id(param)] for param in group["params"]]}
-            for group in build_optimizer(shell, OptimizerSettings.of(training)).param_groups
+            for group in build_optimizer(shell, training).param_groups
         ]
         if training.optim is Optimizer.SGD:
             return groups, optim.sgd()

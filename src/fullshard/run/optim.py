@@ -7,7 +7,6 @@ import importlib.util
 import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,42 +27,18 @@ NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.
 Groups = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """What an optimizer is made from; names as in TrainingArguments."""
-
-    kind: Optimizer
-    learning_rate: float
-    weight_decay: float
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
-
-    @classmethod
-    def of(cls, training: TrainingConfig) -> OptimizerSettings:
-        """Those of a run."""
-        return cls(
-            kind=training.optim,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            adam_beta1=training.adam_beta1,
-            adam_beta2=training.adam_beta2,
-            adam_epsilon=training.adam_epsilon,
-        )
-
-
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
     """An elementwise optimizer over the trainable parameters.
 
     Args:
         model: Sharded or not: its parameters are what the optimizer keeps state for.
-        settings: Kind and numbers.
+        training: Kind and numbers, by names of TrainingArguments.
     """
-    groups = parameter_groups(model, settings.weight_decay)
-    rate = settings.learning_rate
-    betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_epsilon
+    groups = parameter_groups(model, training.weight_decay)
+    rate = training.learning_rate
+    betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     adamw = partial(torch.optim.AdamW, lr=rate, betas=betas, eps=eps, fused=True)
-    match settings.kind:
+    match training.optim:
         case Optimizer.SGD:
             return torch.optim.SGD(groups, lr=rate)
         case Optimizer.ADAMW_TORCH | Optimizer.ADAMW_TORCH_FUSED:

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.models.lora import PROJECTION
 from fullshard.recipes.base import IGNORED, Batch, Recipe
@@ -37,41 +38,33 @@ from fullshard.recipes.distill.head import Head, chunked
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK, with_logits
 
 
-@dataclass(frozen=True)
-class Mix:
-    """How teacher and labels share the loss; the fields are those of DistillConfig."""
-
-    loss: DistillLoss
-    temperature: float
-    alpha: float
-    beta: float
-
-
-def divergence(student: torch.Tensor, teacher: torch.Tensor, mix: Mix) -> torch.Tensor:
+def divergence(
+    student: torch.Tensor, teacher: torch.Tensor, settings: DistillConfig
+) -> torch.Tensor:
     """The sum over tokens.
 
     Args:
         student: (num_tokens, vocabulary) logits.
         teacher: The same.
-        mix: Settings; loss, temperature and beta are read.
+        settings: loss, temperature and beta are read.
     """
-    q = log_probabilities(student, mix.temperature)
-    p = log_probabilities(teacher, mix.temperature).to(q.dtype)
-    match mix.loss:
+    q = log_probabilities(student, settings.temperature)
+    p = log_probabilities(teacher, settings.temperature).to(q.dtype)
+    match settings.loss:
         case DistillLoss.FORWARD_KL:
             value = _kl(p, q)
         case DistillLoss.REVERSE_KL:
             value = _kl(q, p)
         case DistillLoss.JSD:
-            middle = torch.logaddexp(p + math.log(mix.beta), q + math.log(1 - mix.beta))
-            value = mix.beta * _kl(p, middle) + (1 - mix.beta) * _kl(q, middle)
+            middle = torch.logaddexp(p + math.log(settings.beta), q + math.log(1 - settings.beta))
+            value = settings.beta * _kl(p, middle) + (1 - settings.beta) * _kl(q, middle)
         case DistillLoss.HIDDEN:
             raise AssertionError("hidden states have no vocabulary")
-    return value * mix.temperature**2
+    return value * settings.temperature**2
 
 
 def top_k_divergence(
-    student: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, mix: Mix
+    student: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, settings: DistillConfig
 ) -> torch.Tensor:
     """forward_kl against the k logits a token that were kept, as if there were no others.
 
@@ -79,11 +72,11 @@ def top_k_divergence(
         student: (num_tokens, vocabulary) logits.
         values: (num_tokens, k) of the teacher's logits.
         ids: (num_tokens, k) token ids that they belong to.
-        mix: Settings; the temperature is read.
+        settings: the temperature is read.
     """
-    q = log_probabilities(student, mix.temperature).gather(1, ids)
-    p = log_probabilities(values, mix.temperature).to(q.dtype)
-    return _kl(p, q) * mix.temperature**2
+    q = log_probabilities(student, settings.temperature).gather(1, ids)
+    p = log_probabilities(values, settings.temperature).to(q.dtype)
+    return _kl(p, q) * settings.temperature**2
 
 
 def cross_entropy(student: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -117,18 +110,16 @@ class Distillation:
         data: Whose batches these are.
         head: Head of the student.
         teacher: A model, or the logits that one left.
-        mix: The loss.
-        chunk_size: Tokens whose logits are held at a time.
+        settings: The loss, and tokens whose logits are held at a time.
     """
 
     def __init__(
-        self, data: Recipe, head: Head, teacher: Teacher | TopK, mix: Mix, chunk_size: int
+        self, data: Recipe, head: Head, teacher: Teacher | TopK, settings: DistillConfig
     ) -> None:
         self._data = data
         self._head = head
         self._teacher = teacher
-        self._mix = mix
-        self._chunk_size = chunk_size
+        self._settings = settings
 
     @property
     def samples_per_step(self) -> int:
@@ -178,7 +169,11 @@ class Distillation:
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
             rows = h[:, :-1][step.predicted]
             total = chunked(
-                rows, w, b, lambda h, w, b, rows: loss(F.linear(h, w, b), rows), self._chunk_size
+                rows,
+                w,
+                b,
+                lambda h, w, b, rows: loss(F.linear(h, w, b), rows),
+                self._settings.chunk_size,
             )
             if hidden_loss is not None:
                 total = total + hidden_loss(rows)
@@ -193,7 +188,7 @@ class Distillation:
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
             rows = h[:, :-1][step.predicted]
             with torch.enable_grad():
-                if self._mix.loss is DistillLoss.HIDDEN:
+                if self._settings.loss is DistillLoss.HIDDEN:
                     total = self._student(
                         model, step, self._labels(step), lambda own: self._apart(model, own, rows)
                     )
@@ -215,7 +210,7 @@ class Distillation:
             with torch.no_grad():
                 teacher = F.linear(rows[at], w, b)
             size = min(student.shape[1], teacher.shape[1])  # entries behind are padding
-            value = divergence(student[:, :size], teacher[:, :size], self._mix)
+            value = divergence(student[:, :size], teacher[:, :size], self._settings)
             return self._mixed(value, student, step.targets[at])
 
         return loss
@@ -227,19 +222,19 @@ class Distillation:
         values, ids = (batch[name][:, :-1][step.predicted] for name in (TOP_VALUES, TOP_IDS))
 
         def loss(student: torch.Tensor, at: slice) -> torch.Tensor:
-            value = top_k_divergence(student, values[at], ids[at], self._mix)
+            value = top_k_divergence(student, values[at], ids[at], self._settings)
             return self._mixed(value, student, step.targets[at])
 
         return loss
 
     def _labels(self, step: _Step) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-        share = 1 - self._mix.alpha
+        share = 1 - self._settings.alpha
         return lambda student, at: share * cross_entropy(student, step.targets[at])
 
     def _mixed(
         self, value: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        alpha = self._mix.alpha
+        alpha = self._settings.alpha
         if alpha == 1:
             return value
         return alpha * value + (1 - alpha) * cross_entropy(student, targets)
@@ -249,7 +244,7 @@ class Distillation:
         projection = getattr(model, PROJECTION, None)
         seen = own if projection is None else projection(own)
         dtype = torch.promote_types(seen.dtype, torch.float32)
-        return self._mix.alpha * (seen.to(dtype) - other.to(dtype)).square().mean(-1).sum()
+        return self._settings.alpha * (seen.to(dtype) - other.to(dtype)).square().mean(-1).sum()
 
 
 @dataclass(frozen=True)

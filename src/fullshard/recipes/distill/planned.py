@@ -23,7 +23,7 @@ from fullshard.planner.phases import TEACHER
 from fullshard.planner.plan import Plan
 from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK
-from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
+from fullshard.recipes.distill.loss import Distillation, Teacher
 from fullshard.recipes.distill.teacher import settings_of, teacher_dtype, teacher_sharding
 
 
@@ -91,7 +91,6 @@ class Taught:
     def work(self, samples: int, length: int) -> Callable[..., torch.Tensor]:
         """Forward and loss of a micro-batch of full rows, as the recipe has them."""
         s = self.settings
-        mix = Mix(s.loss, s.temperature, s.alpha, s.beta)
 
         def work(student: nn.Module, *teachers: nn.Module) -> torch.Tensor:
             data: Any = None
@@ -103,7 +102,7 @@ class Taught:
                 teacher = TopK(None, None, None)
                 values = torch.zeros(samples, length, s.top_k)
                 batch |= {TOP_VALUES: values, TOP_IDS: values.long()}
-            recipe = Distillation(data, _head_of(student), teacher, mix, s.chunk_size)
+            recipe = Distillation(data, _head_of(student), teacher, s)
             return recipe.loss(student.train(), batch)[0] * 1.0
 
         return work

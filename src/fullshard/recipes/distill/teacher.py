@@ -29,7 +29,7 @@ from fullshard.models.student import choose, counting, is_cut, write_student
 from fullshard.recipes.base import RankTeam, Recipe, Seat, TrainRows
 from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TopK, write_facts
-from fullshard.recipes.distill.loss import Distillation, Mix, Teacher
+from fullshard.recipes.distill.loss import Distillation, Teacher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -55,10 +55,6 @@ class Teaching:
     teacher: Teacher | TopK
     heads: list[Head] = field(default_factory=list[Head])
 
-    @property
-    def settings(self) -> DistillConfig:
-        return settings_of(self.config)
-
     def student(self, model_config: PretrainedConfig, seat: Seat) -> nn.Module:
         """The sharded student, of whose head the recipe takes hold."""
 
@@ -70,9 +66,7 @@ class Teaching:
     def recipe(self) -> Distillation:
         """The data's recipe with the loss of distillation."""
         (head,) = self.heads
-        s = self.settings
-        mix = Mix(s.loss, s.temperature, s.alpha, s.beta)
-        return Distillation(self.data, head, self.teacher, mix, s.chunk_size)
+        return Distillation(self.data, head, self.teacher, settings_of(self.config))
 
 
 def settings_of(config: RunConfig) -> DistillConfig:
