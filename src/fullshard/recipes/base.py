@@ -19,6 +19,7 @@ tokens weigh too much.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import nn
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.dataset import DatasetFacts
-from fullshard.data.order import Indices
+from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.models.build import build_sharded
 from fullshard.transport import Transport
 
@@ -70,19 +71,6 @@ class Recipe(Protocol):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         """Loss summed over the label tokens of a batch, and their number."""
-        ...
-
-
-class TrainRows(Protocol):
-    """Training data row by row, whatever the steps are."""
-
-    @property
-    def train_lengths(self) -> Indices:
-        """Tokens of each row."""
-        ...
-
-    def train_rows(self, chosen: Indices) -> Batch:
-        """Some rows as a batch; -1 is an empty place."""
         ...
 
 
@@ -134,6 +122,67 @@ class RankTeam:
         return flat.cpu().reshape(self.world_size, len(values)).tolist()
 
 
+class RowBatches(ABC):
+    """Batches of one rank and the loss of their next tokens; a kind of data adds what a row is.
+
+    Args:
+        num_held_out: Held-out rows.
+        per_device_eval: Those that a rank takes at a time.
+        order: Which rows each step sees.
+        seat: Rank, and the device that batches go to.
+    """
+
+    tokens_per_step: int | None = None
+    row_length: int | None = None  # what rows of several lengths are filled up to on XLA
+
+    def __init__(
+        self, num_held_out: int, per_device_eval: int, order: SampleOrder, seat: Seat
+    ) -> None:
+        self._order = order
+        self._seat = seat
+        world_size = order.shape.world_size
+        self._evaluation = evaluation_samples(num_held_out, per_device_eval, world_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self._order.shape.global_batch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._order.steps_per_epoch
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        return [self.train_rows(chosen) for chosen in self._of_step(step)[:, self._seat.rank]]
+
+    def held_out(self) -> Iterable[Batch]:
+        for chosen in self._evaluation[:, self._seat.rank]:
+            yield self._batch(chosen, held_out=True)
+
+    def train_rows(self, chosen: Indices) -> Batch:
+        """Some rows as a batch; -1 is an empty place."""
+        return self._batch(chosen, held_out=False)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+
+    def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
+        arrays = {**self._arrays(chosen, held_out=held_out), "rows": chosen.copy()}
+        return {name: torch.from_numpy(a).to(self._seat.device) for name, a in arrays.items()}
+
+    def _of_step(self, step: int) -> Indices:
+        """Rows of an update: (accumulation, world_size, per_device)."""
+        return self._order.of_step(step)
+
+    @property
+    @abstractmethod
+    def train_lengths(self) -> Indices:
+        """Tokens of each training row."""
+
+    @abstractmethod
+    def _arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """Arrays of a batch, by name; rows of -1 have labels that count nothing."""
+
+
 def _build(
     config: RunConfig, model_config: PretrainedConfig, data: Recipe, seat: Seat, _: Path
 ) -> tuple[nn.Module, Recipe]:
@@ -161,13 +210,18 @@ class RecipeKind:
     uses_chats: Callable[[RunConfig], bool] = lambda _: False
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
-    write: Callable[[RunConfig, DatasetFacts, TrainRows, Seat], None] | None = None
+    write: Callable[[RunConfig, DatasetFacts, RowBatches, Seat], None] | None = None
     build: Callable[..., tuple[nn.Module, Recipe]] = _build
     xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
     on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
 
 
 IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
+
+
+def inputs_of(batch: Batch) -> Batch:
+    """What of a batch a model takes; the rest is the recipe's."""
+    return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -23,8 +23,8 @@ from fullshard.data.order import SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.recipes import distill
-from fullshard.recipes.base import RecipeKind, Seat
-from fullshard.recipes.pretrain import PackedText, Sequences
+from fullshard.recipes.base import RecipeKind, RowBatches, Seat
+from fullshard.recipes.pretrain import PackedText
 from fullshard.recipes.sft import Chats
 
 if TYPE_CHECKING:
@@ -81,15 +81,12 @@ def load_data(folder: Path, model: ModelConfig) -> Prepared:
     return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
 
 
-def make_recipe(
-    data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat
-) -> PackedText | Chats:
+def make_recipe(data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat) -> RowBatches:
     """What trains on prepared data, on this rank."""
     if isinstance(data, ChatDataset):
-        return Chats(data, order, per_device_eval, seat.rank, seat.device)
+        return Chats(data, per_device_eval, order, seat)
     assert isinstance(data, Dataset), "there are two kinds of data"
-    sequences = Sequences(data.train, data.held_out, per_device_eval)
-    return PackedText(sequences, order, seat.rank, seat.device)
+    return PackedText(data, per_device_eval, order, seat)
 
 
 def _make_chats(

@@ -2,7 +2,7 @@
 
 [Note: data position]
 state.json holds {global_batch, samples_seen, epoch, seed}. Which samples a step sees depends on
-the global batch, the seed and the number of the step alone (see order.py), so "step" is the
+the global batch, the seed and the number of the step alone (see data/order.py), so "step" is the
 whole position: no sample is seen twice or left out, however many ranks go on.
 """
 

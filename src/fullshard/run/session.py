@@ -31,10 +31,8 @@ from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.observe import watchdog
 from fullshard.observe.position import Verdict
-from fullshard.recipes.base import Recipe, Seat, Team
-from fullshard.recipes.pretrain import PackedText
+from fullshard.recipes.base import Recipe, RowBatches, Seat, Team
 from fullshard.recipes.registry import RECIPES, load_data, make_recipe
-from fullshard.recipes.sft import Chats
 from fullshard.run.checkpoints import RunCheckpoints, Saved
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder, RunStatus, now
@@ -97,7 +95,7 @@ class Session:
         steps = plan_steps(config.training, dataset.facts, seat.world_size, resume.global_batch)
         return cls(config, folder, seat, command, resume, dataset, steps, model_config)
 
-    def batches(self) -> PackedText | Chats:
+    def batches(self) -> RowBatches:
         """This rank's batches."""
         per_device = self.config.training.per_device_eval_batch_size
         return make_recipe(self.dataset, self.steps.order, per_device, self.seat)

@@ -15,6 +15,7 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.small import check_documents
+from fullshard.recipes.base import Seat
 from fullshard.recipes.sft import Chats
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -72,8 +73,8 @@ def test_any_split_of_a_step_gives_the_gradient_of_its_examples_alone(
     data = dataset(tokenizer, packing=packing)
     shape = BatchShape.of_batch(len(data.train), 2, world_size)
     order = SampleOrder(len(data.train), shape, seed=1)
-    device = torch.device("cpu")
-    recipes = [Chats(data, order, 2, rank, device) for rank in range(world_size)]
+    seats = [Seat(rank, world_size, torch.device("cpu")) for rank in range(world_size)]
+    recipes = [Chats(data, 2, order, seat) for seat in seats]
     batches = list(itertools.chain.from_iterable(r.micro_batches(0) for r in recipes))
     assert any("position_ids" in batch for batch in batches) == packing
     model.zero_grad()

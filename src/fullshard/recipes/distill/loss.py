@@ -33,7 +33,7 @@ from torch import nn
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.models.lora import PROJECTION
-from fullshard.recipes.base import IGNORED, Batch, Recipe
+from fullshard.recipes.base import IGNORED, Batch, Recipe, inputs_of
 from fullshard.recipes.distill.head import Head, chunked
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK, with_logits
 
@@ -145,7 +145,7 @@ class Distillation:
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         labels = batch["labels"][:, 1:]
         step = _Step(
-            {name: batch[name] for name in ("input_ids", "position_ids") if name in batch},
+            inputs_of(batch),
             predicted := (labels != IGNORED).nonzero(as_tuple=True),
             labels[predicted],
         )

@@ -1,7 +1,7 @@
 """A teacher beside a student, as the planner sees it: what it keeps, and what it makes of a step.
 
 The teacher has a plan of its own, whose rows stand beside the student's. What both hold while they
-compute is traced together, since the student runs inside of the teacher's head (see distill.py).
+compute is traced together, since the student runs inside of the teacher's head (see loss.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from fullshard.errors import ConfigError
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model, check_model_folder, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
-from fullshard.recipes.base import RankTeam, Recipe, Seat, TrainRows
+from fullshard.recipes.base import RankTeam, Recipe, RowBatches, Seat, inputs_of
 from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TopK, write_facts
 from fullshard.recipes.distill.loss import Distillation, Teacher
@@ -171,9 +171,8 @@ def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat:
     with counting(teacher.model) as counts:
         for step in range(COUNTED_STEPS):
             for batch in data.micro_batches(step):
-                inputs = {n: batch[n] for n in ("input_ids", "position_ids") if n in batch}
                 with teacher.head.asked(lambda h, _w, _b: h.new_zeros(1, 1, 1)):
-                    teacher.model(**inputs, use_cache=False)
+                    teacher.model(**inputs_of(batch), use_cache=False)
     layers = sorted(counts)
     own = [float(n) for layer in layers for n in counts[layer]]
     sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
@@ -193,7 +192,7 @@ def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat:
 
 
 @torch.no_grad()
-def write_cache(config: RunConfig, facts: DatasetFacts, data: TrainRows, seat: Seat) -> None:
+def write_cache(config: RunConfig, facts: DatasetFacts, data: RowBatches, seat: Seat) -> None:
     """Keeps the teacher's largest logits of every training token. A collective."""
     settings = settings_of(config)
     folder = cache_folder(config)
@@ -215,9 +214,8 @@ def write_cache(config: RunConfig, facts: DatasetFacts, data: TrainRows, seat: S
                     kept.put(row, h[at], partial(F.linear, weight=w, bias=b), settings.chunk_size)
             return h.new_zeros(1, 1, 1)
 
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
         with teacher.head.asked(answer):
-            teacher.model(**inputs, use_cache=False)
+            teacher.model(**inputs_of(batch), use_cache=False)
     kept.flush()
     team.exchange([0.0])
     if seat.is_first:
