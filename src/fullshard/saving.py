@@ -35,10 +35,11 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
+from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
-from fullshard.engine.state_tensors import (
+from fullshard.engine.state import (
     Held,
     OptimizerState,
     as_bytes,
@@ -49,7 +50,6 @@ from fullshard.engine.state_tensors import (
     optimizer_state,
     tied_names,
 )
-from fullshard.engine.together import agree, tell
 from fullshard.errors import CheckpointError, PreemptedError, ran_out_of_memory
 
 # What is saved beside what the caller gives.

@@ -13,7 +13,7 @@ from benchmarks.times import find_cases, summary
 
 from fullshard.bench.calibrate import crowded, host_of
 from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
-from fullshard.engine.operations import KINDS
+from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
 from fullshard.planner.calibration import Ceilings, Host, Table, read_calibration
 

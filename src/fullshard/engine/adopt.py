@@ -28,8 +28,7 @@ from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
 from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRecord, is_guarded
-from fullshard.engine.presentation import present, shard_shape
-from fullshard.engine.unit import Group, Member
+from fullshard.engine.unit import Group, Member, present, shard_shape
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params

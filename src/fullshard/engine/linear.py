@@ -33,7 +33,7 @@ from fullshard.engine._torch_compat import (
     is_transforming,
     replays_operations,
 )
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.step import Runtime
 from fullshard.engine.unit import LARGE_NUMEL, Group, Member, Unit
 
 Write = Callable[[torch.Tensor, torch.Tensor], bool]

@@ -21,9 +21,8 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import RecomputeKind
-from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import spec_of
-from fullshard.engine.operations import trace_work
+from fullshard.engine.tracing import trace_step, trace_work
 from fullshard.planner.activations import Moment, Peaks, between, peaks, peaks_between
 from fullshard.planner.operations import Work
 from fullshard.planner.plan import Plan
