@@ -51,9 +51,11 @@ import torch
 
 from fullshard.engine._torch_compat import (
     graph_task_id,
+    is_transforming,
     next_sequence_number,
     no_guard,
     queue_callback,
+    unwrapped,
 )
 from fullshard.engine.actions import Actions
 from fullshard.engine.gradients import Gradients
@@ -268,7 +270,7 @@ class Runtime:
         if begin is None or use is None:
             return False
         found = False
-        for tensor in tensors:
+        for tensor in tensors if not is_transforming() else unwrapped(tensors):
             if tensor.requires_grad and not is_guarded(tensor):
                 found = True
                 node, base = tensor.grad_fn, tensor._base
