@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -242,6 +243,13 @@ def evaluation_with_gradients_inside(model, x):
 # ---- what shares memory with weights
 
 
+class Slotted:
+    __slots__ = ("table",)
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+
 class Table(nn.Module):
     """Gives away a part of its own parameter, in one way or another."""
 
@@ -253,7 +261,8 @@ class Table(nn.Module):
 
     def forward(self, n: int) -> Any:
         view = self.table[:n]
-        self.kept = {"attribute": view, "list": [view]}.get(self.how)
+        late = view if torch.is_grad_enabled() else 0.0  # a number in the first evaluation
+        self.kept = {"attribute": view, "list": [view], "late": late}.get(self.how)
         return {
             "view": view,
             "parameter": self.table,
@@ -261,6 +270,9 @@ class Table(nn.Module):
             "tuple": (None, view),
             "mapping": {"table": view},
             "object": SimpleNamespace(inner=SimpleNamespace(table=view)),
+            "slots": Slotted(view),
+            "set": {view},
+            "deque": deque([view]),
             "distribution": torch.distributions.Normal(0 * view, view, validate_args=False),
         }.get(self.how)
 
@@ -270,7 +282,11 @@ class Table(nn.Module):
             "mapping": lambda: given["table"],
             "object": lambda: given.inner.table,
             "distribution": lambda: given.scale,
+            "slots": lambda: given.table,
+            "set": lambda: next(iter(given)),
+            "deque": lambda: given[0],
             "attribute": lambda: self.kept,
+            "late": lambda: self.kept + torch.zeros(5, WIDTH, dtype=torch.float64),
             "list": lambda: self.kept[0],
         }
         return read.get(self.how, lambda: given)()
@@ -298,7 +314,7 @@ def evaluated_and_trained(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 HOWS = ["view", "parameter", "detached", "tuple", "mapping"]
-HOWS += ["object", "distribution", "attribute", "list"]
+HOWS += ["object", "distribution", "attribute", "list", "late", "slots", "set", "deque"]
 PROGRAMS |= {
     f"{how} of a {'trained' if trains else 'frozen'} table": (
         partial(Tables, how, trains=trains),
@@ -448,6 +464,11 @@ class Encoder(Adversaries):
 @program(Encoder)
 def methods_other_than_forward_that_call_units(model, x):
     return model.encode(x).square().mean()
+
+
+@program(Chain)
+def mapped_over_the_batch_and_trained(model, x):
+    return torch.func.vmap(model)(x).square().mean()
 
 
 @program(Chain)

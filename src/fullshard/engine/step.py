@@ -54,10 +54,12 @@ from fullshard.engine._torch_compat import (
     graph_task_id,
     has_modes,
     is_profiling,
+    is_transforming,
     next_sequence_number,
     no_guard,
     outside_modes,
     queue_callback,
+    unwrapped,
 )
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_in
@@ -271,7 +273,7 @@ class Runtime:
         if begin is None or use is None:
             return False
         found = False
-        for tensor in tensors:
+        for tensor in tensors if not is_transforming() else unwrapped(tensors):
             if tensor.requires_grad and not is_guarded(tensor):
                 found = True
                 node, base = tensor.grad_fn, tensor._base
