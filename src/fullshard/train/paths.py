@@ -35,7 +35,7 @@ def _check_folders(config: RunConfig, coming: Path | None) -> None:
     teacher = config.teacher and config.teacher.name_or_path
     for named, what in (config.model.name_or_path, "model"), (teacher, "teacher"):
         if named is not None and Path(named) != coming:
-            check_model_folder(Path(named), what)
+            check_model_folder(Path(named), f"{what}.name_or_path")
     if config.data.tokenizer is not None and not Path(config.data.tokenizer).is_dir():
         raise ConfigError(
             "data.tokenizer: expected a local folder with a tokenizer, got "
