@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -96,7 +97,7 @@ def save(
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
     target = folder / step_name(settings.step) if settings.step is not None else folder
-    stage = _as_it_is if settings.wait else STAGING.copy
+    stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
     states = agree(engine, lambda: _states_of(model, optimizer))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
@@ -161,7 +162,7 @@ class _Staging:
         return copy
 
 
-STAGING = _Staging()
+STAGING: WeakKeyDictionary[nn.Module, _Staging] = WeakKeyDictionary()  # freed with the model
 
 
 def _as_it_is(_key: str, local: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -238,6 +239,23 @@ def gradients_inside_the_forward_of_units(model, x):
 def evaluation_with_gradients_inside(model, x):
     with torch.no_grad():
         return square(model, x)
+
+
+class Branches(Chain):
+    """A branch is computed in a worker thread; autograd numbers nodes for each thread anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with ThreadPoolExecutor(1) as pool:
+            branch = pool.submit(lambda: self.layers[1](self.layers[0](x))).result()
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.head(x + branch)
+
+
+@program(Branches)
+def a_branch_in_a_worker_thread(model, x):
+    return square(model, x)
 
 
 # ---- what shares memory with weights
