@@ -26,7 +26,7 @@ from fullshard.errors import DataError
 from fullshard.train.chat_packing import best_fit
 from fullshard.train.chat_template import Encoded, Learned, encode, prompt_of
 from fullshard.train.conversations import ASSISTANT, Example, Examples, Turns
-from fullshard.train.facts import DatasetFacts, save_facts
+from fullshard.train.facts import DatasetFacts, fingerprint_of, save_facts
 from fullshard.train.order import Indices
 from fullshard.train.packing import Tokens, token_dtype
 
@@ -174,6 +174,7 @@ def make_chat_dataset(
         baseline=None,
         prompt=prompt_of(sampled[0], tokenizer)[0],
         notes=_notes(encoded, kept, rows[0], settings),
+        fingerprint=fingerprint_of(*(array for part in rows for array in vars(part).values())),
     )
     return ChatDataset(facts, rows[0], rows[1], tuple(ids), tokenizer)
 

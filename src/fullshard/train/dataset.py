@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fullshard.train.baseline import interpolated_bigram
-from fullshard.train.facts import DatasetFacts, save_facts
+from fullshard.train.facts import DatasetFacts, fingerprint_of, save_facts
 from fullshard.train.packing import Tokens, hold_out, join, pack
 from fullshard.train.text import Corpus
 from fullshard.train.tokenizer import encode, train_tokenizer
@@ -110,6 +110,7 @@ def make_dataset(
         vocab_size=vocab_size,
         baseline=None if held_out is None else interpolated_bigram(train, held_out, vocab_size),
         prompt=_prompt(split.held_out or split.train),
+        fingerprint=fingerprint_of(train, [] if held_out is None else held_out),
     )
     return Dataset(facts, train, held_out, tokenizer)
 

@@ -37,7 +37,7 @@ from fullshard.train.outlook import View, foresee, leaves_something, topology_of
 from fullshard.train.prepare import Prepared, StepPlan, prepare, with_fitting_length
 from fullshard.train.result import planned
 from fullshard.train.resume import Resume, check_same, find_resume, goes_on, own_resume
-from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir
+from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 
 if TYPE_CHECKING:
     from fullshard.train.xla_outlook import XlaOutlook
@@ -135,7 +135,7 @@ def check(
             resume = Resume()
             prepared = prepared.with_batch(world_size, None)
         if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path)
+            check_same(resolved, output_dir, resume.path, prepared.dataset.facts)
         if resume.path is not None and isinstance(view, View):
             model = model_on_meta(view.config, prepared.model_config)
             kind = KINDS[view.config.training.optim]
@@ -158,8 +158,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     with begin(checked.output_dir, command, goes_on=checked.resume.in_place) as (folder, moved):
         resume = checked.resume.moved(checked.output_dir, moved)
         folder.update_record(resume=resume.as_json())
-        folder.config.write_text(checked.resolved.to_yaml(), encoding="utf-8")
-        folder.plan.write_text(checked.view.plan.to_json(), encoding="utf-8")
+        write_whole(folder.config, checked.resolved.to_yaml())
+        write_whole(folder.plan, checked.view.plan.to_json())
         folder.update_record(planned=planned(checked.view, checked.prepared.steps))
         aside = folder.path / ".data.new"
         shutil.rmtree(aside, ignore_errors=True)  # what a killed start left
