@@ -12,7 +12,7 @@ from math import log
 import numpy as np
 
 from benchmarks.forecast_fit import FOLDS, Sample, folds
-from fullshard.planner.forecast.memory import GIB
+from fullshard.outlook.memory import GIB
 
 Rule = Callable[[Sequence[Sample]], np.ndarray]
 

@@ -37,9 +37,9 @@ from benchmarks.forecast_fit import (
     samples,
 )
 from benchmarks.times import summary
-from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
-from fullshard.planner.forecast.table import familiarity, predict, spread
-from fullshard.planner.forecast.workload import Compiler, Mesh, Metric, Tuning, Workload
+from fullshard.outlook.constants import FITTED, Constants, Familiarity
+from fullshard.outlook.published.table import familiarity, predict, spread
+from fullshard.outlook.workload import Compiler, Mesh, Metric, Tuning, Workload
 
 TIMES = Path(__file__).parent / "results" / "time.json"
 TIMES_COMMAND = (

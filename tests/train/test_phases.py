@@ -15,8 +15,8 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
-from fullshard.planner.outlook import Machine
-from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
+from fullshard.outlook.phases import Source, checkpoint_bytes, phases_of
+from fullshard.outlook.predict import Machine
 from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer

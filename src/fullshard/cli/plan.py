@@ -28,10 +28,10 @@ from fullshard.errors import ConfigError
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
     from fullshard.config.schema import RunConfig
-    from fullshard.planner.forecast.devices import Device
-    from fullshard.planner.hardware import Gpus
+    from fullshard.outlook.devices import Device
+    from fullshard.outlook.hardware import Gpus
+    from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Machine
     from fullshard.train.outlook import View
 
 app = typer.Typer()
@@ -162,7 +162,7 @@ def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
     """Show it, and write a page where that is asked for."""
     from fullshard.cli.plan_told import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.search import compare
+    from fullshard.outlook.search import compare
     from fullshard.train.outlook import leaves_something
 
     study, lack = view.study(), view.lack()
@@ -218,9 +218,9 @@ def _is_for_xla(
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
     """A machine's GPUs, and those that the user has described."""
-    from fullshard.planner.device_file import read_devices
-    from fullshard.planner.forecast.memory import GIB
-    from fullshard.planner.hardware import parse_gpus
+    from fullshard.outlook.device_file import read_devices
+    from fullshard.outlook.hardware import parse_gpus
+    from fullshard.outlook.memory import GIB
 
     if devices is not None and gpus is None:
         raise ConfigError(
@@ -237,7 +237,7 @@ def _calibrated(
     """With what was measured on this machine, where that is what is planned for."""
     from fullshard.config.environment import cache_folder
     from fullshard.launch.machine import describe_machine
-    from fullshard.planner.calibration import FILE_NAME, read_calibration
+    from fullshard.outlook.calibration import FILE_NAME, read_calibration
 
     if hardware is not None or world.world_size != (world.local_world_size or world.world_size):
         if given is not None:

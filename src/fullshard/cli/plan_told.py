@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fullshard.planner.hardware import Gpus
-    from fullshard.planner.outlook import Outlook
-    from fullshard.planner.study import Study
+    from fullshard.outlook.hardware import Gpus
+    from fullshard.outlook.predict import Outlook
+    from fullshard.outlook.study import Study
     from fullshard.train.outlook import Lack
 
 
 def to_dict(study: Study) -> dict[str, Any]:
     """What --json prints."""
-    from fullshard.planner.phases import checkpoint_bytes, phases_of
-    from fullshard.planner.reserve import reserve_of
+    from fullshard.outlook.phases import checkpoint_bytes, phases_of
+    from fullshard.outlook.reserve import reserve_of
 
     reserve = reserve_of(study.outlook, study.machine)
     cached = sum(one.num_bytes for one in reserve if one.is_cached)
@@ -68,7 +68,7 @@ def to_dict(study: Study) -> dict[str, Any]:
 
 def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     """What people read."""
-    from fullshard.planner.hardware import Fit
+    from fullshard.outlook.hardware import Fit
     from fullshard.planner.render import human_bytes
 
     outlook = study.outlook
@@ -115,8 +115,8 @@ def _print_memory(outlook: Outlook) -> None:
 
 
 def _print_reserve(study: Study) -> None:
+    from fullshard.outlook.reserve import reserve_of
     from fullshard.planner.render import human_bytes
-    from fullshard.planner.reserve import reserve_of
 
     rows = reserve_of(study.outlook, study.machine)
     if not rows:
@@ -128,7 +128,7 @@ def _print_reserve(study: Study) -> None:
 
 
 def _print_phases(study: Study) -> None:
-    from fullshard.planner.phases import checkpoint_bytes, phases_of
+    from fullshard.outlook.phases import checkpoint_bytes, phases_of
     from fullshard.planner.render import human_bytes
 
     places = [

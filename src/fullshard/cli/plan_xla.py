@@ -8,9 +8,9 @@ from fullshard.cli.outcome import Outcome
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
-    from fullshard.planner.hardware import Fit
+    from fullshard.outlook.hardware import Fit
+    from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Machine
     from fullshard.train.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
@@ -36,7 +36,7 @@ def plan_on_xla(
         ConfigError: The decoder does not compute this model, or the devices are not to be had.
     """
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.hardware import Fit, judge_fit
+    from fullshard.outlook.hardware import Fit, judge_fit
     from fullshard.train.prepare import model_config_of, quiet_libraries
     from fullshard.train.xla_outlook import compiled_step, look
 

@@ -10,15 +10,15 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.report import render
+from fullshard.outlook.hardware import Fit
+from fullshard.outlook.lanes import held_over_time, lay_out
+from fullshard.outlook.phases import checkpoint_bytes, phases_of
+from fullshard.outlook.predict import Outlook
+from fullshard.outlook.reserve import reserve_of
+from fullshard.outlook.study import Study
+from fullshard.outlook.timeline import Bar, Lane
 from fullshard.planner.activations import Kind
-from fullshard.planner.hardware import Fit
-from fullshard.planner.lanes import held_over_time, lay_out
-from fullshard.planner.outlook import Outlook
-from fullshard.planner.phases import checkpoint_bytes, phases_of
 from fullshard.planner.render import human_bytes
-from fullshard.planner.reserve import reserve_of
-from fullshard.planner.study import Study
-from fullshard.planner.timeline import Bar, Lane
 
 MOODS = {Fit.FITS: "good", Fit.TIGHT: "", Fit.NO: "bad", None: ""}
 LANES = (Lane.GATHER, Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)

@@ -18,23 +18,23 @@ from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.launch.machine import configured_topology, describe_machine
-from fullshard.planner.calibration import FILE_NAME, Calibration, read_calibration
-from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import Device, find_device
-from fullshard.planner.forecast.memory import GIB
-from fullshard.planner.forecast.workload import Batch
-from fullshard.planner.hardware import Fit, Gpus
+from fullshard.outlook.architecture import Shapes, decoder
+from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
+from fullshard.outlook.devices import Device, find_device
+from fullshard.outlook.hardware import Fit, Gpus
+from fullshard.outlook.memory import GIB
+from fullshard.outlook.phases import LOAD, Storage, phases_of
+from fullshard.outlook.predict import Job, Machine, Outlook, look
+from fullshard.outlook.search import MICRO_BATCH, PlanAt, choose
+from fullshard.outlook.study import Study, study
+from fullshard.outlook.workload import Batch
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.mesh import Topology, resolve_mesh
 from fullshard.planner.optimizers import OptimizerStates, states_of
-from fullshard.planner.outlook import Job, Machine, Outlook, look
-from fullshard.planner.phases import LOAD, Storage, phases_of
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
-from fullshard.planner.search import MICRO_BATCH, PlanAt, choose
 from fullshard.planner.strategy import row_of
-from fullshard.planner.study import Study, study
 from fullshard.train.build import model_on_meta, weights_source
 from fullshard.train.model import quiet_libraries, require_transformers
 from fullshard.train.prepare import given_model_config, model_config_of

@@ -27,7 +27,7 @@ from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
 from fullshard.observe.report import write_report
-from fullshard.planner.phases import checkpoint_bytes
+from fullshard.outlook.phases import checkpoint_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE

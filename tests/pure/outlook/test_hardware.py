@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.planner.hardware import GPU_MEMORY, Fit, Gpus, judge_fit, parse_gpus
+from fullshard.outlook.hardware import GPU_MEMORY, Fit, Gpus, judge_fit, parse_gpus
 
 GIB = 1 << 30
 

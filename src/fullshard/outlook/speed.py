@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from fullshard.planner.forecast.constants import FITTED, Constants
-from fullshard.planner.forecast.workload import Compiler, Math, Sharding, Tuning, Workload
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.workload import Compiler, Math, Sharding, Tuning, Workload
 
 HOST_BANDWIDTH = 20e9  # of a device's link to the host, bytes a second, as copies reach it
 CPU_UPDATE = 3e9  # bytes a second and rank that an update on the host goes through

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.planner.forecast.architecture import Architecture
-from fullshard.planner.forecast.constants import FITTED, Constants
-from fullshard.planner.forecast.devices import DEVICES
-from fullshard.planner.forecast.memory import GIB, peak_memory
-from fullshard.planner.forecast.rows import ANSWERS, DROPPED, read_workload
-from fullshard.planner.forecast.speed import step_times, tokens_per_s, traffic
-from fullshard.planner.forecast.table import COLUMNS, predict
-from fullshard.planner.forecast.workload import Sharding
+from fullshard.outlook.architecture import Architecture
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.devices import DEVICES
+from fullshard.outlook.memory import GIB, peak_memory
+from fullshard.outlook.published.rows import ANSWERS, DROPPED, read_workload
+from fullshard.outlook.published.table import COLUMNS, predict
+from fullshard.outlook.speed import step_times, tokens_per_s, traffic
+from fullshard.outlook.workload import Sharding
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "planner_public.csv"
 

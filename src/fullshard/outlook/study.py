@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from fullshard.planner.forecast.memory import peak_memory
-from fullshard.planner.forecast.speed import step_times
-from fullshard.planner.forecast.workload import Mesh
-from fullshard.planner.hardware import Fit
+from fullshard.outlook.hardware import Fit
+from fullshard.outlook.memory import peak_memory
+from fullshard.outlook.phases import Storage
+from fullshard.outlook.predict import Machine, Outlook, workload
+from fullshard.outlook.search import Advice, PlanAt, advise, on_more_hosts
+from fullshard.outlook.speed import step_times
+from fullshard.outlook.workload import Mesh
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Machine, Outlook, workload
-from fullshard.planner.phases import Storage
-from fullshard.planner.search import Advice, PlanAt, advise, on_more_hosts
 
 MAX_SCALE = 1024
 

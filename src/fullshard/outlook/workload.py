@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from fullshard.planner.forecast.architecture import Architecture
-from fullshard.planner.forecast.devices import Device
+from fullshard.outlook.architecture import Architecture
+from fullshard.outlook.devices import Device
 
 
 class Sharding(Enum):

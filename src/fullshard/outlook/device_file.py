@@ -22,7 +22,7 @@ from fullshard.config.fields import Count, Number
 from fullshard.config.files import read_file
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.planner.forecast.devices import GIGA, TERA, Device
+from fullshard.outlook.devices import GIGA, TERA, Device
 
 USUAL_MATMUL = 0.78  # of the paper's peak that a good matmul reaches: the median of our table
 

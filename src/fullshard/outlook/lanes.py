@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fullshard.outlook.predict import Machine, Outlook, workload
+from fullshard.outlook.speed import traffic
+from fullshard.outlook.timeline import Bar, Cost, Lane, play
 from fullshard.planner.activations import Kind
 from fullshard.planner.events import Event, EventKind
-from fullshard.planner.forecast.speed import traffic
-from fullshard.planner.outlook import Machine, Outlook, workload
-from fullshard.planner.timeline import Bar, Cost, Lane, play
 
 BACKWARD_SHARE = 2 / 3  # of a unit's work, without recompute
 NOTICED = 0.01  # of a micro-batch's time: shorter is not seen in a figure

@@ -2,7 +2,7 @@
 
 State is the plan's own, to the byte. Activations, logits and what backward makes on its way are
 traced on the module where it is at hand, else counted from the model's shapes; time is the
-forecast's (`planner/forecast`), of the plan's mesh and strategy.
+forecast's (`outlook/speed.py`), of the plan's mesh and strategy.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, GradSync, RecomputeKind
-from fullshard.planner.activations import Kind, TraceOf
-from fullshard.planner.calibration import Calibration
-from fullshard.planner.forecast.architecture import Architecture
-from fullshard.planner.forecast.devices import Device
-from fullshard.planner.forecast.memory import GIB, Held, peak_memory
-from fullshard.planner.forecast.speed import Times, step_times
-from fullshard.planner.forecast.workload import (
+from fullshard.outlook.architecture import Architecture
+from fullshard.outlook.calibration import Calibration
+from fullshard.outlook.devices import Device
+from fullshard.outlook.hardware import Fit, judge_fit
+from fullshard.outlook.memory import GIB, Held, peak_memory
+from fullshard.outlook.speed import Times, step_times
+from fullshard.outlook.step_time import StepTime, step_time
+from fullshard.outlook.timeline import Bar
+from fullshard.outlook.workload import (
     Batch,
     Kernels,
     Math,
@@ -30,7 +32,7 @@ from fullshard.planner.forecast.workload import (
     Tuning,
     Workload,
 )
-from fullshard.planner.hardware import Fit, judge_fit
+from fullshard.planner.activations import Kind, TraceOf
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import (
     WHOLES,
@@ -43,9 +45,7 @@ from fullshard.planner.operations import WorkOf
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.step_time import StepTime, step_time
 from fullshard.planner.strategy import row_of
-from fullshard.planner.timeline import Bar
 
 WORKSPACES = "libraries' workspaces"
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import GIGA, Device, find_device
-from fullshard.planner.forecast.memory import FULL, GIB, peak_memory
-from fullshard.planner.forecast.workload import (
+from fullshard.outlook.architecture import Shapes, decoder
+from fullshard.outlook.devices import GIGA, Device, find_device
+from fullshard.outlook.memory import FULL, GIB, peak_memory
+from fullshard.outlook.workload import (
     Batch,
     Compiler,
     Kernels,

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fullshard.config.values import DType, GradSync, Transport
-from fullshard.planner.calibration import Calibration, Ceilings
+from fullshard.outlook.calibration import Calibration, Ceilings
+from fullshard.outlook.speed import Times
+from fullshard.outlook.timeline import Bar, Cost, Timeline, play
 from fullshard.planner.events import Event, EventKind
-from fullshard.planner.forecast.speed import Times
 from fullshard.planner.operations import ATTENTION, MATMUL, Operation, Work
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.timeline import Bar, Cost, Timeline, play
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 LEAST_BYTES = 64  # of a message that only says that a rank is there

@@ -17,10 +17,10 @@ from typing import Any
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy
 from fullshard.errors import ConfigError, WillNotFitError, WrapError
-from fullshard.planner.hardware import Fit
+from fullshard.outlook.hardware import Fit
+from fullshard.outlook.predict import Job, Machine, Outlook, look
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.plan import Plan
 from fullshard.planner.render import human_bytes
 from fullshard.planner.strategy import row_of

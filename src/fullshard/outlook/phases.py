@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fullshard.outlook.predict import WORKSPACES, Outlook
 from fullshard.planner.activations import Kind
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import AVERAGE, WHOLES, MemoryRow, sum_by_place
-from fullshard.planner.outlook import WORKSPACES, Outlook
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 

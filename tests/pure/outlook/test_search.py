@@ -10,18 +10,18 @@ import pytest
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, Strategy
 from fullshard.errors import WillNotFitError
-from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import DEVICES
-from fullshard.planner.forecast.memory import GIB
-from fullshard.planner.forecast.workload import Batch
-from fullshard.planner.hardware import Fit
+from fullshard.outlook.architecture import Shapes, decoder
+from fullshard.outlook.devices import DEVICES
+from fullshard.outlook.hardware import Fit
+from fullshard.outlook.memory import GIB
+from fullshard.outlook.predict import Job, Machine, look
+from fullshard.outlook.search import MICRO_BATCH, advise, choose, compare
+from fullshard.outlook.study import study
+from fullshard.outlook.workload import Batch
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import SGD
-from fullshard.planner.outlook import Job, Machine, look
 from fullshard.planner.plan import make_plan
-from fullshard.planner.search import MICRO_BATCH, advise, choose, compare
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
-from fullshard.planner.study import study
 
 WIDTH, LAYERS, VOCAB = 2048, 24, 32000
 H100 = Machine(DEVICES["H100"], 80 * GIB)

@@ -21,8 +21,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.homes import Place
-from fullshard.planner.outlook import Machine, Outlook
 from fullshard.planner.owners import owned_tensors
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE

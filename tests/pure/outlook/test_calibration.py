@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import (
+from fullshard.outlook.calibration import (
     Calibration,
     Ceilings,
     Host,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullshard.planner.forecast.constants import FITTED, Constants
-from fullshard.planner.forecast.workload import (
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.workload import (
     Compiler,
     Math,
     Metric,
