@@ -12,7 +12,7 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Command
-from fullshard.outlook.hardware import Fit
+from fullshard.outlook.memory import Fit
 from fullshard.outlook.predict import Machine, Outlook, look
 from fullshard.outlook.search import Advice, advise
 from fullshard.planner.homes import Place
@@ -42,7 +42,7 @@ def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[Advice]]:
     machine = Machine(None, memory_bytes)
     job = job_of(model, config.training, world_size)
     outlook = look(plan_of(config.sharding), config.sharding, job, machine)
-    return outlook, advise(outlook, plan_of, machine)
+    return outlook, advise(outlook, plan_of)
 
 
 def measured(words: list[str]) -> int:

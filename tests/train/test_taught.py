@@ -16,8 +16,7 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.supported import check_command
 from fullshard.config.values import Command
-from fullshard.outlook.hardware import HEADROOM, Fit
-from fullshard.outlook.phases import TEACHER
+from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
 from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology

@@ -11,7 +11,7 @@ from fullshard.config.schema import ShardConfig
 from fullshard.engine import activations
 from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import meta_model
-from fullshard.planner.activations import peak
+from fullshard.planner.tracing import peak
 from fullshard.train import tracing
 from fullshard.train.tracing import Tracer
 

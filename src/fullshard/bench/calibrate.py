@@ -19,8 +19,8 @@ from fullshard.outlook.calibration import Calibration, Ceilings, Host, Table, to
 
 if TYPE_CHECKING:
     from fullshard.bench.ceilings import Sizes
-    from fullshard.planner.operations import Work
     from fullshard.planner.plan import Plan
+    from fullshard.planner.tracing import Work
 
 MEASURE = "fullshard.bench.calibrate_rank:measure"
 DEFAULT_RANKS = (1, 2, 4)
@@ -206,7 +206,7 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
             of `step 2` ... with one.
         machine: Described.
     """
-    from fullshard.outlook.step_time import step_time
+    from fullshard.outlook.player import step_time
 
     depths = sorted(int(name.split()[1]) for name in measured if name.startswith("step "))
     _, work = _traced(depths[-1], 1)

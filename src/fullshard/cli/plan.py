@@ -28,8 +28,7 @@ from fullshard.errors import ConfigError
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
     from fullshard.config.schema import RunConfig
-    from fullshard.outlook.devices import Device
-    from fullshard.outlook.hardware import Gpus
+    from fullshard.outlook.devices import Device, Gpus
     from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
     from fullshard.train.outlook import View
@@ -172,7 +171,7 @@ def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
-        strategies = compare(study.outlook, view.plan_of, study.machine, hosts=study.hosts)
+        strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
         print(f"Figures: {write_plan_page(study, strategies, out)}")
     code = ExitCode.OK if lack is None else ExitCode.WILL_NOT_FIT
     return Outcome(to_dict(study), code)
@@ -218,8 +217,7 @@ def _is_for_xla(
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
     """A machine's GPUs, and those that the user has described."""
-    from fullshard.outlook.device_file import read_devices
-    from fullshard.outlook.hardware import parse_gpus
+    from fullshard.outlook.devices import parse_gpus, read_devices
     from fullshard.outlook.memory import GIB
 
     if devices is not None and gpus is None:
@@ -239,7 +237,7 @@ def _calibrated(
     from fullshard.launch.machine import describe_machine
     from fullshard.outlook.calibration import FILE_NAME, read_calibration
 
-    if hardware is not None or world.world_size != (world.local_world_size or world.world_size):
+    if hardware is not None or world.num_hosts > 1:
         if given is not None:
             raise ConfigError(
                 "--calibration: expected ranks of this machine alone, which it was measured on; "
@@ -283,7 +281,7 @@ def _machine(
     from fullshard.train.outlook import machine_of, this_machine
 
     if hardware is None and nodes is None:
-        return this_machine(world.local_world_size or world.world_size)
+        return this_machine(world.ranks_per_host)
     return machine_of(hardware, own)
 
 

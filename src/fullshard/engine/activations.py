@@ -38,8 +38,8 @@ from fullshard.engine.precision import apply_dtypes, cast_tensors
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import LARGE_NUMEL
-from fullshard.planner.activations import Kind, Moment
 from fullshard.planner.plan import Plan
+from fullshard.planner.tracing import Kind, Moment
 from fullshard.planner.units import UnitPlan
 
 MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes

@@ -16,18 +16,18 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import tree_leaves
 from fullshard.engine.activations import Ledger, Work, trace_step
-from fullshard.planner.activations import Kind
-from fullshard.planner.operations import (
+from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import ROOT
+from fullshard.planner.tracing import (
     ATTENTION,
     MATMUL,
     ROWS,
     SHORT_ROW,
     VIEW,
+    Kind,
     Operation,
     UnitWork,
 )
-from fullshard.planner.plan import Plan
-from fullshard.planner.schedule import ROOT
 
 EMBEDDING_BACKWARD = "embedding_dense_backward"
 COLUMNS = "sum columns"  # all dimensions but the last

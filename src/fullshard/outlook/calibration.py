@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.regular import read_regular
-from fullshard.planner.operations import ROWS, VIEW, Operation
+from fullshard.planner.tracing import ROWS, VIEW, Operation
 
 SCHEMA_VERSION = 1
 FILE_NAME = "calibration.json"

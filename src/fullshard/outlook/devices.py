@@ -1,13 +1,40 @@
-"""What devices can do, as their makers and independent measurements say.
+"""What devices can do and hold, and how people say which they have.
 
+[Note: what devices reach]
 `matmul` is what a good bf16 matmul of a good shape reaches, measured where somebody measured it;
 where nobody did, the share that is usual of that maker's devices. Links are in one direction.
+
+[Note: a machine's GPUs]
+
+    8xH100-80GB    4xA100-40GB    H200    8xH100    8    8x96GB    4xNEWGPU-288GB
+    ^ how many     ^ name ^ which variant
+
+[Note: a file of devices]
+Devices that our tables lack, or have with other numbers:
+
+    MI400:                   # as --gpus names it: 8xMI400
+      memory_gib: 402        # that a framework can use
+      bf16_tflops: 2300      # dense, on paper
+      memory_tb_s: 19.6
+      link_gb_s: 300         # to its neighbours in the host, one way
+      fabric_gb_s: 50        # to other hosts, a device
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from omegaconf import OmegaConf
+
+from fullshard.config.fields import Count, Number
+from fullshard.config.files import read_file
+from fullshard.config.model import Section
+from fullshard.config.problems import ConfigProblems, Problem, show
 
 TERA = 1e12
 GIGA = 1e9
@@ -63,18 +90,7 @@ def _gpu(
 def _tpu(
     name: str, tflops: float, memory: tuple[float, float], link: float, pod: int = 256
 ) -> Device:
-    bandwidth, gib = memory
-    return Device(
-        name,
-        tflops * TERA,
-        tflops * TERA,
-        bandwidth * TERA,
-        gib,
-        link * GIGA,
-        3 * GIGA,
-        pod,
-        is_tpu=True,
-    )
+    return replace(_gpu(name, (tflops, tflops), memory, (link, 3), pod), is_tpu=True)
 
 
 # (on paper, measured) TFLOPS, (TB/s, usable GiB), (link, fabric) GB/s. Sources: ml-engineering's
@@ -146,3 +162,186 @@ def _variant(device: Device, plain: str, memory_gb: float | None) -> Device:
     if device.name == "H100" and "pcie" in plain:
         return DEVICES["H100-PCIE"]
     return device
+
+
+# ---- what a user calls a machine's GPUs ----------------------------------------------------------
+
+MIB = 1 << 20
+
+# Total memory as the driver reports it, a little below what the name says, by nominal GB. The
+# first variant is meant where a name stands alone.
+GPU_MEMORY: dict[str, dict[int, int]] = {
+    "A10": {24: 23028 * MIB},
+    "A10G": {24: 23028 * MIB},
+    "A100": {80: 81920 * MIB, 40: 40960 * MIB},
+    "A6000": {48: 49140 * MIB},
+    "B200": {180: 183359 * MIB, 192: 183359 * MIB},
+    "GH200": {96: 97871 * MIB, 144: 147456 * MIB},
+    "H100": {80: 81559 * MIB, 64: 65247 * MIB, 94: 95830 * MIB, 96: 97871 * MIB},
+    "H200": {141: 143771 * MIB},
+    "H800": {80: 81559 * MIB},
+    "L4": {24: 23034 * MIB},
+    "L40": {48: 46068 * MIB},
+    "L40S": {48: 46068 * MIB},
+    "MI250X": {64: 65520 * MIB},  # one of its two dies, which is what a rank gets
+    "MI300X": {192: 196592 * MIB},
+    "MI325X": {256: 262128 * MIB},
+    "MI355X": {288: 294896 * MIB},
+    "RTX3090": {24: 24576 * MIB},
+    "RTX4090": {24: 24564 * MIB},
+    "RTX5090": {32: 32607 * MIB},
+    "T4": {16: 15360 * MIB},
+    "V100": {32: 32768 * MIB, 16: 16384 * MIB},
+}
+
+_FORM = re.compile(
+    r"(?:(?P<count>\d+)\s*[x*]\s*)?"
+    r"(?P<name>[a-z][a-z0-9 ]*?)?[-_ ]?(?:(?P<size>\d+)\s*(?P<unit>gib|gb))?",
+    re.IGNORECASE,
+)
+_EXPECTED = "a count and a GPU, such as 8xH100-80GB, 4xA100-40GB, H200 or 8"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one machine.
+
+    Attributes:
+        count: How many.
+        name: Which, or "" where only their memory or their number is known.
+        memory_bytes: What one of them holds; None where only their number is known.
+    """
+
+    count: int
+    name: str
+    memory_bytes: int | None
+
+
+def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = None) -> Gpus:
+    """Read what a user calls a machine's GPUs.
+
+    Args:
+        text: See [Note: a machine's GPUs].
+        key: Under which errors speak of it.
+        own: Memory in bytes of devices that the user has described, by name in capitals.
+
+    Raises:
+        ConfigError: it cannot be read, or names a GPU or a variant that nobody knows.
+    """
+    text = text.strip()
+    if text.isdecimal() and int(text) > 0:
+        return Gpus(int(text), "", None)
+    match = _FORM.fullmatch(text)
+    if match is None or not (match["name"] or match["size"]) or match["count"] == "0":
+        raise ConfigProblems([Problem(key, _EXPECTED, repr(text))])
+    count = int(match["count"] or 1)
+    name = (match["name"] or "").replace(" ", "").upper()
+    size = int(match["size"]) if match["size"] else None
+    own = own or {}
+    if name in own:
+        if size is not None:
+            advice = f"--devices says what {name} holds: leave {size}{match['unit']} out"
+            raise ConfigProblems([Problem(key, f"{count}x{name}", repr(text), advice)])
+        return Gpus(count, name, own[name])
+    if name in GPU_MEMORY:
+        return Gpus(count, name, _memory_of(name, size, key))
+    close = difflib.get_close_matches(name, [*own, *GPU_MEMORY], n=3, cutoff=0.5)
+    if size is not None and not close:  # its memory alone is known
+        return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
+    advice = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+    advice += (
+        f"For another GPU give its memory alone ({count}x{size or 80}GB), or describe it in a file "
+        "(--devices)"
+    )
+    raise ConfigProblems([Problem(key, _EXPECTED, f"unknown GPU '{name}'", advice)])
+
+
+def _memory_of(name: str, size: int | None, key: str) -> int:
+    variants = GPU_MEMORY[name]
+    if size is None:
+        return next(iter(variants.values()))
+    if size not in variants:
+        expected = " or ".join(f"{name}-{known}GB" for known in variants)
+        raise ConfigProblems([Problem(key, expected, f"{name}-{size}GB")])
+    return variants[size]
+
+
+# ---- a file of devices ---------------------------------------------------------------------------
+
+USUAL_MATMUL = 0.78  # of the paper's peak that a good matmul reaches: the median of our table
+
+Rate = Annotated[float, Number(above=0)]
+
+
+class DeviceEntry(Section):
+    """One accelerator, in the units of data sheets."""
+
+    memory_gib: Rate | None = None
+    """What a framework can use of its memory."""
+
+    bf16_tflops: Rate | None = None
+    """bf16 operations a second on paper, without sparsity, in 10^12."""
+
+    matmul_tflops: Rate | None = None
+    """What of it a good matmul reaches. None: 0.78 of it."""
+
+    memory_tb_s: Rate | None = None
+    """Bandwidth of its memory, in 10^12 bytes a second."""
+
+    link_gb_s: Rate = 50.0
+    """To its neighbours in the host, in 10^9 bytes a second, one way."""
+
+    fabric_gb_s: Rate = 12.5
+    """To other hosts, in 10^9 bytes a second and device."""
+
+    domain: Count = 8
+    """Devices that the fast link joins."""
+
+
+NEEDED = ("memory_gib", "bf16_tflops", "memory_tb_s")
+
+
+def read_devices(path: Path) -> dict[str, Device]:
+    """Devices by their name in capitals, without spaces.
+
+    Raises:
+        ConfigError: The file cannot be read, misses a number, or has one that is none.
+    """
+    values = cast("Mapping[Any, Any]", OmegaConf.to_container(read_file(path).config))
+    found: dict[str, Device] = {}
+    for written, entry in values.items():
+        name = str(written).upper().replace(" ", "")
+        try:
+            if not re.fullmatch(r"[A-Z][A-Z0-9]*[A-Z0-9]", name) or re.search(r"\dG(I?)B$", name):
+                raise ConfigProblems([Problem("", "a name of letters and digits", show(written))])
+            if name in found:
+                raise ConfigProblems([Problem("", "each device once", f"{name} twice")])
+            found[name] = _device(name, entry)
+        except ConfigProblems as error:
+            where = f"{path}: {written}"
+            raise error.map(lambda one, w=where: _below(one, w)) from None
+    return found
+
+
+def _below(problem: Problem, where: str) -> Problem:
+    return replace(problem, key=f"{where}.{problem.key}" if problem.key else where)
+
+
+def _device(name: str, values: object) -> Device:
+    if not isinstance(values, dict):
+        raise ConfigProblems([Problem("", "a mapping of its numbers", show(values))])
+    entry = DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()})
+    missing = [key for key in NEEDED if getattr(entry, key) is None]
+    if missing:
+        advice = "Its data sheet has it"
+        raise ConfigProblems(
+            [Problem(key, "a number above 0", "nothing", advice) for key in missing]
+        )
+    peak, bandwidth = entry.bf16_tflops or 0.0, entry.memory_tb_s or 0.0
+    return _gpu(
+        name,
+        (peak, entry.matmul_tflops or USUAL_MATMUL * peak),
+        (bandwidth, entry.memory_gib or 0.0),
+        (entry.link_gb_s, entry.fabric_gb_s),
+        entry.domain,
+    )

@@ -1,15 +1,177 @@
-"""One training run as the forecast sees it: typed, complete, without anything measured."""
+"""One training run as formulas see it: typed, complete, without anything measured.
+
+[Note: a decoder from a few numbers]
+What a table has of a model, and what that leaves open:
+
+    block   attention  d x (q + 2 kv) + q x d      mlp  2 or 3 matrices of d x ff
+    ends    an embedding of vocab x d, and a head of its own unless it is tied; without a gate there
+            may be a table of positions, seq_len x d
+
+Whether the mlp is gated, the head tied, heads wider than d / heads and positions learned is what no
+table says: the choice that comes nearest to the stated number of parameters is taken.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from itertools import product
 
-from fullshard.outlook.architecture import Architecture
 from fullshard.outlook.devices import Device
 
+HEAD_DIM = 128
+SPARSE = 1.5  # more parameters than this times what the shapes explain: experts
 
-class Sharding(Enum):
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The numbers of a table; None where it is silent."""
+
+    num_params: float | None
+    layers: int | None
+    width: int | None
+    heads: int | None
+    kv_heads: int | None
+    mlp_width: int | None
+    vocab: int | None
+    seq_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the forecast computes with.
+
+    Attributes:
+        num_params: All of them.
+        layers, width, vocab: Blocks, the residual stream's width, tokens in the vocabulary.
+        query_width, kv_width: Of all query heads together, and of all key (or value) heads.
+        mlp_width: Inner width of the mlp.
+        gated: Its first half has two matrices.
+        block_params: Parameters of one block that a token uses.
+        head_params: Multiplied with by the head.
+        is_tied: The head is the embedding.
+        is_sparse: A token uses few of the parameters (experts).
+        is_guessed: Shapes were made up from the number of parameters.
+    """
+
+    num_params: float
+    layers: int
+    width: int
+    vocab: int
+    query_width: int
+    kv_width: int
+    mlp_width: int
+    gated: bool
+    block_params: float
+    head_params: float
+    is_tied: bool = False
+    is_sparse: bool = False
+    is_guessed: bool = False
+
+    @property
+    def active_params(self) -> float:
+        """Parameters that a token is multiplied with."""
+        return self.layers * self.block_params + self.head_params
+
+    def flops_per_token(self, seq_len: int, trained: float = 1.0) -> float:
+        """Of a forward and backward, as model FLOPs utilization counts them: nothing twice.
+
+        Args:
+            seq_len: Tokens that attend to each other.
+            trained: Share of the parameters; the others have no gradients of their own.
+
+        References:
+            PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+        """
+        attention = 12 * self.layers * self.query_width * seq_len
+        return (4 + 2 * trained) * self.active_params + attention
+
+    @property
+    def end_params(self) -> float:
+        """Of the embedding and the head, whichever there are."""
+        return min((2 - self.is_tied) * self.head_params, 0.5 * self.num_params)
+
+    @property
+    def held_block_params(self) -> float:
+        """Parameters of one block as it is held, with all experts."""
+        return max(self.block_params, (self.num_params - self.end_params) / self.layers)
+
+
+def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
+    """Complete a decoder's shapes.
+
+    Args:
+        shapes: What is known; the number of parameters, or layers, width and mlp width, must be.
+        active_params: Parameters that a token uses, where that is known of a sparse model.
+
+    Raises:
+        ValueError: Neither is there.
+    """
+    known = shapes.layers and shapes.width and shapes.mlp_width
+    if not known and not shapes.num_params:
+        raise ValueError("expected params_b, or n_layers, d_model and d_ff; got neither")
+    guessed = not known
+    if guessed:
+        shapes = _typical(shapes)
+    layers, width, mlp = shapes.layers or 1, shapes.width or 1, shapes.mlp_width or 1
+    vocab = shapes.vocab or 50_000
+    heads = shapes.heads or max(1, width // HEAD_DIM)
+    kv_share = (shapes.kv_heads or heads) / heads
+    query_widths = {float(width), float(heads * HEAD_DIM)}
+
+    best: tuple[float, float, float, int, bool, bool] | None = None
+    tables = (0, shapes.seq_len or 0)
+    choices = product(sorted(query_widths), (True, False), (True, False), tables)
+    for query, gated, tied, positions in choices:
+        if gated and positions:
+            continue
+        block = 2 * width * query * (1 + kv_share) + (2 + gated) * width * mlp
+        total = layers * block + ((2 - tied) * vocab + positions) * width
+        target = shapes.num_params or total
+        miss = abs(total / target - 1) + 0.02 * (query != width)
+        if best is None or miss < best[0]:
+            best = (miss, block, total, int(query), gated, tied)
+    assert best is not None, "there is always a choice"
+    _, block, total, query_width, gated, tied = best
+    num_params = shapes.num_params or total
+    sparse = num_params > SPARSE * total and not guessed
+    if active_params is not None and active_params < num_params:
+        block, sparse = max(active_params - vocab * width, 0.5 * active_params) / layers, True
+    elif sparse:  # two experts of those that there are: the habit of the models that tables know
+        block += (2 + gated) * width * mlp
+    elif not shapes.num_params or guessed or abs(num_params / total - 1) < 0.1:
+        block = max(block, 0.5 * block)
+    return Architecture(
+        num_params=num_params,
+        layers=layers,
+        width=width,
+        vocab=vocab,
+        query_width=query_width,
+        kv_width=int(query_width * kv_share),
+        mlp_width=mlp,
+        gated=gated,
+        block_params=block,
+        head_params=float(vocab * width),
+        is_tied=tied,
+        is_sparse=sparse,
+        is_guessed=guessed,
+    )
+
+
+def _typical(shapes: Shapes) -> Shapes:
+    """Shapes of a dense decoder of that size: width = 128 layers, mlp_width = 4 width."""
+    size = shapes.num_params or 1.0
+    layers = max(4, round((size / (12 * HEAD_DIM**2)) ** (1 / 3)))
+    width = max(64, round((size / (12 * layers)) ** 0.5 / 64) * 64)
+    return Shapes(
+        size, shapes.layers or layers, shapes.width or width, None, None, 4 * width, shapes.vocab
+    )
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+class Stage(Enum):
     """What of a model's state is cut over ranks; the value is ZeRO's number of the stage."""
 
     NOTHING = 0
@@ -52,7 +214,7 @@ class Compiler(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class Parallelism:
     """How ranks are divided; their product is the world.
 
     Attributes:
@@ -114,19 +276,6 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
-    """Bytes of state a parameter in float32 terms, and where it is.
-
-    Attributes:
-        state_bytes: A trained parameter's.
-        in_backward: Gradients are used and dropped one by one.
-    """
-
-    state_bytes: float = 8
-    in_backward: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Kernels:
     """How a block is computed.
 
@@ -153,6 +302,9 @@ class Workload:
 
     Attributes:
         fabric: Bytes a second and device between hosts.
+        domain: Devices that the fast link joins.
+        state_bytes: The optimizer's, of a trained parameter, in float32 terms.
+        updates_in_backward: Gradients are used and dropped one by one.
         offloads: State lives on the host.
         reshards: Gathered blocks are freed after forward.
         saves_whole: The model is gathered on the device to be saved, and the peak counts that:
@@ -163,16 +315,17 @@ class Workload:
 
     model: Architecture
     device: Device
-    mesh: Mesh
-    sharding: Sharding
+    mesh: Parallelism
+    sharding: Stage
     batch: Batch
     precision: Precision
-    optimizer: Optimizer
     kernels: Kernels
-    tuning: Tuning
-    metric: Metric
     fabric: float
     domain: int
+    state_bytes: float = 8
+    updates_in_backward: bool = False
+    tuning: Tuning = Tuning.FULL
+    metric: Metric = Metric.RESERVED
     offloads: bool = False
     reshards: bool = True
     saves_whole: bool = False

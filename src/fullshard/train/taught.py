@@ -17,7 +17,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, RunConfig, ShardConfig
 from fullshard.engine.hugging_face import build_on_meta
-from fullshard.outlook.phases import TEACHER
+from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
 from fullshard.train.distill import Distillation, Teacher

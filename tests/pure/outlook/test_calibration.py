@@ -16,7 +16,7 @@ from fullshard.outlook.calibration import (
     read_calibration,
     to_json,
 )
-from fullshard.planner.operations import Operation
+from fullshard.planner.tracing import Operation
 
 LINE = Table((((10,), 1.0), ((1000,), 100.0)))  # 0.1 s an element at both ends
 KNEE = Table((((100,), 1.0), ((400,), 1.0), ((1600,), 8.0)))

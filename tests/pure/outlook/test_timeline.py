@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.outlook.timeline import Bar, Cost, Lane, play
+from fullshard.outlook.player import Bar, Cost, Lane, play
 from fullshard.planner.events import Event, EventKind
 
 GATHER, FORWARD, BACKWARD, REDUCE, ACCUMULATE, SETTLE = (
