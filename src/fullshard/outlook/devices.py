@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -54,6 +54,8 @@ class Device:
         fabric: To other hosts, bytes a second and device, where nobody says which fabric.
         domain: Devices that the fast link joins.
         is_tpu: Compiled as a whole by XLA; its links form a torus.
+        sold: Total memory in MiB as the driver reports it, a little below what the name says, by
+            nominal GB. The first variant is meant where a name stands alone.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Device:
     fabric: float
     domain: int = 8
     is_tpu: bool = False
+    sold: Mapping[int, int] = field(default_factory=dict[int, int], compare=False)
 
     @property
     def is_hopper(self) -> bool:
@@ -78,13 +81,13 @@ def _gpu(
     memory: tuple[float, float],
     wires: tuple[float, float],
     domain: int = 8,
+    sold: Mapping[int, int] | None = None,
 ) -> Device:
     peak, matmul = tflops
     bandwidth, gib = memory
     link, fabric = wires
-    return Device(
-        name, peak * TERA, matmul * TERA, bandwidth * TERA, gib, link * GIGA, fabric * GIGA, domain
-    )
+    speeds = peak * TERA, matmul * TERA, bandwidth * TERA
+    return Device(name, *speeds, gib, link * GIGA, fabric * GIGA, domain, sold=sold or {})
 
 
 def _tpu(
@@ -95,46 +98,52 @@ def _tpu(
 
 # (on paper, measured) TFLOPS, (TB/s, usable GiB), (link, fabric) GB/s. Sources: ml-engineering's
 # measured matmul maxima and vendors' sheets; docs.cloud.google.com/tpu for TPUs.
+_H100_SOLD = {80: 81559, 64: 65247, 94: 95830, 96: 97871}
 DEVICES = {
-    "V100": _gpu("V100", (125, 105), (0.90, 31.7), (150, 12.5)),
-    "A100-40": _gpu("A100-40", (312, 271.2), (1.555, 39.4), (300, 12.5)),
-    "A100": _gpu("A100", (312, 271.2), (2.039, 79.1), (300, 12.5)),
-    "A800": _gpu("A800", (312, 271.2), (2.039, 79.1), (200, 25)),
-    "H100-PCIE": _gpu("H100-PCIE", (756, 600), (2.0, 79.1), (63, 25)),
-    "H100-96": _gpu("H100-96", (989, 740), (2.4, 95.04), (450, 50)),
-    "H100": _gpu("H100", (989, 794.5), (3.35, 79.1), (450, 50)),
-    "H800": _gpu("H800", (989, 794.5), (3.35, 79.1), (200, 50)),
-    "H200": _gpu("H200", (989, 794.5), (4.8, 139.8), (450, 50)),
-    "GH200": _gpu("GH200", (989, 828.6), (4.0, 94.5), (450, 50)),
-    "B200": _gpu("B200", (2250, 1745), (8.0, 178.4), (900, 50)),
-    "GB200": _gpu("GB200", (2500, 1822), (8.0, 184.3), (900, 50), 72),
-    "GB300": _gpu("GB300", (2500, 1822), (8.0, 275), (900, 100), 72),
-    "B300": _gpu("B300", (2250, 1769), (8.0, 268), (900, 100)),
-    "A10G": _gpu("A10G", (70, 60), (0.60, 22.1), (12, 3)),
-    "A10": _gpu("A10", (125, 62), (0.60, 22.1), (12, 3)),
-    "L4": _gpu("L4", (121, 60), (0.30, 22.1), (12, 3)),
-    "L40S": _gpu("L40S", (362, 250), (0.864, 44.5), (25, 12.5)),
-    "L40": _gpu("L40", (181, 150), (0.864, 44.5), (25, 12.5)),
-    "A6000": _gpu("A6000", (154.8, 120), (0.768, 47.5), (25, 12.5)),
-    "RTX 3090": _gpu("RTX 3090", (71, 66), (0.936, 23.6), (7, 3)),
-    "RTX 4090": _gpu("RTX 4090", (165.2, 155), (1.008, 23.6), (10, 3)),
-    "RTX 5090": _gpu("RTX 5090", (209.5, 190), (1.79, 31.3), (20, 3)),
-    "TITAN RTX": _gpu("TITAN RTX", (130, 90), (0.672, 23.6), (10, 3)),
-    "T4": _gpu("T4", (65, 40), (0.32, 14.7), (10, 3)),
-    "MI210": _gpu("MI210", (181, 130), (1.6, 63.9), (150, 25)),
-    "MI250": _gpu("MI250", (181, 130), (1.6, 63.9), (150, 25)),  # one of its two dies
-    "MI300X": _gpu("MI300X", (1307, 668.4), (5.3, 191.5), (336, 50)),
-    "MI325X": _gpu("MI325X", (1307, 784.9), (6.0, 255.5), (336, 50)),
-    "MI355X": _gpu("MI355X", (2500, 1565), (8.0, 287.5), (400, 50)),
-    "GAUDI2": _gpu("GAUDI2", (432, 400), (2.46, 94.6), (150, 37.5)),
-    "GAUDI3": _gpu("GAUDI3", (1835, 1400), (3.7, 126), (300, 75)),
-    "TPU v2": _tpu("TPU v2", 46, (0.70, 15.5), 120, 512),
-    "TPU v3": _tpu("TPU v3", 123, (0.90, 31), 160, 1024),
-    "TPU v4": _tpu("TPU v4", 275, (1.20, 31), 270, 4096),
-    "TPU v5e": _tpu("TPU v5e", 197, (0.82, 15.5), 200),
-    "TPU v5p": _tpu("TPU v5p", 459, (2.765, 94), 600, 8960),
-    "TPU v6e": _tpu("TPU v6e", 918, (1.638, 31), 400),
-    "TPU7x": _tpu("TPU7x", 2307, (7.4, 188), 600, 9216),  # a chip, of two devices
+    device.name: device
+    for device in (
+        _gpu("V100", (125, 105), (0.90, 31.7), (150, 12.5), sold={32: 32768, 16: 16384}),
+        _gpu("A100-40", (312, 271.2), (1.555, 39.4), (300, 12.5)),
+        _gpu("A100", (312, 271.2), (2.039, 79.1), (300, 12.5), sold={80: 81920, 40: 40960}),
+        _gpu("A800", (312, 271.2), (2.039, 79.1), (200, 25)),
+        _gpu("H100-PCIE", (756, 600), (2.0, 79.1), (63, 25)),
+        _gpu("H100-96", (989, 740), (2.4, 95.04), (450, 50)),
+        _gpu("H100", (989, 794.5), (3.35, 79.1), (450, 50), sold=_H100_SOLD),
+        _gpu("H800", (989, 794.5), (3.35, 79.1), (200, 50), sold={80: 81559}),
+        _gpu("H200", (989, 794.5), (4.8, 139.8), (450, 50), sold={141: 143771}),
+        _gpu("GH200", (989, 828.6), (4.0, 94.5), (450, 50), sold={96: 97871, 144: 147456}),
+        _gpu("B200", (2250, 1745), (8.0, 178.4), (900, 50), sold={180: 183359, 192: 183359}),
+        _gpu("GB200", (2500, 1822), (8.0, 184.3), (900, 50), 72),
+        _gpu("GB300", (2500, 1822), (8.0, 275), (900, 100), 72),
+        _gpu("B300", (2250, 1769), (8.0, 268), (900, 100)),
+        _gpu("A10G", (70, 60), (0.60, 22.1), (12, 3), sold={24: 23028}),
+        _gpu("A10", (125, 62), (0.60, 22.1), (12, 3), sold={24: 23028}),
+        _gpu("L4", (121, 60), (0.30, 22.1), (12, 3), sold={24: 23034}),
+        _gpu("L40S", (362, 250), (0.864, 44.5), (25, 12.5), sold={48: 46068}),
+        _gpu("L40", (181, 150), (0.864, 44.5), (25, 12.5), sold={48: 46068}),
+        _gpu("A6000", (154.8, 120), (0.768, 47.5), (25, 12.5), sold={48: 49140}),
+        _gpu("RTX 3090", (71, 66), (0.936, 23.6), (7, 3), sold={24: 24576}),
+        _gpu("RTX 4090", (165.2, 155), (1.008, 23.6), (10, 3), sold={24: 24564}),
+        _gpu("RTX 5090", (209.5, 190), (1.79, 31.3), (20, 3), sold={32: 32607}),
+        _gpu("TITAN RTX", (130, 90), (0.672, 23.6), (10, 3)),
+        _gpu("T4", (65, 40), (0.32, 14.7), (10, 3), sold={16: 15360}),
+        _gpu("MI210", (181, 130), (1.6, 63.9), (150, 25)),
+        # One of its two dies, which is what a rank gets.
+        _gpu("MI250", (181, 130), (1.6, 63.9), (150, 25)),
+        _gpu("MI250X", (181, 130), (1.6, 63.9), (150, 25), sold={64: 65520}),
+        _gpu("MI300X", (1307, 668.4), (5.3, 191.5), (336, 50), sold={192: 196592}),
+        _gpu("MI325X", (1307, 784.9), (6.0, 255.5), (336, 50), sold={256: 262128}),
+        _gpu("MI355X", (2500, 1565), (8.0, 287.5), (400, 50), sold={288: 294896}),
+        _gpu("GAUDI2", (432, 400), (2.46, 94.6), (150, 37.5)),
+        _gpu("GAUDI3", (1835, 1400), (3.7, 126), (300, 75)),
+        _tpu("TPU v2", 46, (0.70, 15.5), 120, 512),
+        _tpu("TPU v3", 123, (0.90, 31), 160, 1024),
+        _tpu("TPU v4", 275, (1.20, 31), 270, 4096),
+        _tpu("TPU v5e", 197, (0.82, 15.5), 200),
+        _tpu("TPU v5p", 459, (2.765, 94), 600, 8960),
+        _tpu("TPU v6e", 918, (1.638, 31), 400),
+        _tpu("TPU7x", 2307, (7.4, 188), 600, 9216),  # a chip, of two devices
+    )
 }  # fmt: skip
 
 
@@ -168,30 +177,10 @@ def _variant(device: Device, plain: str, memory_gb: float | None) -> Device:
 
 MIB = 1 << 20
 
-# Total memory as the driver reports it, a little below what the name says, by nominal GB. The
-# first variant is meant where a name stands alone.
-GPU_MEMORY: dict[str, dict[int, int]] = {
-    "A10": {24: 23028 * MIB},
-    "A10G": {24: 23028 * MIB},
-    "A100": {80: 81920 * MIB, 40: 40960 * MIB},
-    "A6000": {48: 49140 * MIB},
-    "B200": {180: 183359 * MIB, 192: 183359 * MIB},
-    "GH200": {96: 97871 * MIB, 144: 147456 * MIB},
-    "H100": {80: 81559 * MIB, 64: 65247 * MIB, 94: 95830 * MIB, 96: 97871 * MIB},
-    "H200": {141: 143771 * MIB},
-    "H800": {80: 81559 * MIB},
-    "L4": {24: 23034 * MIB},
-    "L40": {48: 46068 * MIB},
-    "L40S": {48: 46068 * MIB},
-    "MI250X": {64: 65520 * MIB},  # one of its two dies, which is what a rank gets
-    "MI300X": {192: 196592 * MIB},
-    "MI325X": {256: 262128 * MIB},
-    "MI355X": {288: 294896 * MIB},
-    "RTX3090": {24: 24576 * MIB},
-    "RTX4090": {24: 24564 * MIB},
-    "RTX5090": {32: 32607 * MIB},
-    "T4": {16: 15360 * MIB},
-    "V100": {32: 32768 * MIB, 16: 16384 * MIB},
+GPU_MEMORY = {
+    name.replace(" ", ""): {gb: mib * MIB for gb, mib in device.sold.items()}
+    for name, device in DEVICES.items()
+    if device.sold
 }
 
 _FORM = re.compile(

@@ -370,7 +370,7 @@ def phases_of(
 def checkpoint_bytes(plan: Plan) -> int:
     """Tensors of one checkpoint, of all ranks; headers and texts come on top."""
     total = float(plan.saved_buffer_bytes)
-    for group in (group for unit in plan.units for group in unit.groups):
+    for group in plan.groups:
         itemsize = ITEMSIZE[group.dtypes.master]
         for placement in group.layout.placements:
             total += itemsize * placement.numel
@@ -392,8 +392,7 @@ def _phase(name: str, rows: Iterable[MemoryRow], *more: int) -> Phase:
 
 def _reading(plan: Plan, source: Source) -> tuple[int, int]:
     """What comes and goes while weights come in, on the device and on the host."""
-    groups = [group for unit in plan.units for group in unit.groups]
-    sizes = [(g.layout, ITEMSIZE[g.dtypes.master]) for g in groups]
+    sizes = [(group.layout, ITEMSIZE[group.dtypes.master]) for group in plan.groups]
     match source:
         case Source.INITIAL:  # all parts of this rank, and the tensor that is drawn just now
             parts = sum(layout.part_numel * itemsize for layout, itemsize in sizes)
@@ -411,7 +410,7 @@ def _reading(plan: Plan, source: Source) -> tuple[int, int]:
 
 def _parts(plan: Plan) -> Iterator[tuple[int, int]]:
     """Elements that a rank has of each tensor at most, and bytes of one."""
-    for group in (group for unit in plan.units for group in unit.groups):
+    for group in plan.groups:
         for placement in group.layout.placements:
             numel = min(placement.numel, group.layout.part_numel)
             yield numel, ITEMSIZE[group.dtypes.master]
@@ -488,7 +487,7 @@ def _segment(block: int) -> int:
 def _kept(plan: Plan) -> Iterator[int]:
     """Sizes of what the first rank's engine and optimizer make on the device, in their order."""
     homes = plan.homes
-    for group in (group for unit in plan.units for group in unit.groups):
+    for group in plan.groups:
         part, dtypes = group.layout.part_numel, group.dtypes
         if homes.parameters is Place.DEVICE:
             yield part * ITEMSIZE[dtypes.master]
@@ -504,8 +503,7 @@ def _kept(plan: Plan) -> Iterator[int]:
 
 def _kept_states(plan: Plan) -> Iterator[int]:
     """Of the optimizer, parameter by parameter."""
-    optimizer = plan.optimizer
-    groups = [group for unit in plan.units for group in unit.groups]
+    optimizer, groups = plan.optimizer, plan.groups
     slices = [pieces for unit in plan.view(0).slices for pieces in unit]
     for tensor in owned_tensors([group for group in groups if group.trainable], optimizer):
         if tensor.owner == 0:

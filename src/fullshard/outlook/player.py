@@ -313,8 +313,7 @@ class _Measured:
         """All ranks meet; each has cast its part where compute is in another dtype."""
         cast = [
             group
-            for unit in self._plan.units
-            for group in unit.groups
+            for group in self._plan.groups
             if group.shared and group.dtypes.compute is not group.dtypes.master
         ]
         meeting_s = self._ceilings.transfer_s("shared fetch", LEAST_BYTES)
@@ -356,7 +355,7 @@ class _Measured:
         return found + self._ceilings.seconds(Operation("update", "float32", (numel,)))
 
     def _all_trained(self) -> list[GroupPlan]:
-        return [group for unit in self._plan.units for group in _trained(unit)]
+        return [group for group in self._plan.groups if group.trainable]
 
 
 def _trained(unit: UnitPlan) -> list[GroupPlan]:

@@ -243,7 +243,7 @@ def _measured(
 def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Workload:
     """The plan as the forecast sees it."""
     row = row_of(plan.strategy)
-    contract = next((group.dtypes for unit in plan.units for group in unit.groups), None)
+    contract = next((group.dtypes for group in plan.groups), None)
     sizes = Precision()
     if contract is not None:
         full = contract.compute not in (DType.BFLOAT16, DType.FLOAT16)
@@ -280,7 +280,7 @@ def _state_bytes(plan: Plan) -> float:
     optimizer = plan.optimizer
     if optimizer.owned is None:
         return optimizer.kept_bytes(4)
-    trained = [group for unit in plan.units for group in unit.groups if group.trainable]
+    trained = [group for group in plan.groups if group.trainable]
     numel = sum(group.layout.part_numel for group in trained)
     return optimizer_bytes(trained, optimizer) / max(1, numel) + 4 * optimizer.num_averages
 

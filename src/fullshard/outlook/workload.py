@@ -139,8 +139,6 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
         block, sparse = max(active_params - vocab * width, 0.5 * active_params) / layers, True
     elif sparse:  # two experts of those that there are: the habit of the models that tables know
         block += (2 + gated) * width * mlp
-    elif not shapes.num_params or guessed or abs(num_params / total - 1) < 0.1:
-        block = max(block, 0.5 * block)
     return Architecture(
         num_params=num_params,
         layers=layers,

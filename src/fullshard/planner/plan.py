@@ -42,6 +42,7 @@ from fullshard.planner.strategy import StrategyRow, row_of
 from fullshard.planner.text import decode_plan, encode_plan, format_json, render_tree
 from fullshard.planner.units import (
     ContractRule,
+    GroupPlan,
     UnitPlan,
     UnitSettings,
     assign_params,
@@ -109,6 +110,11 @@ class Plan:
     def num_parameters(self) -> int:
         """Parameters in all, padding not counted."""
         return sum(unit.numel - unit.padding for unit in self.units)
+
+    @property
+    def groups(self) -> tuple[GroupPlan, ...]:
+        """The flat buffers of all units."""
+        return tuple(group for unit in self.units for group in unit.groups)
 
     @property
     def num_units(self) -> int:
