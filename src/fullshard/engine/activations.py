@@ -36,11 +36,11 @@ from fullshard.engine.gradients import MOST_WAITING
 from fullshard.engine.linear import pretend_to_write
 from fullshard.engine.precision import apply_dtypes, cast_tensors
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
-from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import LARGE_NUMEL
 from fullshard.planner.plan import Plan
 from fullshard.planner.tracing import Kind, Moment
 from fullshard.planner.units import UnitPlan
+from fullshard.transport.base import torch_dtype
 
 MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes
 COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very long sequences

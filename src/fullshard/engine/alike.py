@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fullshard.engine.collectives import Transport
 from fullshard.errors import EngineError
+from fullshard.transport import Transport
 
 _MOST = 1 << 20  # so that sums of squares stay exact in float64
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fullshard.engine.collectives import Weights
 from fullshard.engine.homes import DeviceHomes, GradientShard
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.presentation import present
-from fullshard.engine.ring import torch_dtype
 from fullshard.engine.unit import Group, Member
 from fullshard.planner.units import GroupPlan
+from fullshard.transport import Weights
+from fullshard.transport.base import torch_dtype
 
 
 def cut_group(

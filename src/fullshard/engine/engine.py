@@ -16,7 +16,6 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, unless_compiling
-from fullshard.engine.collectives import Transport
 from fullshard.engine.cut import cut_group
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
@@ -29,7 +28,7 @@ from fullshard.engine.parameter import ShardRecord
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.replicas import STEPS, check_replicas
-from fullshard.engine.ring import Rings, torch_dtype
+from fullshard.engine.ring import Rings
 from fullshard.engine.runtime import Runtime
 from fullshard.engine.unit import Group, Member, Swap, Unit
 from fullshard.errors import EngineError, ShardedTensorError
@@ -37,6 +36,8 @@ from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
+from fullshard.transport import Transport
+from fullshard.transport.base import torch_dtype
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
 _TRACED = (
@@ -185,7 +186,7 @@ class Engine:
         others = set(self.index_of)
         self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        watched = write_gradients_in_place(self.runtime, self.units, owners, self)
+        watched = write_gradients_in_place(self.runtime, self.units, owners, self.__deepcopy__)
         left_out = {*map(id, modules), *watched}
         self.handles += _watch_exits(self.units, owners, left_out, self._watch)
 

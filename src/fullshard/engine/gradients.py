@@ -42,15 +42,15 @@ from fullshard.engine._torch_compat import (
     no_guard,
 )
 from fullshard.engine.alike import from_host
-from fullshard.engine.collectives import Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.ring import torch_dtype
 from fullshard.engine.shown import Shown, num_holders
 from fullshard.engine.unit import Group, Member, Unit, expect
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
+from fullshard.transport import Transport
+from fullshard.transport.base import torch_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fullshard.engine.collectives import Transport
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.materialize import initialise
 from fullshard.engine.replicas import check_equal_random
-from fullshard.engine.ring import torch_dtype
 from fullshard.errors import ConfigError
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import GroupPlan, UnitPlan
+from fullshard.transport import Transport
+from fullshard.transport.base import torch_dtype
 
 
 @dataclass(frozen=True)

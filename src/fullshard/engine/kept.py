@@ -38,8 +38,8 @@ class Kept:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables = [vars(module) for module in modules]
-        self._sizes = [-1] * len(self._tables)
-        self._names: list[list[str]] = [[] for _ in self._tables]
+        self._sizes: list[int] = []
+        self._candidates: list[tuple[dict[str, Any], str]] = []
 
     def values(self) -> list[Any]:
         """Tensors, and containers of at most MOST_ITEMS items, that are there now."""
@@ -53,17 +53,22 @@ class Kept:
         return undo
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
+        sizes = list(map(len, self._tables))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._candidates = [
+                (table, name)
+                for table in self._tables
+                for name, value in table.items()
+                if _may_hold(name, value)
+            ]
         found: list[tuple[dict[str, Any], str]] = []
-        for at, table in enumerate(self._tables):
-            if len(table) != self._sizes[at]:
-                self._sizes[at] = len(table)
-                self._names[at] = [name for name, value in table.items() if _may_hold(name, value)]
-            for name in self._names[at]:
-                value = table.get(name)
-                if isinstance(value, torch.Tensor) or (
-                    isinstance(value, list | tuple | dict) and 0 < len(value) <= MOST_ITEMS
-                ):
-                    found.append((table, name))
+        for table, name in self._candidates:
+            value = table.get(name)
+            if isinstance(value, torch.Tensor) or (
+                isinstance(value, list | tuple | dict) and 0 < len(value) <= MOST_ITEMS
+            ):
+                found.append((table, name))
         return found
 
 

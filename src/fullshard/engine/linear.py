@@ -40,7 +40,7 @@ Write = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 def write_gradients_in_place(
-    runtime: Runtime, units: Iterable[Unit], owners: Mapping[int, int], refusing: object
+    runtime: Runtime, units: Iterable[Unit], owners: Mapping[int, int], refuse: object
 ) -> set[int]:
     """Let the plain linear layers among the units' modules write into gradient slots.
 
@@ -48,7 +48,7 @@ def write_gradients_in_place(
         runtime: Watches their outputs.
         units: In plan order.
         owners: By the id of a module, the unit that watches its output.
-        refusing: Refuses to be copied: a copy of a layer would compute with this one's weights.
+        refuse: Raises where a layer is copied: the copy would compute with this one's weights.
 
     Returns:
         Ids of the layers that see to their own outputs being watched.
@@ -66,12 +66,7 @@ def write_gradients_in_place(
                     module.forward = _forward(runtime, index, module, swap.member, write)
                 else:
                     module.forward = _small_forward(runtime, index, module)
-                table = {
-                    "_fullshard_of": refusing,
-                    **vars(module),
-                }  # first, so that it is met first
-                vars(module).clear()
-                vars(module).update(table)
+                vars(module)["__deepcopy__"] = refuse
                 found.add(id(module))
     return found
 
@@ -116,7 +111,7 @@ def _traced_forward(
 def give_back_forward(module: nn.Module) -> None:
     """Undo `write_gradients_in_place`; what someone else put around the forward stays."""
     own = vars(module)
-    if own.pop("_fullshard_of", None) is not None and not hasattr(own["forward"], "__wrapped__"):
+    if own.pop("__deepcopy__", None) is not None and not hasattr(own["forward"], "__wrapped__"):
         del own["forward"]
 
 

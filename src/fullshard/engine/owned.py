@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.collectives import Exchange
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import check_by_itself, trust
 from fullshard.engine.owned_checks import MadeWith, name_of, settings_of
@@ -33,6 +32,7 @@ from fullshard.engine.together import agree
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.homes import Place
 from fullshard.planner.owners import Owners
+from fullshard.transport import Exchange
 
 _SAVES = (
     "fs.save(folder, model, optimizer) and fs.load, which know whose tensors are whose, since a "

@@ -7,14 +7,9 @@ from functools import partial
 
 import torch
 
-from fullshard.config.values import DType
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import SlotRef
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's dtype of that name."""
-    return getattr(torch, dtype.value)
+from fullshard.transport.base import torch_dtype
 
 
 class Rings:

@@ -18,7 +18,6 @@ from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import storage_key
 from fullshard.engine.adopt import shard_values
-from fullshard.engine.collectives import Transport, make_transport, resolve_transport
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
 from fullshard.engine.homes import compute_device
 from fullshard.engine.initial import InitialValues, place_others
@@ -36,6 +35,7 @@ from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.strategy import ROWS, row_of
 from fullshard.planner.units import UnitSettings
+from fullshard.transport import Transport, make_transport, resolve_transport
 
 logger = logging.getLogger(__name__)
 

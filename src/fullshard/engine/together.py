@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fullshard.engine.collectives.groups import own_group, tell_everyone
 from fullshard.engine.engine import Engine
 from fullshard.errors import (
     CheckpointError,
@@ -16,6 +15,7 @@ from fullshard.errors import (
     OutOfMemoryError,
     ran_out_of_memory,
 )
+from fullshard.transport.groups import own_group, tell_everyone
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine._torch_compat import no_guard, will_execute
-from fullshard.engine.collectives import Fetch, Reduction, Transport
 from fullshard.engine.homes import GradientShard
 from fullshard.engine.hooked import Hook, HookedReduction
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
@@ -23,6 +22,7 @@ from fullshard.engine.versions import Versions
 from fullshard.errors import EngineError
 from fullshard.planner.layout import Slice
 from fullshard.planner.units import GroupPlan, UnitPlan
+from fullshard.transport import Fetch, Reduction, Transport
 
 LARGE_NUMEL = 16_384
 

@@ -14,7 +14,6 @@ from fullshard.config import host_memory
 from fullshard.config.environment import cache_folder, read_launch_environment
 from fullshard.config.schema import RunConfig, ShardConfig, TrainingConfig
 from fullshard.config.values import Backend, IntervalStrategy, Strategy, Transport
-from fullshard.engine.collectives.shared_home.segment import Host
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
 from fullshard.launch.machine import configured_topology, describe_machine
@@ -36,6 +35,7 @@ from fullshard.train.model import quiet_libraries, require_transformers
 from fullshard.train.prepare import given_model_config, model_config_of
 from fullshard.train.taught import Taught
 from fullshard.train.tracing import Tracer
+from fullshard.transport.shared.segment import Host
 
 if TYPE_CHECKING:
     from fullshard.train.xla_outlook import XlaOutlook

@@ -57,7 +57,7 @@ def test_code_lines_leave_out_blank_lines_comments_and_docstrings_but_not_string
         "from torch.distributed import reduce_scatter_tensor as rs\nrs(o, x)",
         "from torch.distributed import _functional_collectives as f\nf.all_reduce(x, 'sum', g)",
         "def f(group, x):\n    return group.allreduce(x)",
-        "from fullshard.engine._torch_compat import all_gather_single as g\ng(o, x)",
+        "from fullshard.transport._torch_compat import all_gather_single as g\ng(o, x)",
         "import torch.distributed as dist\nops = {'sum': dist.all_reduce}",
     ],
 )
@@ -71,7 +71,7 @@ def test_a_collective_is_found_under_every_spelling(source: str):
         "import torch.distributed as dist\ndist.get_rank(); dist.is_initialized()",
         "import functools\nfunctools.reduce(f, xs)",
         "sock.send(b''); x.gather(0, index); x.scatter(0, index, y)",
-        "from fullshard.engine.collectives import all_reduce\nall_reduce(x)",
+        "from fullshard.transport import all_reduce\nall_reduce(x)",
     ],
 )
 def test_what_is_no_collective_of_torch_is_left_alone(source: str):

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.engine._torch_compat import all_gather_single
-from fullshard.engine.collectives.base import TAGS_A_MODEL, Axes, Fetch, Reduction
-from fullshard.engine.collectives.home import Home, OwnHome
-from fullshard.engine.collectives.scratch import Scratch
 from fullshard.errors import EngineError, HangError
+from fullshard.transport._torch_compat import all_gather_single
+from fullshard.transport.base import TAGS_A_MODEL, Axes, Fetch, Home, OwnHome, Reduction, Scratch
 
 PLACE_TAG = 0  # of all models: ranks may be in different ones
 FETCH_TAG, REDUCE_TAG, OUTER_TAG, SPREAD_TAG = 1, 2, 3, 4  # from the model's first tag

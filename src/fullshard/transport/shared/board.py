@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from enum import IntEnum
 
-from fullshard.engine.collectives.shared_home.futex import Counter
-from fullshard.engine.collectives.shared_home.segment import Segment
 from fullshard.errors import EngineError, HangError
+from fullshard.transport.shared.futex import Counter
+from fullshard.transport.shared.segment import Segment
 
 CACHE_LINE = 64
 TIMEOUT_S = 1800.0  # torch's own limit for a collective; the watchdog's is shorter

@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
-from fullshard.engine.collectives.base import Axes, Transport
-from fullshard.engine.collectives.c10d import C10dTransport
-from fullshard.engine.collectives.direct import DirectTransport
-from fullshard.engine.collectives.fake import FakeTransport
-from fullshard.engine.collectives.groups import (
+from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh
+from fullshard.transport.base import Axes, Transport
+from fullshard.transport.c10d import C10dTransport
+from fullshard.transport.direct import DirectTransport
+from fullshard.transport.fake import FakeTransport
+from fullshard.transport.groups import (
     first_tag,
     own_group,
     processes,
     tell_everyone,
 )
-from fullshard.engine.collectives.shared_home import Peers, SharedTransport
-from fullshard.errors import ConfigError
-from fullshard.planner.mesh import Mesh
+from fullshard.transport.shared import Peers, SharedTransport
 
 
 def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> TransportKind:

@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.config.values import Reduction as ReductionKind
-from fullshard.engine._torch_compat import (
+from fullshard.transport._torch_compat import (
     all_gather_many,
     all_gather_single,
     reduce_scatter_many,
 )
-from fullshard.engine.collectives.base import Axes, Fetch, Reduction
-from fullshard.engine.collectives.direct import sum_in_order
-from fullshard.engine.collectives.home import Home, OwnHome
-from fullshard.engine.collectives.scratch import Scratch
+from fullshard.transport.base import Axes, Fetch, Home, OwnHome, Reduction, Scratch
+from fullshard.transport.direct import sum_in_order
 
 
 class C10dTransport:

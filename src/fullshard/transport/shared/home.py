@@ -25,14 +25,13 @@ from mmap import PAGESIZE
 
 import torch
 
-from fullshard.engine.collectives.home import Slots, Weights
-from fullshard.engine.collectives.shared_home.board import Board, Mark
-from fullshard.engine.collectives.shared_home.segment import Exchange, share_segment
-from fullshard.engine.collectives.shared_home.slots import GradientSlots
-from fullshard.engine.ring import torch_dtype
 from fullshard.planner.layout import align
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
+from fullshard.transport.base import Slots, Weights, torch_dtype
+from fullshard.transport.shared.board import Board, Mark
+from fullshard.transport.shared.segment import Exchange, share_segment
+from fullshard.transport.shared.slots import GradientSlots
 
 
 class SharedHome:

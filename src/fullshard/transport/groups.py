@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fullshard.engine._torch_compat import group_timeout, is_alive
-from fullshard.engine.collectives.base import TAGS_A_MODEL
-from fullshard.engine.collectives.shared_home.segment import Host
+from fullshard.planner.mesh import Mesh
+from fullshard.transport._torch_compat import group_timeout, is_alive
+from fullshard.transport.base import TAGS_A_MODEL
+from fullshard.transport.shared.segment import Host
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,48 @@ def own_group(purpose: str, layout: Sequence[Sequence[int]], index: int) -> Any:
         wait = group_timeout(dist.group.WORLD)  # torch's own would be half an hour
         found = groups[key] = [dist.new_group(list(ranks), timeout=wait) for ranks in layout]
     return found[index]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Slices of any length that travel between ranks which share a copy, straight into place.
+
+    Attributes:
+        ranks: Global ranks, by part.
+        part: This rank's.
+        group: Process group of these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    part: int
+    group: Any
+
+    @classmethod
+    def over(cls, mesh: Mesh, rank: int) -> Exchange:
+        """Between the ranks of this rank's shard axis. A collective the first time."""
+        replica, part = mesh.coordinates(rank)
+        groups = mesh.shard_groups()
+        return cls(tuple(groups[replica]), part, own_group("reduce", groups, replica))
+
+    def run(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Return when all have come. Two ranks must list their messages in one order.
+
+        Args:
+            sends: Parts, and contiguous (numel,) for each.
+            receives: Likewise; written in place.
+        """
+        messages = [
+            dist.P2POp(call, tensor.view(torch.uint8), self.ranks[part], self.group)
+            for call, told in ((dist.isend, sends), (dist.irecv, receives))
+            for part, tensor in told
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
 
 
 def first_tag() -> int:

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.engine.collectives.base import Axes, Fetch, Reduction
-from fullshard.engine.collectives.direct import sum_in_order
-from fullshard.engine.collectives.home import Home, OwnHome
-from fullshard.engine.collectives.scratch import Scratch
+from fullshard.transport.base import Axes, Fetch, Home, OwnHome, Reduction, Scratch
+from fullshard.transport.direct import sum_in_order
 
 
 class FakeTransport:

@@ -16,17 +16,16 @@ from typing import Any
 
 import torch
 
-from fullshard.engine.collectives.base import Axes, Fetch, Reduction
-from fullshard.engine.collectives.direct import (
+from fullshard.planner.layout import align
+from fullshard.transport.base import Axes, Fetch, Home, Reduction
+from fullshard.transport.direct import (
     DirectTransport,
     combine_in_order,
     sum_in_order,
 )
-from fullshard.engine.collectives.home import Home
-from fullshard.engine.collectives.shared_home.board import CACHE_LINE, Board, Mark, Peers
-from fullshard.engine.collectives.shared_home.home import SharedHome
-from fullshard.engine.collectives.shared_home.segment import Exchange, share_segment
-from fullshard.planner.layout import align
+from fullshard.transport.shared.board import CACHE_LINE, Board, Mark, Peers
+from fullshard.transport.shared.home import SharedHome
+from fullshard.transport.shared.segment import Exchange, share_segment
 
 LANE_BYTES = 65536  # that a small sum moves at once
 SAID_BYTES = 1024  # of an address or of an error, while segments are made

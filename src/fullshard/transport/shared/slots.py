@@ -11,12 +11,11 @@ from mmap import PAGESIZE
 
 import torch
 
-from fullshard.engine.collectives.home import Slots
-from fullshard.engine.collectives.shared_home.board import Board, Mark
-from fullshard.engine.collectives.shared_home.segment import Exchange, share_segment
-from fullshard.engine.ring import torch_dtype
 from fullshard.planner.layout import align
 from fullshard.planner.slots import Ring
+from fullshard.transport.base import Slots, torch_dtype
+from fullshard.transport.shared.board import Board, Mark
+from fullshard.transport.shared.segment import Exchange, share_segment
 
 OVERFLOWS = 2  # one reduction is under way while the next is begun
 DEPTH = 8  # reductions whose places a rank remembers for its peers
