@@ -15,7 +15,7 @@ from fullshard.bench.calibrate import crowded, host_of
 from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
 from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import Ceilings, Host, Table, read_calibration
+from fullshard.outlook.calibration import Ceilings, Host, Table, read_calibration
 
 
 def run(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:

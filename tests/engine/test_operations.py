@@ -12,7 +12,7 @@ import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import trace_work
-from fullshard.planner.operations import Operation
+from fullshard.planner.tracing import Operation
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.tracing import Tracer
 

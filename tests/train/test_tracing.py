@@ -10,7 +10,7 @@ import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import MOST_OPERATIONS, trace_step
-from fullshard.planner.activations import peak
+from fullshard.planner.tracing import peak
 from fullshard.train import tracing
 from fullshard.train.tracing import Tracer
 

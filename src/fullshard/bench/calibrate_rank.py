@@ -21,7 +21,7 @@ from fullshard.bench.comm_rank import Exchange, plan_buffer, resolve
 from fullshard.bench.idle import make_idle
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import Point
+from fullshard.outlook.calibration import Point
 from fullshard.planner.mesh import Mesh
 from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss

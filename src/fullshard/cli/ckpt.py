@@ -306,7 +306,7 @@ def _facts(found: Found) -> dict[str, Any]:
 
 
 def _bytes(count: int) -> str:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     return human_bytes(count)
 

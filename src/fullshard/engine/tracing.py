@@ -45,18 +45,19 @@ from fullshard.engine.precision import apply_dtypes, cast_tensors
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.unit import LARGE_NUMEL
 from fullshard.errors import ConfigError
-from fullshard.planner.activations import Kind, Moment
-from fullshard.planner.operations import (
+from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import ROOT, nominal_trace
+from fullshard.planner.tracing import (
     ATTENTION,
     MATMUL,
     ROWS,
     SHORT_ROW,
     VIEW,
+    Kind,
+    Moment,
     Operation,
     UnitWork,
 )
-from fullshard.planner.plan import Plan
-from fullshard.planner.schedule import ROOT, nominal_trace
 from fullshard.planner.units import UnitPlan
 from fullshard.transport.base import torch_dtype
 

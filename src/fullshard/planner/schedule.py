@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from fullshard.planner.events import Event, EventKind, Sync, event_of
-from fullshard.planner.slot_table import SlotTable
+from fullshard.planner.slots import SlotTable
 from fullshard.planner.units import UnitPlan, ancestors_of
 
 ROOT = 0  # the root's index

@@ -1,16 +1,25 @@
-"""What a micro-batch holds while it is computed, as an engine traced it: numbers alone.
+"""What an engine's trace of a micro-batch says: the bytes that it holds, the operations it does.
 
 Batches of other sizes follow from two traces. Every tensor's bytes are a + c * b of the samples b,
 and operations come in the same order, so each moment is a line through two moments; the most of
 all lines is the peak, which may be at another moment than either trace's.
+
+An operation is told by its kind and size:
+
+kind                  size                      by which rates are told apart
+matmul nn, nt, tn     rows, inner, columns      which factor is read transposed
+attention, ...        queries x keys, width     of one head
+everything else       (bytes,)                  read and written
+view                  ()                        nothing but the host's time
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
+from typing import NamedTuple
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.planner.plan import Plan
@@ -24,8 +33,7 @@ class Kind(StrEnum):
     GRADIENTS = "gradients on their way"
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes alive at once.
 
     Attributes:
@@ -44,7 +52,7 @@ class Moment:
 
     def rows(self) -> dict[str, float]:
         """Bytes by the name of the row."""
-        return dict(zip(Kind, (self.activations, self.logits, self.gradients), strict=True))
+        return dict(zip(Kind, self, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +101,7 @@ def along(first: Moment, second: Moment, at: tuple[float, float], wanted: float)
         wanted: Where.
     """
     share = (wanted - at[0]) / (at[1] - at[0])
-
-    def line(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    return Moment(
-        line(first.activations, second.activations),
-        line(first.logits, second.logits),
-        line(first.gradients, second.gradients),
-    )
+    return Moment(*(a + share * (b - a) for a, b in zip(first, second, strict=True)))
 
 
 def peaks_between(
@@ -118,3 +118,45 @@ def peaks_between(
     if len(first) != len(second):
         return None
     return peaks([along(a, b, at, wanted) for a, b in zip(first, second, strict=True)])
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+VIEW = "view"
+MATMUL = "matmul"
+ATTENTION = "attention"
+ROWS = "rows"  # of a kind: what lies together in memory are short rows, not all of it
+SHORT_ROW = 128  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel.
+
+    Attributes:
+        kind: What it does, in the words of a calibration's tables.
+        dtype: It computes in.
+        size: As the table above has it.
+        times: How many of the size it does at once: matrices of a batch, heads.
+    """
+
+    kind: str
+    dtype: str
+    size: tuple[int, ...]
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """How often a unit does each operation in a micro-batch."""
+
+    forward: Mapping[Operation, int]
+    backward: Mapping[Operation, int]
+
+
+# By the unit's name.
+Work = Mapping[str, UnitWork]
+
+# Traces a micro-batch of so many samples of a plan and a configuration (whose recompute counts);
+# None where that cannot be traced.
+WorkOf = Callable[[Plan, ShardConfig, float], Work | None]

@@ -1,4 +1,7 @@
-"""A decoder from the few numbers that a table has of it, and what those leave open.
+"""One training run as formulas see it: typed, complete, without anything measured.
+
+[Note: a decoder from a few numbers]
+What a table has of a model, and what that leaves open:
 
     block   attention  d x (q + 2 kv) + q x d      mlp  2 or 3 matrices of d x ff
     ends    an embedding of vocab x d, and a head of its own unless it is tied; without a gate there
@@ -11,7 +14,10 @@ table says: the choice that comes nearest to the stated number of parameters is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, StrEnum
 from itertools import product
+
+from fullshard.outlook.devices import Device
 
 HEAD_DIM = 128
 SPARSE = 1.5  # more parameters than this times what the shapes explain: experts
@@ -133,8 +139,6 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
         block, sparse = max(active_params - vocab * width, 0.5 * active_params) / layers, True
     elif sparse:  # two experts of those that there are: the habit of the models that tables know
         block += (2 + gated) * width * mlp
-    elif not shapes.num_params or guessed or abs(num_params / total - 1) < 0.1:
-        block = max(block, 0.5 * block)
     return Architecture(
         num_params=num_params,
         layers=layers,
@@ -160,3 +164,173 @@ def _typical(shapes: Shapes) -> Shapes:
     return Shapes(
         size, shapes.layers or layers, shapes.width or width, None, None, 4 * width, shapes.vocab
     )
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+class Stage(Enum):
+    """What of a model's state is cut over ranks; the value is ZeRO's number of the stage."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+class Tuning(StrEnum):
+    """What is trained."""
+
+    FULL = "full"
+    LORA = "lora"  # small matrices beside frozen ones
+    QLORA = "qlora"  # the frozen ones in 4 bits
+
+
+class Metric(StrEnum):
+    """Which figure of memory a row reports."""
+
+    ALLOCATED = "allocated"  # by tensors
+    ACTIVE = "active"  # by tensors and what the allocator cannot give to others yet
+    RESERVED = "reserved"  # by the allocator
+    UNKNOWN = "unknown"
+
+
+class Math(StrEnum):
+    """What matmuls compute in."""
+
+    FLOAT32 = "fp32"
+    HALF = "half"
+    FLOAT8 = "fp8"
+
+
+class Compiler(StrEnum):
+    """What makes kernels of a model's code."""
+
+    NONE = "none"  # they were made before
+    TORCH = "torch.compile"
+    XLA = "xla"
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How ranks are divided; their product is the world.
+
+    Attributes:
+        shard: Ranks that hold one copy of what is cut.
+        replicate: Copies of it.
+        tensor, context, pipeline: Ranks that compute one sample together.
+    """
+
+    shard: int
+    replicate: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks with samples of their own."""
+        return self.shard * self.replicate
+
+    @property
+    def state_ranks(self) -> int:
+        """Ranks that state is cut over: parts of one sample are computed with the same weights."""
+        return self.shard * self.context
+
+    @property
+    def world_size(self) -> int:
+        return self.data_ranks * self.model_ranks
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share a sample's work."""
+        return self.tensor * self.context * self.pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step takes: tokens a sample, samples a micro-batch, micro-batches a step."""
+
+    seq_len: int
+    micro_batch: float
+    accumulation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes of an element.
+
+    Attributes:
+        gather, reduce, master: Of gathered weights, of gradients on the wire, of stored weights.
+        math: What matmuls compute in.
+        casts_late: Autocast: weights and the residual stream stay as they are stored.
+    """
+
+    gather: float = 2
+    reduce: float = 4
+    master: float = 4
+    math: Math = Math.HALF
+    casts_late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a block is computed.
+
+    Attributes:
+        compiler: Compiler of the operations between matmuls.
+        recompute: Share of a block's forward that runs again in backward.
+        kept: Share of its activations that is kept.
+        is_tuned: Attention and norms by kernels of the device's maker (cuDNN, Transformer Engine).
+        offloads_activations: To the host.
+        by_operation: Attention and every other matmul are kept of all blocks, as torchtitan does.
+    """
+
+    recompute: float = 0.0
+    kept: float = 1.0
+    compiler: Compiler = Compiler.NONE
+    is_tuned: bool = False
+    offloads_activations: bool = False
+    by_operation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A run.
+
+    Attributes:
+        fabric: Bytes a second and device between hosts.
+        domain: Devices that the fast link joins.
+        state_bytes: The optimizer's, of a trained parameter, in float32 terms.
+        updates_in_backward: Gradients are used and dropped one by one.
+        offloads: State lives on the host.
+        reshards: Gathered blocks are freed after forward.
+        saves_whole: The model is gathered on the device to be saved, and the peak counts that:
+            FSDP1's habit, where the counter is read after the run.
+        cuts_matmuls: Their traffic between tensor-parallel ranks runs beside their parts.
+        doubt: What had to be assumed, in words; each widens the interval.
+    """
+
+    model: Architecture
+    device: Device
+    mesh: Parallelism
+    sharding: Stage
+    batch: Batch
+    precision: Precision
+    kernels: Kernels
+    fabric: float
+    domain: int
+    state_bytes: float = 8
+    updates_in_backward: bool = False
+    tuning: Tuning = Tuning.FULL
+    metric: Metric = Metric.RESERVED
+    offloads: bool = False
+    reshards: bool = True
+    saves_whole: bool = False
+    cuts_matmuls: bool = False
+    doubt: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_micro_batch(self) -> float:
+        """That one rank's device computes, its share of tensor and context parallelism aside."""
+        return self.batch.seq_len * self.batch.micro_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.planner.reserve import BLOCK, MIB, segments
+from fullshard.outlook.memory import BLOCK, MIB, segments
 
 LARGE = 300 * MIB
 

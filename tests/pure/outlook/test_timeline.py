@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fullshard.outlook.player import Bar, Cost, Lane, play
 from fullshard.planner.events import Event, EventKind
-from fullshard.planner.timeline import Bar, Cost, Lane, play
 
 GATHER, FORWARD, BACKWARD, REDUCE, ACCUMULATE, SETTLE = (
     EventKind.GATHER,

@@ -10,18 +10,15 @@ import pytest
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, Strategy
 from fullshard.errors import WillNotFitError
-from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import DEVICES
-from fullshard.planner.forecast.memory import GIB
-from fullshard.planner.forecast.workload import Batch
-from fullshard.planner.hardware import Fit
+from fullshard.outlook.devices import DEVICES
+from fullshard.outlook.memory import GIB, Fit
+from fullshard.outlook.predict import Job, Machine, look
+from fullshard.outlook.search import MICRO_BATCH, advise, choose, compare, study
+from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import SGD
-from fullshard.planner.outlook import Job, Machine, look
 from fullshard.planner.plan import make_plan
-from fullshard.planner.search import MICRO_BATCH, advise, choose, compare
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
-from fullshard.planner.study import study
 
 WIDTH, LAYERS, VOCAB = 2048, 24, 32000
 H100 = Machine(DEVICES["H100"], 80 * GIB)
@@ -85,7 +82,7 @@ def samples(outlook) -> float:
 def test_what_does_not_fit_is_answered_by_what_does_cheapest_first():
     before = current(64)
     assert before.fit is Fit.NO
-    advice = advise(before, plan_of, H100)
+    advice = advise(before, plan_of)
     assert advice
     assert [len(one.changes) for one in advice] == sorted(len(one.changes) for one in advice)
     for one in advice:
@@ -96,15 +93,15 @@ def test_what_does_not_fit_is_answered_by_what_does_cheapest_first():
 def test_what_fits_is_answered_by_what_is_faster_and_fits():
     before = current(8, activation_checkpointing="block")
     assert before.fit is Fit.FITS
-    for one in advise(before, plan_of, H100):
+    for one in advise(before, plan_of):
         assert one.outlook.fit is Fit.FITS
         assert one.outlook.step_time_s < before.step_time_s
         assert samples(one.outlook) == samples(before)
-    assert advise(before, plan_of, H100)
+    assert advise(before, plan_of)
 
 
 def test_advice_says_the_words_to_add():
-    (first, *_) = advise(current(64), plan_of, H100)
+    (first, *_) = advise(current(64), plan_of)
     assert all("=" in word for word in first.words.split())
     assert first.sentence(current(64)).startswith(first.words)
 
@@ -114,28 +111,28 @@ def test_copies_are_left_out_only_where_not_even_weights_fit(bytes_a_parameter, 
     machine = Machine(None, bytes_a_parameter * SPEC.numel)
     config = ShardConfig(strategy="full_shard", param_dtype="bf16")
     before = look(plan_of(config), config, replace(job(1, 128), optimizer=SGD), machine)
-    found = {one.config.strategy: one for one in compare(before, plan_of, machine)}
+    found = {one.config.strategy: one for one in compare(before, plan_of)}
     assert (Strategy.NO_SHARD in found) is is_tried
     assert not is_tried or found[Strategy.NO_SHARD].plan.optimizer is SGD
 
 
 def test_offload_is_advised_only_where_nothing_else_fits():
-    roomy = advise(current(64), plan_of, H100)
+    roomy = advise(current(64), plan_of)
     assert not any("sharding.offload" in one.changes for one in roomy)
     small = Machine(DEVICES["H100"], 5 * GIB)
-    tight = advise(current(1, small), plan_of, small)
+    tight = advise(current(1, small), plan_of)
     assert all("sharding.offload" in one.changes for one in tight)
 
 
 def test_nothing_is_advised_for_a_device_that_nobody_named():
     unknown = Machine(None, None)
-    assert advise(current(64, unknown), plan_of, unknown) == []
+    assert advise(current(64, unknown), plan_of) == []
     assert current(64, unknown).fit is None
     assert current(64, unknown).step_time_s is None
 
 
 def test_a_choice_changes_only_what_is_free():
-    chosen = choose(current(4), plan_of, H100, ["strategy"])
+    chosen = choose(current(4), plan_of, ["strategy"])
     assert chosen.config.activation_checkpointing == current(4).config.activation_checkpointing
     assert chosen.job == current(4).job
     assert chosen.step_time_s <= current(4).step_time_s
@@ -144,7 +141,7 @@ def test_a_choice_changes_only_what_is_free():
 def test_a_choice_of_micro_batches_keeps_the_samples_and_takes_the_largest_that_fit():
     unknown = Machine(None, H100.memory_bytes)  # of whose speed nothing is known
     before = current(64, unknown)
-    chosen = choose(before, plan_of, unknown, [MICRO_BATCH])
+    chosen = choose(before, plan_of, [MICRO_BATCH])
     assert samples(chosen) == samples(before)
     assert chosen.fit is Fit.FITS
     assert chosen.config == before.config
@@ -157,7 +154,7 @@ def test_a_choice_of_micro_batches_keeps_the_samples_and_takes_the_largest_that_
 def test_a_choice_keeps_whatever_recompute_was_asked_for(recompute):
     unknown = Machine(None, H100.memory_bytes)
     before = current(64, unknown, activation_checkpointing=recompute)
-    chosen = choose(before, plan_of, unknown, [MICRO_BATCH])
+    chosen = choose(before, plan_of, [MICRO_BATCH])
     assert chosen.config.activation_checkpointing == before.config.activation_checkpointing
     assert chosen.fit is Fit.FITS
     assert samples(chosen) == samples(before)
@@ -167,7 +164,7 @@ def test_a_choice_keeps_whatever_recompute_was_asked_for(recompute):
 def test_a_choice_that_nothing_fits_is_refused_with_the_smallest():
     small = Machine(DEVICES["H100"], GIB)
     with pytest.raises(WillNotFitError, match=r"expected a choice of strategy that fits 1\.0 GiB"):
-        choose(current(64, small), plan_of, small, ["strategy"])
+        choose(current(64, small), plan_of, ["strategy"])
 
 
 def test_rows_of_memory_add_up_and_keep_the_plans_own():
@@ -179,7 +176,7 @@ def test_rows_of_memory_add_up_and_keep_the_plans_own():
 
 def studied(config, work, machine=H100):
     outlook = look(plan_of(config), config, work, machine)
-    return study(outlook, lambda config, _: plan_of(config), machine, TOPOLOGY)
+    return study(outlook, lambda config, _: plan_of(config), TOPOLOGY)
 
 
 @pytest.mark.parametrize("memory_bytes", [GIB // 4, 2 * GIB, 3 * GIB])
@@ -192,7 +189,7 @@ def test_a_run_of_any_size_that_does_not_fit_gets_advice(memory_bytes):
     def plan_at(config, topology):
         return make_plan(SPEC, config, topology)
 
-    advice = study(outlook, plan_at, machine, TOPOLOGY).advice
+    advice = study(outlook, plan_at, TOPOLOGY).advice
     assert advice
     for one in advice:
         if one.changes:

@@ -8,13 +8,13 @@ import pytest
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import DType, GradSync, Transport
-from fullshard.planner.calibration import Calibration, Ceilings, Host, Table
+from fullshard.outlook.calibration import Calibration, Ceilings, Host, Table
+from fullshard.outlook.player import step_time
 from fullshard.planner.mesh import Topology
-from fullshard.planner.operations import Operation, UnitWork
 from fullshard.planner.optimizers import ADAMW, SGD
 from fullshard.planner.plan import make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
-from fullshard.planner.step_time import step_time
+from fullshard.planner.tracing import Operation, UnitWork
 
 NOTHING, FETCH_S, WORK_S = 1e-15, 1e-4, 10.0  # of a byte, of a fetched one, of a unit's forward
 WORKS = Operation("gelu", "float32", (1,))

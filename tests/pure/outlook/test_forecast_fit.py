@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from fullshard.planner.forecast.constants import FITTED, Constants
-from fullshard.planner.forecast.rows import DROPPED, read_workload
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.published.rows import DROPPED, read_workload
 
 
 @pytest.fixture

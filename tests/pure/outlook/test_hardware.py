@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.planner.hardware import GPU_MEMORY, Fit, Gpus, judge_fit, parse_gpus
+from fullshard.outlook.devices import GPU_MEMORY, Gpus, parse_gpus
+from fullshard.outlook.memory import Fit, judge_fit
 
 GIB = 1 << 30
 

@@ -2,7 +2,7 @@
 
 State is the plan's own, to the byte. Activations, logits and what backward makes on its way are
 traced on the module where it is at hand, else counted from the model's shapes; time is the
-forecast's (`planner/forecast`), of the plan's mesh and strategy.
+forecast's (`outlook/speed.py`), of the plan's mesh and strategy.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
 from fullshard.config.values import DType, GradSync, RecomputeKind
-from fullshard.planner.activations import Kind, TraceOf
-from fullshard.planner.calibration import Calibration
-from fullshard.planner.forecast.architecture import Architecture
-from fullshard.planner.forecast.devices import Device
-from fullshard.planner.forecast.memory import GIB, Held, peak_memory
-from fullshard.planner.forecast.speed import Times, step_times
-from fullshard.planner.forecast.workload import (
+from fullshard.outlook.calibration import Calibration
+from fullshard.outlook.devices import Device
+from fullshard.outlook.memory import (
+    GIB,
+    WORKSPACES,
+    Fit,
+    Held,
+    Overhead,
+    Phase,
+    Storage,
+    judge_fit,
+    overhead_of,
+    peak_memory,
+    phases_of,
+)
+from fullshard.outlook.player import Bar, share_out, step_time
+from fullshard.outlook.speed import Times, step_times
+from fullshard.outlook.workload import (
+    Architecture,
     Batch,
     Kernels,
     Math,
-    Mesh,
-    Metric,
-    Optimizer,
+    Parallelism,
     Precision,
-    Sharding,
-    Tuning,
+    Stage,
     Workload,
 )
-from fullshard.planner.hardware import Fit, judge_fit
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import (
     WHOLES,
@@ -39,15 +47,11 @@ from fullshard.planner.memory import (
     optimizer_bytes,
     sum_by_place,
 )
-from fullshard.planner.operations import WorkOf
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.step_time import StepTime, step_time
 from fullshard.planner.strategy import row_of
-from fullshard.planner.timeline import Bar
-
-WORKSPACES = "libraries' workspaces"
+from fullshard.planner.tracing import Kind, TraceOf, WorkOf
 
 # Share of a block's forward that runs again, share of its activations that is kept.
 _KERNELS = {
@@ -111,31 +115,35 @@ class Outlook:
     Attributes:
         config: What was asked for.
         job: Its step.
+        machine: What a rank runs on.
         plan: What follows.
+        run: The same as formulas see it.
         rows: Memory of the largest rank by kind, activations and all.
         is_traced: Whether activations come from the module, not from shapes.
         reserved_bytes: What the allocator holds at most, the holes between tensors too.
         times: Seconds of a step by what they are spent on; None without a known device.
         fit: Whether it fits; None where the memory is not known.
-        bars: The schedule of a micro-batch, where `times` are of a calibration.
+        measured: The schedule of a micro-batch, where `times` are of a calibration.
         forward_bytes: Peak bytes of the micro-batch before its backward begins.
     """
 
     config: ShardConfig
     job: Job
+    machine: Machine
     plan: Plan
+    run: Workload
     rows: tuple[MemoryRow, ...]
     is_traced: bool
     reserved_bytes: int
     times: Times | None
     fit: Fit | None
-    bars: tuple[Bar, ...] = ()
-    forward_bytes: int = 0
+    measured: tuple[Bar, ...]
+    forward_bytes: int
 
     @property
     def is_calibrated(self) -> bool:
         """Whether its time is that of a measured machine."""
-        return bool(self.bars)
+        return bool(self.measured)
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
@@ -154,6 +162,22 @@ class Outlook:
         batch = self.job.batch
         tokens = batch.seq_len * batch.micro_batch * batch.accumulation
         return tokens * self.plan.mesh.world_size / self.times.step
+
+    def bars(self) -> tuple[Bar, ...]:
+        """The schedule of one micro-batch; empty where nothing is known of the device."""
+        if self.measured or self.times is None:
+            return self.measured
+        return share_out(self.plan, self.run, self.times)
+
+    def phases(self, storage: Storage) -> tuple[Phase, ...]:
+        """What the largest rank holds in each phase of a run that reads and writes this."""
+        return phases_of(self.plan, self.rows, self.forward_bytes, storage)
+
+    def overhead(self) -> tuple[Overhead, ...]:
+        """Beside the rows; nothing is known of what is no GPU of the table."""
+        if self.machine.device is None:
+            return ()
+        return overhead_of(self.plan, self.reserved_bytes - self.peak_bytes[Place.DEVICE])
 
 
 def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook:
@@ -177,22 +201,22 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
         *(job.beside(plan, config) if job.beside is not None else ()),
         *(MemoryRow(name, round(size)) for name, size in counted.items() if size),
     )
-    outlook = Outlook(config, job, plan, rows, traced is not None, 0, None, None)
-    outlook = replace(outlook, forward_bytes=round(forward))
-    peak = outlook.peak_bytes[Place.DEVICE]
+    peaks = sum_by_place(rows)
+    peak = peaks[Place.DEVICE]
     reserved = peak + round(max(0.0, held.reserved - held.active - held.base))
     fit = None
     if machine.memory_bytes is not None:
         reserved = max(peak, min(reserved, machine.memory_bytes))
         fit = judge_fit(peak, machine.memory_bytes)
-        if machine.host_bytes is not None and outlook.peak_bytes[Place.HOST] > machine.host_bytes:
+        if machine.host_bytes is not None and peaks[Place.HOST] > machine.host_bytes:
             fit = Fit.NO
-    outlook = replace(outlook, reserved_bytes=reserved, fit=fit)
-    measured = _measured(outlook, machine) if fit is not Fit.NO else None
-    if measured is not None:
-        return replace(outlook, times=measured.times, bars=measured.bars)
-    times = step_times(run) if machine.device is not None and job.is_timed else None
-    return replace(outlook, times=times)
+    measured = _measured(plan, config, job, machine) if fit is not Fit.NO else None
+    times, bars = measured or (None, ())
+    if measured is None and machine.device is not None and job.is_timed:
+        times = step_times(run)
+    is_traced = traced is not None
+    found = (rows, is_traced, reserved, times, fit, bars, round(forward))
+    return Outlook(config, job, machine, plan, run, *found)
 
 
 def _beyond(rows: Iterable[MemoryRow], passing: int) -> list[MemoryRow]:
@@ -204,21 +228,22 @@ def _beyond(rows: Iterable[MemoryRow], passing: int) -> list[MemoryRow]:
     ]
 
 
-def _measured(outlook: Outlook, machine: Machine) -> StepTime | None:
+def _measured(
+    plan: Plan, config: ShardConfig, job: Job, machine: Machine
+) -> tuple[Times, tuple[Bar, ...]] | None:
     """The step on a calibrated machine; None where that does not tell."""
-    job = outlook.job
     if machine.calibration is None or job.work is None:
         return None
-    work = job.work(outlook.plan, outlook.config, job.batch.micro_batch)
+    work = job.work(plan, config, job.batch.micro_batch)
     if work is None:
         return None
-    return step_time(outlook.plan, work, machine.calibration, round(job.batch.accumulation))
+    return step_time(plan, work, machine.calibration, round(job.batch.accumulation))
 
 
 def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Workload:
     """The plan as the forecast sees it."""
     row = row_of(plan.strategy)
-    contract = next((group.dtypes for unit in plan.units for group in unit.groups), None)
+    contract = next((group.dtypes for group in plan.groups), None)
     sizes = Precision()
     if contract is not None:
         full = contract.compute not in (DType.BFLOAT16, DType.FLOAT16)
@@ -237,14 +262,12 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
     return Workload(
         model=job.model,
         device=device,
-        mesh=Mesh(plan.mesh.shard, plan.mesh.replicate),
-        sharding=Sharding.PARAMETERS if row.shard_params else Sharding.NOTHING,
+        mesh=Parallelism(plan.mesh.shard, plan.mesh.replicate),
+        sharding=Stage.PARAMETERS if row.shard_params else Stage.NOTHING,
         batch=job.batch,
         precision=sizes,
-        optimizer=Optimizer(state_bytes=_state_bytes(plan)),
+        state_bytes=_state_bytes(plan),
         kernels=kernels,
-        tuning=Tuning.FULL,
-        metric=Metric.RESERVED,
         fabric=device.fabric,
         domain=device.domain,
         offloads=plan.homes.offloads,
@@ -257,7 +280,7 @@ def _state_bytes(plan: Plan) -> float:
     optimizer = plan.optimizer
     if optimizer.owned is None:
         return optimizer.kept_bytes(4)
-    trained = [group for unit in plan.units for group in unit.groups if group.trainable]
+    trained = [group for group in plan.groups if group.trainable]
     numel = sum(group.layout.part_numel for group in trained)
     return optimizer_bytes(trained, optimizer) / max(1, numel) + 4 * optimizer.num_averages
 

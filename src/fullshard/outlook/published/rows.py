@@ -10,21 +10,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import GIGA, Device, find_device
-from fullshard.planner.forecast.memory import FULL, GIB, peak_memory
-from fullshard.planner.forecast.workload import (
+from fullshard.outlook.devices import GIGA, Device, find_device
+from fullshard.outlook.memory import FULL, GIB, peak_memory
+from fullshard.outlook.workload import (
     Batch,
     Compiler,
     Kernels,
     Math,
-    Mesh,
     Metric,
-    Optimizer,
+    Parallelism,
     Precision,
-    Sharding,
+    Shapes,
+    Stage,
     Tuning,
     Workload,
+    decoder,
 )
 
 ANSWERS = (
@@ -92,6 +92,7 @@ def read_workload(row: Row) -> Workload:
     kernels = _kernels(row, device, doubt)
     tuning = _tuning(strategy)
     metric = _metric(row.get("mem_metric", ""))
+    optimizer = row.get("optimizer", "").lower()
     run = Workload(
         model=model,
         device=device,
@@ -99,13 +100,14 @@ def read_workload(row: Row) -> Workload:
         sharding=sharding,
         batch=_batch(row, mesh, doubt),
         precision=_precision(row, device, tuning),
-        optimizer=_optimizer(row, sharding),
+        state_bytes=next((size for word, size in _STATES.items() if word in optimizer), 8),
+        updates_in_backward="in-bwd" in optimizer or "in-backward" in optimizer,
         kernels=kernels,
         tuning=tuning,
         metric=metric,
         fabric=_fabric(row.get("interconnect", ""), device, domain),
         domain=domain,
-        offloads="offload" in strategy or "(cpu)" in row.get("optimizer", "").lower(),
+        offloads="offload" in strategy or "(cpu)" in optimizer,
         reshards="shard_grad_op" not in strategy and "zero-2" not in strategy,
         saves_whole=strategy.startswith("fsdp1") and metric is Metric.ALLOCATED and mesh.shard > 1,
         cuts_matmuls="asynctp" in strategy,
@@ -241,7 +243,7 @@ def _axis(strategy: str, *names: str) -> int:
     return 1
 
 
-def _mesh(strategy: str, world: int, domain: int) -> tuple[Mesh, Sharding]:
+def _mesh(strategy: str, world: int, domain: int) -> tuple[Parallelism, Stage]:
     """The mesh and what is cut over it, from prose such as "FSDP2=32 x TP=8 (1F1B)"."""
     grid = re.search(r"mesh (\d+)x(\d+)", strategy)
     tensor = int(grid[2]) if grid else _axis(strategy, "tp")
@@ -250,15 +252,15 @@ def _mesh(strategy: str, world: int, domain: int) -> tuple[Mesh, Sharding]:
     if world % (tensor * context * pipeline):
         context = pipeline = 1
     ranks = max(1, world // (tensor * context * pipeline))
-    sharding, shard = Sharding.PARAMETERS, ranks
+    sharding, shard = Stage.PARAMETERS, ranks
     if "no_shard" in strategy or strategy.startswith(("ddp", "dp=")) or "zero-0" in strategy:
-        sharding, shard = Sharding.NOTHING, 1
+        sharding, shard = Stage.NOTHING, 1
     elif "zero-1" in strategy or "distributed optimizer" in strategy:
-        sharding = Sharding.OPTIMIZER
+        sharding = Stage.OPTIMIZER
     elif "zero-2" in strategy:
-        sharding = Sharding.GRADIENTS
+        sharding = Stage.GRADIENTS
     elif "single device" in strategy:
-        sharding = Sharding.NOTHING
+        sharding = Stage.NOTHING
     within = re.search(r"shard (\d+)", strategy)
     said = re.search(r"(?:fsdp\d?|zero-3)\s*=\s*(\d+)", strategy)
     if within:
@@ -268,12 +270,12 @@ def _mesh(strategy: str, world: int, domain: int) -> tuple[Mesh, Sharding]:
     elif said and int(said[1]) > 1:
         shard = int(said[1])
     shard = shard if 0 < shard <= ranks and ranks % shard == 0 else ranks
-    if sharding is Sharding.NOTHING:
+    if sharding is Stage.NOTHING:
         shard = 1
-    return Mesh(shard, ranks // shard, tensor, context, pipeline), sharding
+    return Parallelism(shard, ranks // shard, tensor, context, pipeline), sharding
 
 
-def _batch(row: Row, mesh: Mesh, doubt: list[str]) -> Batch:
+def _batch(row: Row, mesh: Parallelism, doubt: list[str]) -> Batch:
     seq_len = _count(row, "seq_len") or _assume(doubt, "seq_len", 4096)
     micro = number(row, "micro_batch_per_gpu")
     accumulation = number(row, "grad_accum")
@@ -323,20 +325,8 @@ def _precision(row: Row, device: Device, tuning: Tuning) -> Precision:
     )
 
 
-def _optimizer(row: Row, sharding: Sharding) -> Optimizer:
-    del sharding
-    name = row.get("optimizer", "").lower()
-    in_backward = "in-bwd" in name or "in-backward" in name
-    if "paged" in name:  # to the host
-        return Optimizer(0, in_backward)
-    if "8bit" in name:
-        return Optimizer(2, in_backward)
-    if "sgd" in name:
-        return Optimizer(0, in_backward)
-    if "adafactor" in name:
-        return Optimizer(0.1, in_backward)
-    return Optimizer(8, in_backward)
-
+# Bytes of state of optimizers other than AdamW, by a word of their names; paged: on the host.
+_STATES = {"paged": 0, "8bit": 2, "sgd": 0, "adafactor": 0.1}
 
 # Share of a block's forward that runs again, share of its activations that is kept.
 _RECOMPUTE = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import exp, isfinite, log, prod
@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.regular import read_regular
-from fullshard.planner.operations import ROWS, VIEW, Operation
+from fullshard.planner.tracing import ROWS, VIEW, Operation
 
 SCHEMA_VERSION = 1
 FILE_NAME = "calibration.json"
@@ -199,72 +199,76 @@ def read_calibration(path: Path) -> Calibration:
             measurement.
     """
     try:
-        values = json.loads(read_regular(path))
+        return _calibration(json.loads(read_regular(path)))
     except OSError as error:
-        raise _wrong(
-            path, "", "a file of fullshard bench calibrate", error.strerror or str(error)
-        ) from None
+        got = error.strerror or str(error)
+        found = _wrong("", "a file of fullshard bench calibrate", got)
+    except ConfigProblems as error:
+        found = error
     except ValueError:
-        raise _wrong(path, "", "JSON", "something else") from None
-    top = _mapping(path, "", values)
+        found = _wrong("", "JSON", "something else")
+    raise found.map(lambda one: replace(one, advice=f"{AGAIN}.", place=str(path)))
+
+
+def _calibration(values: object) -> Calibration:
+    top = _mapping("", values)
     version = top.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise _wrong(path, "schema_version", str(SCHEMA_VERSION), show(version))
-    machine = _mapping(path, "machine", top.get("machine"))
+        raise _wrong("schema_version", str(SCHEMA_VERSION), show(version))
+    machine = _mapping("machine", top.get("machine"))
     hosts: dict[int, Ceilings] = {}
-    for written, value in _mapping(path, "ranks", top.get("ranks")).items():
+    for written, value in _mapping("ranks", top.get("ranks")).items():
         key = f"ranks.{written}"
         if not str(written).isdecimal() or int(written) < 1:
-            raise _wrong(path, key, "a number of ranks", show(written))
-        hosts[int(written)] = _ceilings(path, key, int(written), _mapping(path, key, value))
+            raise _wrong(key, "a number of ranks", show(written))
+        hosts[int(written)] = _ceilings(key, int(written), _mapping(key, value))
     return Calibration(machine, hosts)
 
 
-def _ceilings(path: Path, key: str, num_ranks: int, values: Mapping[str, Any]) -> Ceilings:
-    host = _mapping(path, f"{key}.host", values.get("host"))
+def _ceilings(key: str, num_ranks: int, values: Mapping[str, Any]) -> Ceilings:
+    host = _mapping(f"{key}.host", values.get("host"))
     seconds = {
-        name: _number(path, f"{key}.host.{name}", host.get(name), lambda value: value >= 0)
+        name: _number(f"{key}.host.{name}", host.get(name), lambda value: value >= 0)
         for name in Host.__slots__
     }
     kinds: dict[str, dict[str, Table]] = {"operations": {}, "transfers": {}}
-    for name, points in _mapping(path, f"{key}.tables", values.get("tables")).items():
+    for name, points in _mapping(f"{key}.tables", values.get("tables")).items():
         kind, _, rest = str(name).partition(" ")
         where = f"{key}.tables.{name}"
         if kind not in kinds:
-            raise _wrong(path, where, "operations or transfers first", show(kind))
-        kinds[kind][rest] = _table(path, where, points)
+            raise _wrong(where, "operations or transfers first", show(kind))
+        kinds[kind][rest] = _table(where, points)
     return Ceilings(num_ranks, kinds["operations"], kinds["transfers"], Host(**seconds))
 
 
-def _table(path: Path, key: str, points: object) -> Table:
+def _table(key: str, points: object) -> Table:
     given = cast("list[Any]", points if isinstance(points, list) else [])
     if not given:
-        raise _wrong(path, key, "a list of [size, seconds]", "nothing of the kind")
+        raise _wrong(key, "a list of [size, seconds]", "nothing of the kind")
     found: list[Point] = []
     for point in given:
         match point:
             case [[*size], seconds] if size and all(type(n) is int and n > 0 for n in size):
-                value = _number(path, key, seconds, lambda value: value > 0)
-                found.append((tuple(size), value))
+                found.append((tuple(size), _number(key, seconds, lambda value: value > 0)))
             case _:
-                raise _wrong(path, key, "a list of [size, seconds]", show(point))
+                raise _wrong(key, "a list of [size, seconds]", show(point))
     table = Table(tuple(found))
     if len({len(size) for size, _ in found}) > 1 or not table.is_whole:
-        raise _wrong(path, key, "every combination of its sizes, once", f"{len(found)} points")
+        raise _wrong(key, "every combination of its sizes, once", f"{len(found)} points")
     return table
 
 
-def _mapping(path: Path, key: str, value: object) -> Mapping[str, Any]:
+def _mapping(key: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise _wrong(path, key, "a mapping", show(value))
+        raise _wrong(key, "a mapping", show(value))
     return cast("dict[str, Any]", value)
 
 
-def _number(path: Path, key: str, value: object, fits: Callable[[float], bool]) -> float:
+def _number(key: str, value: object, fits: Callable[[float], bool]) -> float:
     if not isinstance(value, int | float) or not isfinite(value) or not fits(value):
-        raise _wrong(path, key, "seconds", show(value))
+        raise _wrong(key, "seconds", show(value))
     return float(value)
 
 
-def _wrong(path: Path, key: str, expected: str, got: str) -> ConfigProblems:
-    return ConfigProblems([Problem(key, expected, got, f"{AGAIN}.", str(path))])
+def _wrong(key: str, expected: str, got: str) -> ConfigProblems:
+    return ConfigProblems([Problem(key, expected, got)])

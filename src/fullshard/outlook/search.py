@@ -4,7 +4,8 @@
                  (x gradients on the wire in 16 bits, x offload, x all of it computed in bf16
                  without prefetch, where nothing else fits; then more hosts)
 
-The samples of an update stay the same, so that every candidate trains the same model.
+The samples of an update stay the same, so that every candidate trains the same model. `study`
+is all that `fullshard plan` says: an outlook, advice, and the work of a rank at other scales.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy
 from fullshard.errors import ConfigError, WillNotFitError, WrapError
-from fullshard.planner.hardware import Fit
+from fullshard.outlook.memory import DEFAULT_STORAGE, Fit, Storage, peak_memory
+from fullshard.outlook.predict import Job, Machine, Outlook, look
+from fullshard.outlook.speed import step_times
+from fullshard.outlook.workload import Parallelism, Workload
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Job, Machine, Outlook, look
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
 from fullshard.planner.strategy import row_of
+from fullshard.planner.text import human_bytes
 
 MICRO_BATCH = "per_device_train_batch_size"
 WORTHWHILE = 0.97  # of the step time: less of a gain is within the forecast's error
@@ -86,17 +89,17 @@ def _samples(one: Outlook) -> float:
     return one.job.batch.micro_batch * one.job.batch.accumulation * one.plan.mesh.world_size
 
 
-def advise(current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 1) -> list[Advice]:
+def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[Advice]:
     """The cheapest changes that make a run fit, or faster.
 
     Fewer changes come first; of equally many, the fastest. Empty where nothing is known of the
     device, or nothing helps; for a run that does not fit, the least that was found is named then.
     """
-    if machine.memory_bytes is None:
+    if current.machine.memory_bytes is None:
         return []
     found = [
         Advice(changes_between(current, other), other)
-        for other in _candidates(current, plan_of, machine, hosts=hosts)
+        for other in _candidates(current, plan_of, hosts=hosts)
     ]
     wanted = (Fit.FITS, Fit.TIGHT) if current.fit is Fit.NO else (Fit.FITS,)
     fitting = [one for one in found if one.outlook.fit in wanted and one.changes]
@@ -118,14 +121,12 @@ def advise(current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 
     return out[:SHOWN]
 
 
-def on_more_hosts(
-    current: Outlook, plan_at: PlanAt, machine: Machine, topology: Topology
-) -> list[Advice]:
+def on_more_hosts(current: Outlook, plan_at: PlanAt, topology: Topology) -> list[Advice]:
     """The fewest hosts, by doubling, that take a run that does not fit; [] where none do.
 
     Tried with each rank's work as it is, then with the least that a rank can be given.
     """
-    local = topology.local_world_size or topology.world_size
+    local, machine = topology.ranks_per_host, current.machine
     worlds = [topology.world_size << power for power in range(1, MAX_WORLD.bit_length())]
     worlds = [world for world in worlds if world <= MAX_WORLD]
     least = current.config.model_copy(
@@ -156,21 +157,17 @@ def on_more_hosts(
     return []
 
 
-def compare(
-    current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int = 1
-) -> list[Outlook]:
+def compare(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[Outlook]:
     """The strategies with everything else as it is."""
     found = [
         other
-        for other in _candidates(current, plan_of, machine, hosts=hosts)
+        for other in _candidates(current, plan_of, hosts=hosts)
         if not set(changes_between(current, other)) - {"strategy"}
     ]
     return found or [current]
 
 
-def choose(
-    current: Outlook, plan_of: PlanOf, machine: Machine, free: Sequence[str], *, hosts: int = 1
-) -> Outlook:
+def choose(current: Outlook, plan_of: PlanOf, free: Sequence[str], *, hosts: int = 1) -> Outlook:
     """The fastest way that fits, of those that change nothing but what is left to the planner.
 
     Where speed is not known, that with the fewest micro-batches, and of these the smallest.
@@ -178,21 +175,20 @@ def choose(
     Args:
         current: The run with any value where one is to be chosen.
         plan_of: Plans a configuration.
-        machine: What a rank runs on.
         free: Keys that may change, as `changes_between` names them.
         hosts: How many.
 
     Raises:
         WillNotFitError: No choice fits.
     """
-    options = [current, *_candidates(current, plan_of, machine, hosts=hosts)]
+    options = [current, *_candidates(current, plan_of, hosts=hosts)]
     allowed = [one for one in options if set(changes_between(current, one)) <= set(free)]
     fitting = [one for one in allowed if one.fit is not Fit.NO]
     if not fitting:
         least = min(allowed, key=lambda one: one.peak_bytes[Place.DEVICE])
         raise WillNotFitError(
             f"auto: expected a choice of {' and '.join(free)} that fits "
-            f"{human_bytes(machine.memory_bytes or 0)}; the smallest takes "
+            f"{human_bytes(current.machine.memory_bytes or 0)}; the smallest takes "
             f"{human_bytes(least.peak_bytes[Place.DEVICE])}. Use more ranks, recompute or offload."
         )
     roomy = [one for one in fitting if one.fit is Fit.FITS] or fitting
@@ -241,10 +237,9 @@ def _cost(one: Advice) -> float:
     return one.outlook.step_time_s or float(one.outlook.peak_bytes[Place.DEVICE])
 
 
-def _candidates(
-    current: Outlook, plan_of: PlanOf, machine: Machine, *, hosts: int
-) -> Iterator[Outlook]:
+def _candidates(current: Outlook, plan_of: PlanOf, *, hosts: int) -> Iterator[Outlook]:
     """Every other way; offload only where nothing else fits."""
+    machine = current.machine
     sized = current.config.shard is not None or current.config.replicate is not None
     strategies = (current.config.strategy,) if sized else (*FLAT, *(HYBRID if hosts > 1 else ()))
     recomputes = dict.fromkeys((current.config.activation_checkpointing, *RECOMPUTES))
@@ -301,3 +296,92 @@ def _splits(job: Job) -> list[Job]:
         replace(job.batch, micro_batch=size, accumulation=samples // size) for size in sorted(sizes)
     ]
     return [replace(job, batch=batch) for batch in batches]
+
+
+# ---- the same work of a rank on other numbers of ranks -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """The same work of a rank on other numbers of ranks.
+
+    Attributes:
+        world_size: Ranks.
+        step_time_s: Seconds per step.
+        efficiency: Tokens a second and rank, of those at the best of all scales.
+        peak_bytes: On a device; an estimate.
+        fits: Whether that is less than the device has.
+        reason: What most of the time that is lost goes into.
+    """
+
+    world_size: int
+    step_time_s: float
+    efficiency: float
+    peak_bytes: int
+    fits: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is known of a configuration before it runs."""
+
+    outlook: Outlook
+    advice: list[Advice]
+    scaling: list[ScalePoint]
+    storage: Storage
+
+
+def study(
+    outlook: Outlook, plan_at: PlanAt, topology: Topology, storage: Storage = DEFAULT_STORAGE
+) -> Study:
+    """Look around an outlook, and at other scales.
+
+    Args:
+        outlook: Outlook of a configuration that leaves nothing to choose.
+        plan_at: Plans a configuration on a topology.
+        topology: Ranks.
+        storage: What the run reads and writes.
+    """
+    hosts = topology.num_hosts
+    advice = advise(outlook, lambda config: plan_at(config, topology), hosts=hosts)
+    if outlook.fit is Fit.NO:
+        more = on_more_hosts(outlook, plan_at, topology)
+        advice = [one for one in advice if one.changes or not more] + more
+    return Study(outlook, advice, scaling(outlook, topology), storage)
+
+
+def scaling(outlook: Outlook, topology: Topology) -> list[ScalePoint]:
+    """Efficiency over the number of ranks, 1 to 1,024, with the work of a rank kept."""
+    machine, mesh = outlook.machine, outlook.plan.mesh
+    if machine.device is None or not outlook.job.is_timed:
+        return []
+    is_hybrid = mesh.replicate > 1 and mesh.shard > 1
+    # Other scales differ from the plan by what they do from this.
+    beyond = outlook.peak_bytes[Place.DEVICE], peak_memory(outlook.run).active
+    points: list[ScalePoint] = []
+    world = 1
+    while world <= max(MAX_WORLD, topology.world_size):
+        shard = min(world, topology.ranks_per_host) if is_hybrid else world
+        shard = 1 if mesh.shard == 1 else shard
+        run = replace(outlook.run, mesh=Parallelism(shard, world // shard))
+        points.append(_at_scale(run, beyond, machine.memory_bytes or 0))
+        world *= 2
+    best = min(point.step_time_s for point in points)
+    return [replace(point, efficiency=best / point.step_time_s) for point in points]
+
+
+def _at_scale(run: Workload, here: tuple[int, float], limit: int) -> ScalePoint:
+    """Of a run that takes `here[0]` bytes where formulas say `here[1]`."""
+    times, held = step_times(run), peak_memory(run).active
+    lost = {
+        "traffic that work does not hide": times.exposed,
+        "the host's launches": times.launch,
+        "the update": times.update,
+    }
+    worst = max(lost, key=lambda name: lost[name])
+    reason = worst if lost[worst] > 0.01 * times.step else "nothing above 1 %"
+    peak, counted = here
+    fits = not limit or peak + held - counted <= limit
+    more = round(held - counted)
+    return ScalePoint(run.mesh.world_size, times.step, 1.0, peak + more, fits, reason)

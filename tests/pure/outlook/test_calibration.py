@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import (
+from fullshard.outlook.calibration import (
     Calibration,
     Ceilings,
     Host,
@@ -16,7 +16,7 @@ from fullshard.planner.calibration import (
     read_calibration,
     to_json,
 )
-from fullshard.planner.operations import Operation
+from fullshard.planner.tracing import Operation
 
 LINE = Table((((10,), 1.0), ((1000,), 100.0)))  # 0.1 s an element at both ends
 KNEE = Table((((100,), 1.0), ((400,), 1.0), ((1600,), 8.0)))

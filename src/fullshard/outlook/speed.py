@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from fullshard.planner.forecast.constants import FITTED, Constants
-from fullshard.planner.forecast.workload import Compiler, Math, Sharding, Tuning, Workload
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.workload import Compiler, Math, Stage, Tuning, Workload
 
 HOST_BANDWIDTH = 20e9  # of a device's link to the host, bytes a second, as copies reach it
 CPU_UPDATE = 3e9  # bytes a second and rank that an update on the host goes through
@@ -191,7 +191,7 @@ def _update(run: Workload) -> float:
     """The optimizer's: bound by memory, or by the host where state lives there."""
     if run.tuning is not Tuning.FULL:
         return 0.0
-    shard = run.mesh.shard if run.sharding is not Sharding.NOTHING else 1
+    shard = run.mesh.shard if run.sharding is not Stage.NOTHING else 1
     held = run.model.num_params / (run.mesh.tensor * run.mesh.pipeline) / shard
     if run.offloads:
         return held * 16 / CPU_UPDATE
@@ -234,16 +234,16 @@ def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, 
     reduce = _collective(run, trained * precision.reduce, shard, stride, k) + waits
     across = 0.0
     if mesh.replicate > 1:
-        part = trained / (mesh.shard if run.sharding.value >= Sharding.OPTIMIZER.value else 1)
+        part = trained / (mesh.shard if run.sharding.value >= Stage.OPTIMIZER.value else 1)
         bytes_ = part * precision.reduce
         across = 2 * _collective(run, bytes_, mesh.replicate, stride * mesh.shard, k)
         across += 2 * _wait(run, mesh.replicate, k) * model.layers
     match run.sharding:
-        case Sharding.NOTHING:
+        case Stage.NOTHING:
             return 0.0, 0.0, 0.0, across
-        case Sharding.OPTIMIZER | Sharding.GRADIENTS:
+        case Stage.OPTIMIZER | Stage.GRADIENTS:
             return 0.0, 0.0, 0.0, across + reduce + gather
-        case Sharding.PARAMETERS:
+        case Stage.PARAMETERS:
             host = held * 2 / mesh.shard / HOST_BANDWIDTH if run.offloads else 0.0
             return gather + host, (gather if run.reshards else 0.0) + host, reduce + across, 0.0
 

@@ -8,10 +8,10 @@ from statistics import median
 
 import pytest
 
-from fullshard.planner.forecast.constants import FITTED
-from fullshard.planner.forecast.memory import GIB, Held, peak_memory
-from fullshard.planner.forecast.rows import read_workload
-from fullshard.planner.forecast.workload import Metric
+from fullshard.outlook.constants import FITTED
+from fullshard.outlook.memory import GIB, Held, peak_memory
+from fullshard.outlook.published.rows import read_workload
+from fullshard.outlook.workload import Metric
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "planner_public.csv"
 TOKENS, LAYERS, WIDTH, KV, MLP, VOCAB = 8192, 32, 4096, 1024, 14336, 128256

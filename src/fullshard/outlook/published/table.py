@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import exp
 
-from fullshard.planner.forecast.constants import FITTED, SPREAD, Constants, Familiarity
-from fullshard.planner.forecast.memory import GIB, peak_memory
-from fullshard.planner.forecast.rows import read_workload
-from fullshard.planner.forecast.speed import tokens_per_s
-from fullshard.planner.forecast.workload import Math, Metric, Tuning, Workload
+from fullshard.outlook.constants import FITTED, SPREAD, Constants, Familiarity
+from fullshard.outlook.memory import GIB, peak_memory
+from fullshard.outlook.published.rows import read_workload
+from fullshard.outlook.speed import tokens_per_s
+from fullshard.outlook.workload import Math, Metric, Tuning, Workload
 
 COLUMNS = (
     *(

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.planner.forecast.architecture import Architecture
-from fullshard.planner.forecast.constants import FITTED, Constants
-from fullshard.planner.forecast.devices import DEVICES
-from fullshard.planner.forecast.memory import GIB, peak_memory
-from fullshard.planner.forecast.rows import ANSWERS, DROPPED, read_workload
-from fullshard.planner.forecast.speed import step_times, tokens_per_s, traffic
-from fullshard.planner.forecast.table import COLUMNS, predict
-from fullshard.planner.forecast.workload import Sharding
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.devices import DEVICES
+from fullshard.outlook.memory import GIB, peak_memory
+from fullshard.outlook.published.rows import ANSWERS, DROPPED, read_workload
+from fullshard.outlook.published.table import COLUMNS, predict
+from fullshard.outlook.speed import step_times, tokens_per_s, traffic
+from fullshard.outlook.workload import Architecture, Stage
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "planner_public.csv"
 
@@ -232,7 +231,7 @@ def test_more_of_what_takes_memory_never_takes_less():
 def test_states_of_full_sharding_are_sixteen_bytes_a_parameter_over_the_ranks():
     run = read_workload({**LLAMA_8B, "gpus": "8", "nodes": "1"})
     held = peak_memory(run)
-    assert run.sharding is Sharding.PARAMETERS
+    assert run.sharding is Stage.PARAMETERS
     assert held.weights + held.optimizer + held.gradients == pytest.approx(16 * 8.03e9 / 8)
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from fullshard.config.values import DType, Recompute, RecomputeKind, Strategy
+from fullshard.outlook.xla_memory import StepShape, at_peak
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import SGD
 from fullshard.planner.units import DtypeContract
-from fullshard.planner.xla_memory import StepShape, at_peak
 
 WIDE, VOCABULARY, LAYERS, PARTS = 8, 64, 3, 4
 EMBEDDING, BLOCK = 4 * VOCABULARY * WIDE, 4 * WIDE * WIDE  # bytes
