@@ -1,0 +1,157 @@
+"""Python processes forked from a server that has imported what they import: milliseconds each.
+
+    Popen([sys.executable, "-u", "-m", MODULE, ...])     as subprocess.Popen, a real child
+      |                                                  with its environment and streams
+      `-> fork server (support/preload.py) -> one that ends -> the process, which we adopt
+
+Modules that the server imported are there from the start, so what tests imports, start or death of
+a fresh interpreter keeps to subprocess. A command of another program is started as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import io
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from multiprocessing import forkserver, reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def server() -> Any:
+    """Start the server, if there is none yet; a context that forks from it."""
+    multiprocessing.set_forkserver_preload(["support.preload"])
+    forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+def leave_server() -> None:
+    """Let go of the pipe whose end ends the server, which forked processes inherit."""
+    found = forkserver._forkserver  # type: ignore[attr-defined]
+    if found._forkserver_alive_fd is not None:
+        os.close(found._forkserver_alive_fd)
+        found._forkserver_alive_fd = None
+
+
+class Popen(subprocess.Popen):
+    """A process of this Python, forked."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        if args[0] != sys.executable:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        # As subprocess orders them: cwd, env; both ends of three pipes; the process group.
+        cwd, env, (*pipes,), group = rest[4], rest[5], rest[9:15], rest[-1]
+        ours, theirs = multiprocessing.Pipe()
+        environment = dict(os.environ if env is None else env)
+        job = (list(args[1:]), environment, str(cwd or Path.cwd()), group, os.getpid(), theirs)
+        with _adopting():
+            between = server().Process(target=_become, args=job)
+            between.start()
+            theirs.close()
+            for number, end in enumerate((pipes[0], pipes[3], pipes[5])):
+                reduction.send_handle(ours, number if end == -1 else end, between.pid)
+            self.pid = ours.recv()
+            between.join()
+        ours.close()
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def everywhere(*modules: types.ModuleType) -> Iterator[None]:
+    """What these modules start by `subprocess.Popen` is forked."""
+    names = {**vars(subprocess), "Popen": Popen}
+    for module in modules:
+        module.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.subprocess = subprocess  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Be the parent of grandchildren whose parent ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _become(
+    words: list[str], env: dict[str, str], cwd: str, group: int, parent: int, pipe: Connection
+) -> None:
+    """In the server's child: its own child is the process."""
+    streams = [reduction.recv_handle(pipe) for _ in range(3)]
+    if os.fork():
+        os._exit(0)
+    while os.getppid() != parent:
+        os.sched_yield()
+    leave_server()
+    if group >= 0:
+        os.setpgid(0, group)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    pipe.send(os.getpid())
+    pipe.close()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  for life
+    sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)
+    os._exit(_run(words))
+
+
+def _run(words: list[str]) -> int:
+    """Interpret a command line of Python; the exit code, after what happens at an interpreter's end."""
+    code = 0
+    try:
+        _interpret(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001  as an interpreter does
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def _interpret(words: list[str]) -> None:
+    warnings.resetwarnings()
+    while words[0] in ("-u", "-P", "-W"):
+        if words.pop(0) == "-W":
+            warnings.simplefilter(words.pop(0))  # type: ignore[arg-type]
+    # A fresh interpreter would import it a second time, too, only later.
+    warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
+    path = os.environ.get("PYTHONPATH")
+    sys.path[:0] = [os.getcwd(), *(path.split(os.pathsep) if path else ())]  # noqa: PTH109
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
