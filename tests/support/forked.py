@@ -28,13 +28,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def server() -> Any:
     """Start the server, if there is none yet; a context that forks from it."""
     multiprocessing.set_forkserver_preload(["support.preload"])
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        # Before Python 3.13.1 the server has no other way to find modules, and says nothing.
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
