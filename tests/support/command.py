@@ -33,10 +33,8 @@ class Done:
 def call(folder: Path, *words: object) -> Done:
     """Run a command; its output goes through files in `folder`."""
     from fullshard.cli.app import run
-    from fullshard.launch import spawn
-    from fullshard.train import verify
 
-    with output_in(folder), forked.everywhere(spawn, verify):
+    with output_in(folder), forked.launching():
         exit_code = run([str(word) for word in words])
     return Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
 

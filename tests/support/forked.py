@@ -2,10 +2,12 @@
 
     Popen([sys.executable, "-u", "-m", MODULE, ...])     as subprocess.Popen, a real child
       |                                                  with its environment and streams
-      `-> fork server (support/preload.py) -> one that ends -> the process, which we adopt
+      `-> fork server (support/preload.py) -> one that ends -> the process, which we adopt;
+                                                               its ranks come from a fork of it
 
-Modules that the server imported are there from the start, so what tests imports, start or death of
-a fresh interpreter keeps to subprocess. A command of another program is started as ever.
+`from support import forked as subprocess` is all that a test needs. Modules that the server has
+imported are there from the start, so what tests imports or a fresh interpreter keeps to subprocess
+itself. A command of another program is started as ever.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import io
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import warnings
@@ -26,11 +30,14 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
 from typing import Any
 
 import pytest
 
+__all__ = ["DEVNULL", "PIPE", "STDOUT", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
 PR_SET_CHILD_SUBREAPER = 36
+RANK_ENTRY = "fullshard.launch.rank_entry"
 
 
 def server() -> Any:
@@ -76,17 +83,34 @@ class Popen(subprocess.Popen):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def run(command: list[str], *, timeout: float, **options: Any) -> CompletedProcess[Any]:
+    """As subprocess.run."""
+    check = options.pop("check", False)
+    if options.pop("capture_output", False):
+        options |= {"stdout": PIPE, "stderr": PIPE}
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
 @contextlib.contextmanager
-def everywhere(*modules: types.ModuleType) -> Iterator[None]:
-    """What these modules start by `subprocess.Popen` is forked."""
-    names = {**vars(subprocess), "Popen": Popen}
-    for module in modules:
-        module.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
-    try:
+def launching() -> Iterator[None]:
+    """Ranks and references that fullshard starts are forked."""
+    from fullshard.launch import spawn
+    from fullshard.train import verify
+
+    names = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (spawn, verify):
+            patch.setattr(module, "subprocess", names)
         yield
-    finally:
-        for module in modules:
-            module.subprocess = subprocess  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -118,15 +142,40 @@ def _become(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    tempfile.tempdir = None
+    if RANK_ENTRY not in words:
+        _serve()
     pipe.send(os.getpid())
     pipe.close()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  for life
-    sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)
-    os._exit(_run(words))
+    raw = open(1, "wb", 0, closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(raw, write_through=True)
+    with launching():
+        os._exit(_run(words))
+
+
+def _serve() -> None:
+    """Fork a server of this process's own: only what descends from it can be its child."""
+    address = f"\0fullshard tests {os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        alive, held = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(held)
+            try:
+                forkserver.main(listener.detach(), alive, [])
+            finally:
+                os._exit(0)
+    os.close(alive)
+    found = forkserver._forkserver  # type: ignore[attr-defined]
+    found._forkserver_address, found._forkserver_alive_fd = address, held
+    found._forkserver_pid = pid
 
 
 def _run(words: list[str]) -> int:
-    """Interpret a command line of Python; the exit code, after what happens at an interpreter's end."""
+    """Interpret a command line of Python; its exit code, once what happens at the end has."""
     code = 0
     try:
         _interpret(words)
