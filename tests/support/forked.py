@@ -69,7 +69,14 @@ class Popen(subprocess.Popen):
         cwd, env, (*pipes,), group = rest[4], rest[5], rest[9:15], rest[-1]
         ours, theirs = multiprocessing.Pipe()
         environment = dict(os.environ if env is None else env)
-        job = (list(args[1:]), environment, str(cwd or Path.cwd()), group, os.getpid(), theirs)
+        job = (
+            [os.fspath(word) for word in args[1:]],
+            environment,
+            str(cwd or Path.cwd()),
+            group,
+            os.getpid(),
+            theirs,
+        )
         with _adopting():
             between = server().Process(target=_become, args=job)
             between.start()
