@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
 from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
 from fullshard.outlook.calibration import Ceilings, Host, Table, read_calibration
+from support import forked as subprocess
 
 
 def run(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ def baselines(fitting: ModuleType) -> ModuleType:
     return importlib.import_module("benchmarks.forecast_baselines")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["speed", "memory"])
 def test_a_fit_from_the_middle_of_the_bounds_finds_the_committed_constants(fitting, what):
     middle = {
