@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
-from fullshard.engine import agreement
+from fullshard.engine import norms
 from fullshard.engine import step as stepping
 from support.models import CASES
 
@@ -22,7 +22,7 @@ class HostWaits(TorchDispatchMode):
     """Notes what the host would wait for: values that it reads, and pageable copies of its own.
 
     A tensor that `torch.tensor(numbers)` makes is the host's. It may meet others only after
-    `agreement.from_host`, whose copy is pinned and not waited for.
+    `norms.from_host`, whose copy is pinned and not waited for.
     """
 
     def __init__(self):
@@ -61,8 +61,8 @@ def watched():
         del mode.made[before:]
         return tensor
 
-    from_host = agreement.from_host
-    places = ("agreement", "norms", "gradients")
+    from_host = norms.from_host
+    places = ("norms", "gradients")
     with patch.object(stepping, "has_modes", lambda: False):
         patches = [patch(f"fullshard.engine.{place}.from_host", crosses) for place in places]
         for each in patches:
@@ -104,7 +104,7 @@ def steps(settings, clip):
             optimizer.step()
             optimizer.zero_grad()
             continue
-        landed = patch.object(agreement, "_differing", one_sum_later)
+        landed = patch.object(norms, "_differing", one_sum_later)
         with landed, patch("fullshard.engine.clip.is_at_hand", never), watched() as mode:
             with fs.no_sync(model):
                 case.loss(model(**batch)).backward()

@@ -43,11 +43,9 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
-from fullshard.engine.agreement import from_host
-from fullshard.engine.homes import GradientShard
-from fullshard.engine.norms import GradientNorms
+from fullshard.engine.norms import GradientNorms, from_host
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.unit import Group, Member, Unit, expect
+from fullshard.engine.unit import GradientShard, Group, Member, Unit, expect
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.transport import Transport
@@ -249,8 +247,7 @@ class Gradients:
                 for member in group.members:
                     if not member.expected:
                         buffer[member.offset : member.offset + member.numel].zero_()
-            wire = torch_dtype(group.plan.dtypes.reduce)
-            group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
+            group.grad_full = buffer if buffer.dtype is group.wire else buffer.to(group.wire)
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
         unit.reduce(fulls)
 

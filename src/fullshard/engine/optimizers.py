@@ -27,11 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.engine._torch_compat import no_guard, register_guard_types
 from fullshard.engine.engine import Engine
 from fullshard.engine.parameter import (
+    Guarded,
     PendingGradient,
     ShardedGradient,
     ShardedParameter,
     ShardedTensor,
-    is_guarded,
 )
 from fullshard.errors import EngineError, NotElementwiseError
 
@@ -113,7 +113,7 @@ class _Watch:
             states = optimizer.state.get(param, {})
             if isinstance(param, ShardedParameter) and is_cut(param):
                 for key, value in states.items():
-                    if isinstance(value, torch.Tensor) and not is_guarded(value):
+                    if isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
                         states[key] = _cut_state(param, value, sliced=key in sliced)
 
     def states(self) -> Iterator[tuple[Any, dict[str, Any]]]:

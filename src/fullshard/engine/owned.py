@@ -27,7 +27,7 @@ from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import check_by_itself, trust
-from fullshard.engine.parameter import ShardedParameter, is_guarded
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.homes import Place
 from fullshard.planner.layout import clean_name
@@ -314,7 +314,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._inner.state.clear()
         for owned in self._owned.values():
             found = self.state.get(owned.param, {})
-            own = {key: value for key, value in found.items() if not is_guarded(value)}
+            own = {key: value for key, value in found.items() if not isinstance(value, Guarded)}
             if own:
                 self._inner.state[owned.whole] = own
 

@@ -29,7 +29,7 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
-from fullshard.engine.parameter import ShardedParameter, _Guarded, is_guarded
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.unit import Member, Unit, shard_shape
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
@@ -63,7 +63,7 @@ def full_state_dict(
         return {}
     result = {}
     for name, value in model.state_dict().items():
-        is_shard = isinstance(value, _Guarded)
+        is_shard = isinstance(value, Guarded)
         result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, dtype)
     return result
 
@@ -125,10 +125,10 @@ def _slice_state(
         )
     for name, member in members.items():
         value = state_dict.get(prefix + name)
-        inside_unsharded = not isinstance(member.param, _Guarded)
+        inside_unsharded = not isinstance(member.param, Guarded)
         gather = getattr(value, "full_tensor", None)
         is_cut_alike = (
-            isinstance(value, _Guarded)
+            isinstance(value, Guarded)
             and not inside_unsharded
             and value.record.is_cut_like(member.param.record)  # pyright: ignore
         )
@@ -382,7 +382,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
             )
         name = names[id(param)]
         for key, value in states.items():
-            here = None if is_guarded(value) else holds_whole(optimizer, param)
+            here = None if isinstance(value, Guarded) else holds_whole(optimizer, param)
             _sort_in(found, held[name], (name, key), value, whole=here is not None)
     return found
 
@@ -531,7 +531,7 @@ def _sort_in(
         )
     with no_guard():
         plain = value.detach().as_subclass(torch.Tensor)
-    is_shard = isinstance(value, _Guarded)
+    is_shard = isinstance(value, Guarded)
     is_one = plain.dim() == 0 or (of.local.numel() != 1 and not whole)
     if not is_shard and plain.numel() == 1 and is_one:
         found.scalars.setdefault(name, {})[key] = plain

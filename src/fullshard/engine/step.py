@@ -63,7 +63,7 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_in
-from fullshard.engine.parameter import is_guarded
+from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Group, Member, Unit, is_reached
 from fullshard.errors import EngineError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
@@ -274,7 +274,7 @@ class Runtime:
             return False
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
-            if tensor.requires_grad and not is_guarded(tensor):
+            if tensor.requires_grad and not isinstance(tensor, Guarded):
                 found = True
                 node, base = tensor.grad_fn, tensor._base
                 if node is not None and node._sequence_nr() >= use.first_node:

@@ -24,12 +24,12 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from fullshard.engine._torch_compat import no_guard, set_versions, will_execute
-from fullshard.engine.homes import DeviceHomes, GradientShard
+from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring
-from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan
+from fullshard.planner.units import DtypeContract, GroupPlan, SlotRef, UnitPlan
 from fullshard.transport import Fetch, Reduction, Transport, Weights
 from fullshard.transport.base import Hook, HookedReduction, torch_dtype
 
@@ -75,6 +75,78 @@ class Member:
         return self.numel > LARGE_NUMEL
 
 
+class GradientShard:
+    """A group's reduced gradients on this rank.
+
+    Attributes:
+        sums: (part_numel,), accumulate dtype.
+        shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves where these
+            have that dtype.
+        held: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
+        carries: Whether what is shown stays in the next sum.
+        memory: What `shown` lies in.
+    """
+
+    def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
+        self._made_with = numel, dtypes, homes
+        self.sums = homes.gradients.zeros(numel, torch_dtype(dtypes.accumulate))
+        self.shown = self.sums
+        if dtypes.master is not dtypes.accumulate:
+            self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
+        self.held: torch.Tensor | None = None
+        self.carries = False
+        self.memory = self.shown.untyped_storage()
+        self.holders: list[int] = []  # of the memory and of each gradient, the engine's own
+        self.lands_aside = homes.lands_aside
+        self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the dtype and device that reductions land in."""
+        return self._landing
+
+    def anew(self) -> GradientShard:
+        """Another one of the same kind, zero."""
+        return GradientShard(*self._made_with)
+
+    def take(self, landed: torch.Tensor, divisor: float) -> None:
+        """Add what a reduction brought, or replace what was there; show it.
+
+        Args:
+            landed: (part_numel,), accumulate dtype: the sum over ranks; the sums themselves, or a
+                buffer of its own.
+            divisor: What sums are divided by.
+        """
+        landed.div_(divisor)
+        if self.carries:
+            self._take_writes()
+            self.sums.add_(landed.to(self.sums.device))
+        elif landed is not self.sums:
+            self.sums.copy_(landed)  # and wait: the host reads it next
+        self.show()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients."""
+        self._take_writes()
+        self.sums.mul_(factor.to(self.sums))
+        self.show()
+
+    def show(self) -> None:
+        """Cast the sums once into what `p.grad` shows."""
+        if self.shown is not self.sums:
+            self.shown.copy_(self.sums)
+
+    def _take_writes(self) -> None:
+        """What the user wrote into `p.grad` counts; the rest keeps its finer sum."""
+        if self.shown is not self.sums:
+            wrote = self.shown != self.sums.to(self.shown.dtype)
+            self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
+
+
 @dataclass(eq=False)
 class Group:
     """One flat buffer on this rank.
@@ -83,6 +155,7 @@ class Group:
         master: (part_numel,), master dtype: the only copy at rest, where the plan has its home.
         part: (part_numel,): this rank's part of the slot, compute dtype.
         full: (numel,): the slot, or the master itself where nothing is gathered.
+        wire: The dtype that gradients are reduced in.
         grads: Reduced gradients; None where frozen.
         views: What `p.grad` shows of them, parameter by parameter.
         grad_full: (numel,), reduce dtype: where gradients are collected now.
@@ -94,6 +167,7 @@ class Group:
     full: torch.Tensor
     part: torch.Tensor
     members: list[Member]
+    wire: torch.dtype
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     grad_full: torch.Tensor | None = None
@@ -476,7 +550,7 @@ def cut_group(
     empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
     full = master if plan.slot is None else empty
     full = full if shared is None else shared.full
-    group = Group(plan, master, full, empty, members)
+    group = Group(plan, master, full, empty, members, torch_dtype(dtypes.reduce))
     if plan.trainable:
         group.grads = GradientShard(layout.part_numel, dtypes, homes)
     group.padding = _padding(plan)

@@ -42,6 +42,8 @@ class Axes:
     Attributes:
         shard_ranks: Global ranks that share one copy, this one among them.
         replicate_ranks: Global ranks that hold the same part.
+        shard_index: This rank's place in `shard_ranks`.
+        replicate_index: This rank's place in `replicate_ranks`.
         gather_group: Carries all-gathers over the shard axis.
         reduce_group: Carries reductions over the shard axis, so that the order of the two kinds
             need not agree between ranks, and NCCL runs them side by side.
@@ -54,19 +56,13 @@ class Axes:
     rank: int
     shard_ranks: tuple[int, ...]
     replicate_ranks: tuple[int, ...]
+    shard_index: int = 0
+    replicate_index: int = 0
     gather_group: Any = None
     reduce_group: Any = None
     replicate_group: Any = None
     world_group: Any = None
     first_tag: int = 0
-
-    @property
-    def shard_index(self) -> int:
-        return self.mesh.coordinates(self.rank)[1]
-
-    @property
-    def replicate_index(self) -> int:
-        return self.mesh.coordinates(self.rank)[0]
 
 
 class Fetch(Protocol):

@@ -139,4 +139,6 @@ def _axes(mesh: Mesh, rank: int) -> Axes:
         rank=rank,
         shard_ranks=tuple(mesh.shard_groups()[replicate_index]),
         replicate_ranks=tuple(mesh.replicate_groups()[shard_index]),
+        shard_index=shard_index,
+        replicate_index=replicate_index,
     )
