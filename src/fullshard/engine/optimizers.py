@@ -234,6 +234,13 @@ def probe(
     Raises:
         NotElementwiseError: The results differ, or the class cannot be tried.
     """
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise NotElementwiseError(
+            f"{kind.__name__}: expected an elementwise optimizer; this one runs the model within "
+            "its step (closure) and moves all elements in one direction. Use AdamW or another "
+            "elementwise optimizer, or strategy no_shard, where nothing is cut."
+        )
     generator = torch.Generator().manual_seed(0)
     drawn = [
         torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64).to(device)

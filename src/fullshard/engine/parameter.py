@@ -13,6 +13,7 @@ Misuse outside the unit therefore raises, and never reads another layer's data.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import no_guard
+from fullshard.engine._torch_compat import no_guard, storage_use_count
 from fullshard.engine.guard import (
     Rule,
     is_alias,
@@ -172,6 +173,8 @@ class ShardedTensor(Guarded, torch.Tensor):
 
 class ShardedGradient(Guarded, torch.Tensor):
     """This rank's elements of a reduced gradient. Its norms are those of the whole gradient."""
+
+    home: Any = None  # the GradientShard whose memory it is
 
 
 class PendingGradient(ShardedGradient):
@@ -481,6 +484,16 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
             f"p.grad.data = ... of {gradient.record.describe()}: expected {gradient.dtype} of the "
             f"shard's shape {tuple(gradient.shape)}; got {data.dtype} of {tuple(data.shape)}. "
             "Write into p.grad in place."
+        )
+    with no_guard():
+        if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
+            return
+    home = gradient.home
+    if home is not None and storage_use_count(home.memory._cdata) > (*home.holders, math.inf)[0]:
+        raise ShardedTensorError(
+            f"p.grad.data = ... of {gradient.record.describe()}: expected that nobody else holds "
+            "the gradient's memory, which is written in place; got another holder (p.grad.data, "
+            "p.grad.detach()). Keep p.grad.clone(), or write p.grad = ..."
         )
     gradient.copy_(data)
 

@@ -197,7 +197,7 @@ class Group:
             local = grads.shown[member.piece.offset : member.piece.offset + member.piece.numel]
             with no_guard():
                 member.grad = local.view(member.param.shape).as_subclass(ShardedGradient)
-            member.grad.record = member.param.record
+            member.grad.record, member.grad.home = member.param.record, grads
             self.views.append(member.grad)
 
     @property
