@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.engine.collectives.base import Fetch, Reduction, Transport
 from fullshard.errors import ConfigError
 from fullshard.planner.mesh import Mesh
+from fullshard.transport.base import Fetch, Reduction, Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.engine import Engine

@@ -15,8 +15,8 @@ import fullshard as fs
 from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
+from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.homes import Place
-from fullshard.planner.outlook import Machine, Outlook
 from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer

@@ -1,7 +1,7 @@
 """Checks that only the few places allowed to talk between ranks do so.
 
 Ranks agree on the order of their collectives because that order comes from the plan, and the
-plan's runner calls `fullshard.engine.collectives`. A collective called anywhere else is one that
+plan's runner calls `fullshard.transport`. A collective called anywhere else is one that
 no plan knows. Looked for, through any import alias:
 
     torch.distributed.all_reduce(...)          functions of torch.distributed and their relatives
@@ -16,8 +16,7 @@ from pathlib import Path
 
 # Who may, and why.
 ALLOWED = {
-    "src/fullshard/engine/collectives/": "the one package that moves bytes between ranks",
-    "src/fullshard/engine/_torch_compat.py": "finds renamed calls for that package, calls none",
+    "src/fullshard/transport/": "the one package that moves bytes between ranks",
     "src/fullshard/launch/rendezvous.py": "makes and ends the process group",
     "src/fullshard/bench/": "runs the peers (FSDP2, FSDP1, DDP) and compares ranks' figures",
 }
@@ -26,7 +25,7 @@ MODULES = (
     "torch.distributed._functional_collectives",
     "torch.distributed.nn.functional",
     "torch.distributed",
-    "fullshard.engine._torch_compat",  # passes renamed ones on
+    "fullshard.transport._torch_compat",  # passes renamed ones on
 )
 FUNCTIONS = {
     "_all_gather_base",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -17,9 +16,10 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.config import host_memory
-from fullshard.engine.collectives.shared_home import segment
-from fullshard.engine.collectives.shared_home.board import Mark
 from fullshard.errors import OutOfMemoryError
+from fullshard.transport.shared import segment
+from fullshard.transport.shared.board import Mark
+from support import forked as subprocess
 from support.models import Chain, perturbed, vectors
 from support.parity import whole_params
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import fullshard as fs
 from fullshard.config.values import Transport
-from fullshard.engine import _torch_compat
-from fullshard.engine.collectives.groups import _MADE
 from fullshard.engine.engine import engine_of
+from fullshard.transport import _torch_compat
+from fullshard.transport.groups import _MADE
 from support.models import CASES, Case, chain, mean_square, vectors
 from support.parity import assert_planned_events, train_sharded
 from support.rank_worker import COLLECTIVE_TIMEOUT

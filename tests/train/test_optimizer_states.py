@@ -15,9 +15,9 @@ from transformers.optimization import Adafactor
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
+from fullshard.outlook.predict import Machine
 from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
-from fullshard.planner.outlook import Machine
 from fullshard.train.build import build_sharded
 from fullshard.train.ema import Average
 from fullshard.train.loss import causal_lm_loss

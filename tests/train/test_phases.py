@@ -15,8 +15,8 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
-from fullshard.planner.outlook import Machine
-from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
+from fullshard.outlook.memory import Source, checkpoint_bytes
+from fullshard.outlook.predict import Machine
 from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.optim import OptimizerSettings, build_optimizer
@@ -64,7 +64,7 @@ def measured(recompute: str, folder: str | None, checkpoint: Path) -> dict[str, 
         look_at(config, dist.get_world_size(), Machine(None, None)),
         storage_of(config),
     )
-    planned = {one.name: one for one in phases_of(outlook, storage)}
+    planned = {one.name: one for one in outlook.phases(storage)}
     fs.save(checkpoint, *train(config))
     shard = planned["shard"].device
     return {

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import fullshard as fs
 from fullshard.cli.app import invoke
 from fullshard.config.load import load_config
+from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
-from fullshard.planner.outlook import Machine
 from fullshard.train.outlook import look_at
 from fullshard.train.prepare import given_model_config
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from fullshard.observe.metrics import read_rows
+from support import forked as subprocess
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
 

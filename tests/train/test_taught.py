@@ -16,11 +16,10 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.supported import check_command
 from fullshard.config.values import Command
-from fullshard.planner.hardware import HEADROOM, Fit
+from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
+from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Machine
-from fullshard.planner.phases import TEACHER
 from fullshard.train.build import model_on_meta
 from fullshard.train.loop import Recipe
 from fullshard.train.optim import OptimizerSettings, build_optimizer

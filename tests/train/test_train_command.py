@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fullshard.planner.render import human_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.config.load import load_config
@@ -110,6 +111,19 @@ def test_record_tells_what_was_planned_and_measured(two_ranks):
     assert record["measured"]["train_loss"] == two_ranks.steps[-1]["loss"]
     assert record["measured"]["memory_peak_bytes"] > plan.peak_bytes["device"]
     assert record["environment"]["torch"] == torch.__version__
+
+
+def test_planned_and_measured_memory_are_both_of_the_whole_process(two_ranks):
+    planned = two_ranks.record["planned"]
+    expected, before = planned["expected_peak_bytes"], planned["process_bytes"]
+    measured = two_ranks.record["measured"]["memory_peak_bytes"]
+    line = next(row for row in two_ranks.out.splitlines() if row.startswith("memory "))
+    assert line.split(maxsplit=1)[1] == (
+        f"planned {human_bytes(expected)} of tensors + {human_bytes(before)} that the process took "
+        f"before the model was built = {human_bytes(expected + before)}; "
+        f"measured {human_bytes(measured)} a rank (the whole process)"
+    )
+    assert 0 < before < measured
 
 
 def test_metrics_have_a_row_a_step_with_exactly_the_fields_of_the_contract(two_ranks):

@@ -19,16 +19,16 @@ from fullshard.bench.calibrate import Job, host_config
 from fullshard.bench.ceilings import Sizes
 from fullshard.bench.comm_rank import Exchange, plan_buffer, resolve
 from fullshard.bench.idle import make_idle
-from fullshard.engine.collectives import make_transport
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import Point
+from fullshard.outlook.calibration import Point
 from fullshard.planner.mesh import Mesh
 from fullshard.train.build import build_sharded
 from fullshard.train.loss import causal_lm_loss
 from fullshard.train.model import build_model
 from fullshard.train.optim import OptimizerSettings, build_optimizer
 from fullshard.train.prepare import given_model_config
+from fullshard.transport import make_transport
 
 DTYPES = (torch.float32, torch.bfloat16)
 SETTLED = 256  # numbers that end a backward: two a parameter, or so

@@ -16,12 +16,12 @@ from fullshard.bench.comm import COPY, FETCH, REDUCE, Job
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType
-from fullshard.engine.collectives import Transport, make_transport, resolve_transport
-from fullshard.engine.ring import Rings
+from fullshard.engine.unit import Rings
 from fullshard.errors import ConfigError, VerifyError
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
+from fullshard.transport import Transport, make_transport, resolve_transport
 
 CPU = torch.device("cpu")
 

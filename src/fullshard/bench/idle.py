@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fullshard.engine.collectives.base import Axes
-from fullshard.engine.collectives.fake import FakeTransport
 from fullshard.engine.engine import Engine
+from fullshard.transport.base import Axes
+from fullshard.transport.fake import FakeTransport
 
 
 class IdleTransport(FakeTransport):

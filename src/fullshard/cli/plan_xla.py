@@ -8,9 +8,9 @@ from fullshard.cli.outcome import Outcome
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
-    from fullshard.planner.hardware import Fit
+    from fullshard.outlook.memory import Fit
+    from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Machine
     from fullshard.train.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
@@ -36,7 +36,7 @@ def plan_on_xla(
         ConfigError: The decoder does not compute this model, or the devices are not to be had.
     """
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.hardware import Fit, judge_fit
+    from fullshard.outlook.memory import Fit, judge_fit
     from fullshard.train.prepare import model_config_of, quiet_libraries
     from fullshard.train.xla_outlook import compiled_step, look
 
@@ -103,7 +103,7 @@ def _moved(collectives: Any) -> dict[str, dict[str, int]]:
 
 
 def _print_outlook(outlook: XlaOutlook) -> None:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     table = outlook.table
     print(table.tree().partition("\na step's collectives")[0])
@@ -118,7 +118,7 @@ def _print_outlook(outlook: XlaOutlook) -> None:
 
 
 def _print_exact(outlook: XlaOutlook, exact: Compiled, target: str) -> None:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     error = outlook.errors(exact)
     print(f"XLA's own figures, compiled for {target} in {exact.compile_s:.0f} s:")

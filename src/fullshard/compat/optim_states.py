@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.state_dicts import Kind, Wanted, rows_of
 from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
-from fullshard.engine.collectives.groups import own_group, tell_everyone
 from fullshard.engine.engine import Engine
 from fullshard.engine.optimizers import on_new_optimizer
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import ShardedParameter, is_guarded
+from fullshard.transport.groups import own_group, tell_everyone
 
 States = dict[str, Any]
 

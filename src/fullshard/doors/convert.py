@@ -16,8 +16,8 @@ from fullshard.doors.detect import open_source
 from fullshard.doors.hugging_face import companions_of
 from fullshard.doors.source import Source
 from fullshard.doors.to_hugging_face import ExportSettings, export_folder, parse_size
-from fullshard.engine.ring import torch_dtype
 from fullshard.errors import ConfigError
+from fullshard.transport.base import torch_dtype
 
 
 class Format(StrEnum):

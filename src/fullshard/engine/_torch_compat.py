@@ -1,64 +1,23 @@
 """Every private or renamed torch name that the engine uses, with versions and fallbacks.
 
+Those of torch.distributed are in transport/_torch_compat.py.
+
 Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-
-# torch 2.13 renamed the single-tensor collectives and warns about the old names.
-all_gather_single: Callable[..., Any] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
-reduce_scatter_single: Callable[..., Any] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-
-
-def all_gather_many(fulls: Sequence[Any], parts: Sequence[Any], group: Any) -> Any:
-    """All-gather several buffers in one collective; the work to wait for."""
-    if len(fulls) == 1:
-        return all_gather_single(fulls[0], parts[0], group=group, async_op=True)
-    gather = _coalesced(group, "all_gather_single", "allgather_into_tensor")
-    as_bytes = [[t.view(torch.uint8) for t in tensors] for tensors in (fulls, parts)]
-    return gather(*as_bytes)  # gloo joins the buffers of one call, and takes one dtype for all
-
-
-def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) -> list[Any]:
-    """Reduce-scatter several buffers, those of one dtype in one collective; works to wait for."""
-    works: list[Any] = []
-    for dtype in dict.fromkeys(full.dtype for full in fulls):
-        outs, ins = ([t for t in many if t.dtype is dtype] for many in (parts, fulls))
-        if len(ins) == 1:
-            works.append(reduce_scatter_single(outs[0], ins[0], group=group, async_op=True))
-        else:
-            scatter = _coalesced(group, "reduce_scatter_single", "reduce_scatter_tensor")
-            works.append(scatter(outs, ins))
-    return works
-
-
-def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
-    """A process group's own call for lists of tensors: dist has no public name for it."""
-    return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
-
-
-def group_timeout(group: Any) -> Any:
-    """The time-out (a timedelta) that a process group was made with; None where it has none."""
-    backend = group._get_backend(group._device_types[0])
-    return getattr(getattr(backend, "options", None), "_timeout", None)
-
 
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -132,6 +91,17 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def unwrapped(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and those that transforms of torch.func wrapped to make them."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    for tensor in tensors:
+        yield tensor
+        inner = tensor
+        while functorch.is_functorch_wrapped_tensor(inner):
+            inner = functorch.get_unwrapped(inner)
+            yield inner
+
+
 def apply_untransformed(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` for where no transformation of torch.func is under way.
 
@@ -178,11 +148,6 @@ def queue_callback(function: Callable[[], None]) -> None:
 
 # The number that the next autograd node of this thread will get.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore
-
-
-def is_alive(group: Any) -> bool:
-    """Whether a process group was not destroyed yet (torch has no public question for it)."""
-    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
 def register_guard_types(*types: type) -> Callable[[], None]:

@@ -22,19 +22,18 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.collectives import Transport, copy_from_first, make_transport
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.linear import give_back_forward
 from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
 from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRecord, is_guarded
-from fullshard.engine.presentation import present, shard_shape
-from fullshard.engine.ring import torch_dtype
-from fullshard.engine.unit import Group, Member
+from fullshard.engine.unit import Group, Member, present, shard_shape
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
+from fullshard.transport import Transport, copy_from_first, make_transport
+from fullshard.transport.base import torch_dtype
 
 Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name
 

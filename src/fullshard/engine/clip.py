@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.alike import is_at_hand
+from fullshard.engine.agreement import is_at_hand
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
 from fullshard.engine.norms import total_norm

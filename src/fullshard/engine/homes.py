@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import Offload
-from fullshard.engine.ring import torch_dtype
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.homes import Homes, Place
 from fullshard.planner.units import DtypeContract
+from fullshard.transport.base import torch_dtype
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ from fullshard.engine._torch_compat import (
     is_transforming,
     replays_operations,
 )
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.step import Runtime
 from fullshard.engine.unit import LARGE_NUMEL, Group, Member, Unit
 
 Write = Callable[[torch.Tensor, torch.Tensor], bool]
 
 
 def write_gradients_in_place(
-    runtime: Runtime, units: Iterable[Unit], owners: Mapping[int, int], refusing: object
+    runtime: Runtime, units: Iterable[Unit], owners: Mapping[int, int], refuse: object
 ) -> set[int]:
     """Let the plain linear layers among the units' modules write into gradient slots.
 
@@ -48,7 +48,7 @@ def write_gradients_in_place(
         runtime: Watches their outputs.
         units: In plan order.
         owners: By the id of a module, the unit that watches its output.
-        refusing: Refuses to be copied: a copy of a layer would compute with this one's weights.
+        refuse: Raises where a layer is copied: the copy would compute with this one's weights.
 
     Returns:
         Ids of the layers that see to their own outputs being watched.
@@ -66,12 +66,7 @@ def write_gradients_in_place(
                     module.forward = _forward(runtime, index, module, swap.member, write)
                 else:
                     module.forward = _small_forward(runtime, index, module)
-                table = {
-                    "_fullshard_of": refusing,
-                    **vars(module),
-                }  # first, so that it is met first
-                vars(module).clear()
-                vars(module).update(table)
+                vars(module)["__deepcopy__"] = refuse
                 found.add(id(module))
     return found
 
@@ -116,7 +111,7 @@ def _traced_forward(
 def give_back_forward(module: nn.Module) -> None:
     """Undo `write_gradients_in_place`; what someone else put around the forward stays."""
     own = vars(module)
-    if own.pop("_fullshard_of", None) is not None and not hasattr(own["forward"], "__wrapped__"):
+    if own.pop("__deepcopy__", None) is not None and not hasattr(own["forward"], "__wrapped__"):
         del own["forward"]
 
 
@@ -135,8 +130,7 @@ def _forward(
         assert watching is not None
         if not _fits(input, weight, inside()):
             output = functional.linear(input, weight, bias)
-            if output.requires_grad:
-                watching.watch(index, (output,))
+            watching.watch(index, (output,))
             return output
         return _product(input, weight, bias, write, watching.trigger(index))
 
@@ -151,10 +145,11 @@ def _small_forward(runtime: Runtime, index: int, module: nn.Module) -> Callable[
         output = functional.linear(input, table["weight"], table["bias"])  # type: ignore[arg-type]
         if torch.compiler.is_compiling():  # see [Note: watched outputs]
             return output
-        node = output.grad_fn
-        if node is not None:
-            watching = weak()
-            assert watching is not None
+        node, watching = output.grad_fn, weak()
+        assert watching is not None
+        if is_transforming():
+            watching.watch(index, (output,))
+        elif node is not None:
             begin = watching.trigger(index)
             if begin is not None:
                 node.register_prehook(begin)

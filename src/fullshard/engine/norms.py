@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, no_guard
-from fullshard.engine.alike import Alike, from_host
-from fullshard.engine.collectives import Transport
+from fullshard.engine.agreement import Alike, from_host
 from fullshard.planner.layout import clean_name
+from fullshard.transport import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardRecord

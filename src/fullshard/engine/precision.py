@@ -16,8 +16,8 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import tree_map_only
-from fullshard.engine.ring import torch_dtype
 from fullshard.planner.spec import matches, parent_name
+from fullshard.transport.base import torch_dtype
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:

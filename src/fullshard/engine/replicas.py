@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fullshard.engine.collectives import Transport
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
+from fullshard.transport import Transport
 
 if TYPE_CHECKING:
     from fullshard.engine.unit import Unit

@@ -18,24 +18,24 @@ from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import storage_key
 from fullshard.engine.adopt import shard_values
-from fullshard.engine.collectives import Transport, make_transport, resolve_transport
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
 from fullshard.engine.homes import compute_device
 from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
 from fullshard.engine.optimizers import watch_optimizers
-from fullshard.engine.order import trace_order
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import apply_dtypes
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
+from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.strategy import ROWS, row_of
 from fullshard.planner.units import UnitSettings
+from fullshard.transport import Transport, make_transport, resolve_transport
 
 logger = logging.getLogger(__name__)
 

@@ -48,10 +48,10 @@ def _measure(ranks: int, rank: int) -> Measured:
 
     from fullshard.config.schema import ShardConfig
     from fullshard.config.values import DType
-    from fullshard.engine.collectives import make_transport, resolve_transport
     from fullshard.errors import EngineError
     from fullshard.planner.mesh import Mesh
     from fullshard.planner.slots import Ring
+    from fullshard.transport import make_transport, resolve_transport
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")

@@ -18,7 +18,7 @@ from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited"
     r"|communicator was aborted|socket closed"
-    r"|to take part; (it|one) has ended",  # engine/collectives say it
+    r"|to take part; (it|one) has ended",  # transport say it
     re.IGNORECASE,
 )
 

@@ -29,8 +29,8 @@ STANDS_S = 1.0  # a rank that stood for so long says what it has issued
 MOVED_S = 0.002  # of processor time: a thread that used less between two looks stood still
 
 _PACKAGE = str(Path(__file__).parents[1])
-_COLLECTIVES = f"{_PACKAGE}/engine/collectives/"
-_RUNTIME = f"{_PACKAGE}/engine/runtime.py"
+_COLLECTIVES = f"{_PACKAGE}/transport/"
+_RUNTIME = f"{_PACKAGE}/engine/step.py"
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Command
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.train.facts import DatasetFacts
 from fullshard.train.prepare import StepPlan, weights_folder
 

@@ -15,7 +15,7 @@ from fullshard.config.values import DistillLoss, DType
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError
-from fullshard.planner.phases import Source
+from fullshard.outlook.memory import Source
 from fullshard.train.head import PROJECTION
 from fullshard.train.lora import AdaptedWeights, add_adapters
 from fullshard.train.model import build_model, config_from_folder, freeze

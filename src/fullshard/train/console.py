@@ -23,7 +23,7 @@ from rich.text import Text
 
 from fullshard.errors import printable
 from fullshard.observe.metrics import EvalRow, StepRow
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 
 LABEL_WIDTH = 10
 SAMPLE_WIDTH = 160

@@ -73,7 +73,7 @@ def fingerprint_of(*arrays: Any) -> str:
     """The checksum of arrays of tokens."""
     checksum = xxhash.xxh3_128()
     for array in arrays:
-        checksum.update(np.ascontiguousarray(array))
+        checksum.update(np.ascontiguousarray(array).data)
     return checksum.hexdigest()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fullshard.errors import OutOfMemoryError, ran_out_of_memory
 from fullshard.planner.homes import Place
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.train.outlook import View, memory_lines
 
 

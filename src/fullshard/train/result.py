@@ -16,7 +16,7 @@ from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.train.baseline import Baseline
 from fullshard.train.console import RunConsole
 from fullshard.train.facts import DatasetFacts

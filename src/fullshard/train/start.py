@@ -27,10 +27,10 @@ from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
 from fullshard.observe.report import write_report
-from fullshard.planner.phases import checkpoint_bytes
+from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.text import human_bytes
 from fullshard.train.build import check_weights, model_on_meta
 from fullshard.train.optim import KINDS
 from fullshard.train.outlook import View, foresee, leaves_something, topology_of

@@ -17,8 +17,8 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, RunConfig, ShardConfig
 from fullshard.engine.hugging_face import build_on_meta
+from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
-from fullshard.planner.phases import TEACHER
 from fullshard.planner.plan import Plan
 from fullshard.train.distill import Distillation, Teacher
 from fullshard.train.divergence import Mix

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullshard.engine.collectives import Transport
+from fullshard.transport import Transport
 
 
 @dataclass(frozen=True)

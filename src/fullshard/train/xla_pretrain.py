@@ -20,7 +20,7 @@ from fullshard.launch import rendezvous
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.train.banner import DataFacts
 from fullshard.train.build import model_on_meta, trainable
 from fullshard.train.chat_dataset import ChatDataset

@@ -14,7 +14,7 @@ from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.values import DistillLoss, DType
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.train.loop import Batch
 from fullshard.train.model import config_from_folder
 from fullshard.train.teaching import settings_of

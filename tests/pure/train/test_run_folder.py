@@ -16,6 +16,7 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
 from fullshard.observe.report import write_report
+from fullshard.train import start as run_start
 from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 
 
@@ -214,6 +215,15 @@ def test_folder_below_one_that_cannot_be_written_is_a_configuration_error(tmp_pa
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ConfigError, match=f"{said}, .* cannot be written"):
         check_output_dir(tmp_path / "not" / "yet")
+
+
+def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    monkeypatch.setattr(run_start, "write_report", full)
+    run_start.write_report_of_failure(RunFolder(tmp_path))
+    assert "report.html could not be written: [Errno 28] No space left" in caplog.text
 
 
 def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):

@@ -18,9 +18,9 @@ from fullshard.compat.fsdp2.fully_shard import mark_unit
 from fullshard.compat.wrapping import engine_for, wrapped_of
 from fullshard.config.values import DType, Strategy, WrapKind, parse
 from fullshard.engine.model_spec import NEVER_CALLED, spec_of
-from fullshard.engine.ring import torch_dtype
 from fullshard.engine.stats import memory_stats
 from fullshard.planner.wrap import choose_units, repeated_blocks
+from fullshard.transport.base import torch_dtype
 
 _BLOCK = re.compile(r"(Block|Layer)$")
 _POLICIES = ("transformer", "size_based", None)

@@ -1,0 +1,58 @@
+"""Every private or renamed name of torch.distributed, with versions and fallbacks.
+
+Checked with torch 2.11 and 2.13; written for 2.8 and newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed the single-tensor collectives and warns about the old names.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def all_gather_many(fulls: Sequence[Any], parts: Sequence[Any], group: Any) -> Any:
+    """All-gather several buffers in one collective; the work to wait for."""
+    if len(fulls) == 1:
+        return all_gather_single(fulls[0], parts[0], group=group, async_op=True)
+    gather = _coalesced(group, "all_gather_single", "allgather_into_tensor")
+    as_bytes = [[t.view(torch.uint8) for t in tensors] for tensors in (fulls, parts)]
+    return gather(*as_bytes)  # gloo joins the buffers of one call, and takes one dtype for all
+
+
+def reduce_scatter_many(parts: Sequence[Any], fulls: Sequence[Any], group: Any) -> list[Any]:
+    """Reduce-scatter several buffers, those of one dtype in one collective; works to wait for."""
+    works: list[Any] = []
+    for dtype in dict.fromkeys(full.dtype for full in fulls):
+        outs, ins = ([t for t in many if t.dtype is dtype] for many in (parts, fulls))
+        if len(ins) == 1:
+            works.append(reduce_scatter_single(outs[0], ins[0], group=group, async_op=True))
+        else:
+            scatter = _coalesced(group, "reduce_scatter_single", "reduce_scatter_tensor")
+            works.append(scatter(outs, ins))
+    return works
+
+
+def _coalesced(group: Any, new: str, old: str) -> Callable[..., Any]:
+    """A process group's own call for lists of tensors: dist has no public name for it."""
+    return getattr(group, f"{new}_coalesced", None) or getattr(group, f"{old}_coalesced")
+
+
+def group_timeout(group: Any) -> Any:
+    """The time-out (a timedelta) that a process group was made with; None where it has none."""
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a process group was not destroyed yet (torch has no public question for it)."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map

@@ -1,0 +1,146 @@
+"""Process groups, made once for each layout of ranks and shared by the models that have it.
+
+A gloo group costs threads and sockets, a NCCL group hundreds of megabytes, and shutting one down
+while a rank still uses it ends that rank. So they live as long as the default process group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fullshard.planner.mesh import Mesh
+from fullshard.transport._torch_compat import group_timeout, is_alive
+from fullshard.transport.base import TAGS_A_MODEL
+from fullshard.transport.shared.segment import Host
+
+
+@dataclass(frozen=True)
+class Process:
+    """A rank's process, and where it runs."""
+
+    pid: int
+    host: Host | None
+
+
+@dataclass
+class _Made:
+    """What was made beside one default process group."""
+
+    groups: dict[Any, list[Any]] = field(default_factory=dict)
+    serials: count[int] = field(default_factory=lambda: count(1))
+    processes: list[Process] = field(default_factory=list)
+
+
+_MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
+
+
+def own_group(purpose: str, layout: Sequence[Sequence[int]], index: int) -> Any:
+    """The group of this layout that this rank is in; None where it would be alone.
+
+    A collective the first time: every rank makes every group, in the same order.
+
+    Args:
+        purpose: Groups of different purposes do not wait for each other.
+        layout: The ranks of each group.
+        index: Which of them is this rank's.
+    """
+    if len(layout[0]) == 1:
+        return None
+    groups = _made().groups
+    key = (purpose, tuple(map(tuple, layout)))
+    found = groups.get(key)
+    if found is None or not is_alive(found[index]):
+        wait = group_timeout(dist.group.WORLD)  # torch's own would be half an hour
+        found = groups[key] = [dist.new_group(list(ranks), timeout=wait) for ranks in layout]
+    return found[index]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Slices of any length that travel between ranks which share a copy, straight into place.
+
+    Attributes:
+        ranks: Global ranks, by part.
+        part: This rank's.
+        group: Process group of these ranks.
+    """
+
+    ranks: tuple[int, ...]
+    part: int
+    group: Any
+
+    @classmethod
+    def over(cls, mesh: Mesh, rank: int) -> Exchange:
+        """Between the ranks of this rank's shard axis. A collective the first time."""
+        replica, part = mesh.coordinates(rank)
+        groups = mesh.shard_groups()
+        return cls(tuple(groups[replica]), part, own_group("reduce", groups, replica))
+
+    def run(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Return when all have come. Two ranks must list their messages in one order.
+
+        Args:
+            sends: Parts, and contiguous (numel,) for each.
+            receives: Likewise; written in place.
+        """
+        messages = [
+            dist.P2POp(call, tensor.view(torch.uint8), self.ranks[part], self.group)
+            for call, told in ((dist.isend, sends), (dist.irecv, receives))
+            for part, tensor in told
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+
+
+def first_tag() -> int:
+    """Where a new model's message tags begin: the same on all ranks, which shard in one order."""
+    return TAGS_A_MODEL * next(_made().serials)
+
+
+def processes(world_size: int) -> list[Process]:
+    """The process of every rank. A collective the first time."""
+    made = _made()
+    if not made.processes:
+        own = Process(os.getpid(), Host.here())
+        made.processes = tell_everyone(own, own_group("all", [range(world_size)], 0))
+    return made.processes
+
+
+def tell_everyone(value: Any, group: Any) -> list[Any]:
+    """What each rank of a group says. A collective."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, value, group=group)
+    return said
+
+
+def copy_from_first(
+    tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]], index: int
+) -> None:
+    """Overwrite tensors with those of the first rank of this rank's group. A collective of all.
+
+    Args:
+        tensors: The same shapes and dtypes on each of them.
+        layout: The ranks of each group.
+        index: Which of them is this rank's.
+    """
+    group = own_group("all", layout, index)
+    if group is not None:
+        for tensor in tensors:
+            dist.broadcast(tensor, layout[index][0], group=group)
+
+
+def _made() -> _Made:
+    return _MADE.setdefault(dist.group.WORLD, _Made())

@@ -1,0 +1,142 @@
+"""Choosing a transport, and making its process groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import Transport as TransportKind
+from fullshard.errors import ConfigError
+from fullshard.planner.mesh import Mesh
+from fullshard.transport.base import Axes, Transport
+from fullshard.transport.c10d import C10dTransport
+from fullshard.transport.direct import DirectTransport
+from fullshard.transport.fake import FakeTransport
+from fullshard.transport.groups import (
+    first_tag,
+    own_group,
+    processes,
+    tell_everyone,
+)
+from fullshard.transport.shared import Peers, SharedTransport
+
+
+def resolve_transport(config: ShardConfig, mesh: Mesh, device: torch.device) -> TransportKind:
+    """What `auto` means here. A collective where the world is larger than 1.
+
+    A shared home where the ranks of a shard axis are on one host and compute on its CPU; direct
+    exchange elsewhere on gloo, and without peers; else c10d.
+
+    Raises:
+        ConfigError: The process group's backend does not serve the device or the transport.
+    """
+    asked = config.transport
+    if asked is TransportKind.FAKE:
+        return asked
+    if mesh.world_size == 1:
+        return TransportKind.DIRECT
+    backend = dist.get_backend_config().split(",")
+    serving = {entry.partition(":")[0]: entry.partition(":")[2] for entry in backend}
+    name = serving.get(device.type, dist.get_backend())
+    if device.type == "cuda" and name == "gloo":
+        raise ConfigError(
+            "process group: expected a backend for cuda; got gloo. "
+            "Initialise it with nccl, or move the model to the CPU."
+        )
+    if asked in (TransportKind.DIRECT, TransportKind.SHARED) and name != "gloo":
+        raise ConfigError(
+            f"transport: {asked} expects gloo; the process group is {name}. Use c10d or auto."
+        )
+    if asked is TransportKind.SHARED or (asked is TransportKind.AUTO and name == "gloo"):
+        obstacle = _why_not_shared(config, mesh, device)
+        if obstacle is None:
+            return TransportKind.SHARED
+        if asked is TransportKind.SHARED:
+            raise ConfigError(f"transport: shared expects {obstacle} Use direct or auto.")
+        return TransportKind.DIRECT
+    return asked if asked is not TransportKind.AUTO else TransportKind.C10D
+
+
+def _why_not_shared(config: ShardConfig, mesh: Mesh, device: torch.device) -> str | None:
+    """What a shared home needs and does not find."""
+    if device.type != "cpu":
+        return f"a model on the CPU; it is on {device}."
+    if mesh.shard == 1:
+        return "parameters that are cut; here every rank holds them whole."
+    if config.offload is not None:
+        return f"offload to be left out, since everything is on the host; got {config.offload}."
+    places = processes(mesh.world_size)
+    for ranks in mesh.shard_groups():
+        if places[ranks[0]].host is None:
+            return f"Linux with memfd_create and pidfd_open; rank {ranks[0]} has none."
+        for rank in ranks:
+            if places[rank].host != places[ranks[0]].host:
+                return (
+                    "the ranks that share a copy on one host (and in one container); "
+                    f"ranks {ranks[0]} and {rank} are not."
+                )
+    return None
+
+
+def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
+    """The resolved transport, over groups of this mesh's axes.
+
+    A collective where the world is larger than 1: every rank calls it in the same order.
+    """
+    match config.transport:
+        case TransportKind.FAKE:
+            return FakeTransport(_axes(mesh, 0))
+        case TransportKind.DIRECT if mesh.world_size == 1:  # nothing travels, on any device
+            return DirectTransport(_axes(mesh, 0))
+        case TransportKind.DIRECT:  # messages carry tags: one group serves both axes
+            world = own_group("all", [range(mesh.world_size)], 0)
+            axes = replace(
+                _axes(mesh, dist.get_rank()),
+                world_group=world,
+                first_tag=first_tag(),
+            )
+            return DirectTransport(axes)
+        case TransportKind.SHARED if mesh.shard == 1:
+            return make_transport(ShardConfig.of(config, transport=TransportKind.DIRECT), mesh)
+        case TransportKind.SHARED:
+            config = ShardConfig.of(config, transport=TransportKind.DIRECT)
+            return _shared(cast("DirectTransport", make_transport(config, mesh)), mesh)
+        case _:
+            axes = _axes(mesh, dist.get_rank())
+            shards, replicas = axes.replicate_index, axes.shard_index
+            axes = replace(
+                axes,
+                gather_group=own_group("gather", mesh.shard_groups(), shards),
+                reduce_group=own_group("reduce", mesh.shard_groups(), shards),
+                replicate_group=own_group("replicate", mesh.replicate_groups(), replicas),
+                world_group=own_group("all", [range(mesh.world_size)], 0),
+            )
+            return C10dTransport(axes, config.reduction)
+
+
+def _shared(direct: DirectTransport, mesh: Mesh) -> SharedTransport:
+    """A shared home for each shard axis; all ranks call it together."""
+    axes = direct.axes
+    pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
+    peers = Peers(axes.shard_ranks, pids, axes.shard_index)
+
+    def tell_all(value: Any) -> list[Any]:
+        said = tell_everyone(value, axes.world_group)
+        return [said[rank] for rank in axes.shard_ranks]
+
+    return SharedTransport(axes, direct, peers, tell_all)
+
+
+def _axes(mesh: Mesh, rank: int) -> Axes:
+    """A rank's place in the mesh, without process groups."""
+    replicate_index, shard_index = mesh.coordinates(rank)
+    return Axes(
+        mesh=mesh,
+        rank=rank,
+        shard_ranks=tuple(mesh.shard_groups()[replicate_index]),
+        replicate_ranks=tuple(mesh.replicate_groups()[shard_index]),
+    )

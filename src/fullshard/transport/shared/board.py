@@ -1,0 +1,243 @@
+"""Where the ranks of one host tell each other how far they are.
+
+    line of rank 0   begun | done | ready | pulled | summed      each counter on a cache line
+    line of rank 1   begun | done | ready | pulled | summed      of its own; only its rank writes it
+
+A rank that waits looks after its peers meanwhile: one that has ended will never come. Neither will
+one that is further in something else: all ranks come to the same places in one order, so a peer
+that is not yet here has been nowhere that this rank has not.
+
+[Note: counters]
+One process writes a counter in shared memory and others sleep on it. A waiter looks for some
+microseconds, then sleeps in the kernel (futex) until the writer changes the counter. Linux on
+x86-64 alone, where writes become visible in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from fullshard.errors import EngineError, HangError
+from fullshard.transport.shared.segment import Segment
+
+CACHE_LINE = 64
+TIMEOUT_S = 1800.0  # torch's own limit for a collective; the watchdog's is shorter
+
+
+class Mark(IntEnum):
+    """What a rank counts.
+
+    BEGUN: forwards of the whole model that it has begun; its own parts were written before.
+    DONE: forwards whose weights it does not read any more.
+    READY: reductions whose gradients it has collected.
+    PULLED: reductions of which it has read what it needs.
+    SUMMED: small sums that it has put its vector down for.
+    """
+
+    BEGUN = 0
+    DONE = 1
+    READY = 2
+    PULLED = 3
+    SUMMED = 4
+
+
+_PLACES = {
+    Mark.BEGUN: "the beginning of a forward",
+    Mark.READY: "a reduction in backward",
+    Mark.SUMMED: "a sum over all ranks (the end of a backward, a norm, a mean)",
+}
+LINE_BYTES = CACHE_LINE * len(Mark)
+
+
+class Peers:
+    """The processes of the other ranks on this host.
+
+    Args:
+        ranks: Global ranks, by part.
+        pids: Their processes, by part.
+        part: This process's.
+    """
+
+    def __init__(self, ranks: Sequence[int], pids: Sequence[int], part: int) -> None:
+        self.ranks = tuple(ranks)
+        self._pids = tuple(pids)
+        self._poll = select.poll()
+        self._parts: dict[int, int] = {}  # by process descriptor
+        for index, pid in enumerate(pids):
+            if index != part:
+                descriptor = os.pidfd_open(pid)
+                self._poll.register(descriptor, select.POLLIN)
+                self._parts[descriptor] = index
+
+    def ended(self) -> list[int]:
+        """The parts whose processes have ended."""
+        return [self._parts[descriptor] for descriptor, _ in self._poll.poll(0)]
+
+    def refuse(self, part: int, doing: str) -> EngineError:
+        """What is said of a part that will never come."""
+        return EngineError(
+            f"{doing}: expected rank {self.ranks[part]} (process {self._pids[part]}) to take "
+            "part; it has ended. Its own output says why."
+        )
+
+    def __del__(self) -> None:
+        for descriptor in self._parts:
+            os.close(descriptor)
+
+
+class Board:
+    """The counters of all parts.
+
+    Args:
+        segment: At least `bytes_of(num_parts)` zeros at its start.
+        part: This process's.
+        peers: To look after while waiting.
+    """
+
+    def __init__(self, segment: Segment, part: int, peers: Peers) -> None:
+        self.part, self.peers = part, peers
+        self._counters = [
+            [
+                Counter(
+                    ctypes.c_uint32.from_buffer(
+                        segment.mapping, index * LINE_BYTES + mark * CACHE_LINE
+                    )
+                )
+                for mark in Mark
+            ]
+            for index in range(len(peers.ranks))
+        ]
+        self._others = [i for i in range(len(peers.ranks)) if i != part]
+
+    @staticmethod
+    def bytes_of(num_parts: int) -> int:
+        """How much of its segment a board needs."""
+        return LINE_BYTES * num_parts
+
+    def tell(self, mark: Mark, value: int) -> None:
+        """Say how far this part is."""
+        self._counters[self.part][mark].advance(value)
+
+    def await_all(self, mark: Mark, value: int, doing: str) -> None:
+        """Return when every other part has counted to `value`.
+
+        Raises:
+            EngineError: A peer has ended, or is somewhere else.
+            HangError: It took longer than half an hour.
+        """
+        for part in self._others:
+            counter = self._counters[part][mark]
+            if counter.value < value:
+                counter.wait(value, _Watch(self, (mark, value), part, doing))
+
+    def elsewhere(self, goal: Mark) -> tuple[int, Mark] | None:
+        """A part that is further than this one in something other than what is waited for."""
+        own = self._counters[self.part]
+        return next(
+            (
+                (part, mark)
+                for part in self._others
+                for mark in _PLACES
+                if mark is not goal and self._counters[part][mark].value > own[mark].value
+            ),
+            None,
+        )
+
+    def has(self, part: int, mark: Mark, value: int) -> bool:
+        """Whether a part has counted to `value`."""
+        return self._counters[part][mark].value >= value
+
+
+class _Watch:
+    """Looks after the peers while one of them is waited for."""
+
+    def __init__(self, board: Board, goal: tuple[Mark, int], part: int, doing: str) -> None:
+        self._board, self._goal, self._part, self._doing = board, goal, part, doing
+        self._peers = board.peers
+        self._until = time.monotonic() + TIMEOUT_S
+
+    def __call__(self) -> None:
+        for part in self._peers.ended():
+            if not self._board.has(part, *self._goal):  # one that came, and then ended, is fine
+                raise self._peers.refuse(part, self._doing)
+        strange = self._board.elsewhere(self._goal[0])
+        if strange is not None and not self._board.has(strange[0], *self._goal):
+            raise EngineError(
+                f"{self._doing}: expected rank {self._peers.ranks[strange[0]]} to come here; it "
+                f"waits at {_PLACES[strange[1]]}, where this rank has not been. One of them left "
+                "out a backward, a forward or a question that spans all ranks (p.norm(), "
+                "p.grad.mean()), or asked one alone: all ranks must make the same calls."
+            )
+        if time.monotonic() > self._until:
+            raise HangError(
+                f"{self._doing}: expected rank {self._peers.ranks[self._part]} within "
+                f"{TIMEOUT_S:.0f} s; it did not come. It waits for something else, or computes."
+            )
+
+
+# ---- counters that one process writes and others sleep on
+
+_FUTEX = 202  # the system call's number on x86-64
+_WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
+SPINS = 60  # looks before sleeping, about 10 us: a peer that is nearly there costs no sleep
+SLEEP_S = 0.05  # at most, then the peer is looked after
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long)]
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+_SLEEP = _Timespec(0, int(SLEEP_S * 1e9))
+
+
+class Counter:
+    """A growing number of one writer, seen by every process that maps it.
+
+    Args:
+        cell: 32 bits of shared memory, aligned.
+    """
+
+    __slots__ = ("_address", "_cell")
+
+    def __init__(self, cell: ctypes.c_uint32) -> None:
+        self._cell = cell
+        self._address = ctypes.c_void_p(ctypes.addressof(cell))
+
+    @property
+    def value(self) -> int:
+        return self._cell.value
+
+    def advance(self, value: int) -> None:
+        """Write the number and wake who sleeps on it."""
+        self._cell.value = value
+        _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
+
+    def wait(self, target: int, look: Callable[[], None]) -> None:
+        """Return when the number is at least `target`.
+
+        Args:
+            target: To be reached.
+            look: Called after every sleep without it; raises where waiting is in vain.
+        """
+        cell = self._cell
+        for _ in range(SPINS):
+            if cell.value >= target:
+                return
+        while (seen := cell.value) < target:
+            if not self._sleep(seen):
+                look()
+
+    def _sleep(self, seen: int) -> bool:
+        """Sleep while the number is `seen`; False after `SLEEP_S` without a change."""
+        left = _syscall(
+            _FUTEX, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(_SLEEP), None, 0
+        )
+        return left == 0 or ctypes.get_errno() != errno.ETIMEDOUT
