@@ -110,7 +110,7 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
-    record = folder.read_record()
+    record = {} if result.exit_code else folder.read_record()
     return launch_outcome(local, result, after_stop=after_stop, run_dir=folder.path, **record)
 
 

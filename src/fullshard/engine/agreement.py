@@ -54,8 +54,9 @@ def agree(engine: Engine, do: Callable[[], T]) -> T:
     except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         error = caught
         if isinstance(caught, OSError) and not ran_out_of_memory(caught):
-            place = caught.filename or "checkpoint"
-            error = CheckpointError(f"{place}: {caught.strerror or caught}")
+            place, why = caught.filename or "files of the run", caught.strerror or caught
+            advice = "Make room, or correct the path or its permissions, and start again."
+            error = CheckpointError(f"{place}: expected to read or write, got {why}. {advice}")
             error.__cause__ = caught
     told = tell(engine, None if error is None else _as_told(error, engine.rank))
     if error is not None:
