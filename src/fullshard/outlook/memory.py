@@ -71,7 +71,7 @@ FULL = 0.97  # of a device: the allocator gives back what it caches before it fa
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PeakMemory:
     """Bytes on the device that holds most.
 
     Attributes:
@@ -107,7 +107,7 @@ class Held:
                 return (self.active * self.reserved) ** 0.5
 
 
-def peak_memory(run: Workload, k: Constants = FITTED) -> Held:
+def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
     """What the device that holds most holds at its peak."""
     weights, optimizer, gradients = _states(run)
     gathered, unreduced = _gathered(run, k)
@@ -126,7 +126,7 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> Held:
     base = k.base_gib * GIB
     cached = k.cached_share * (min(begins, ends) - waiting)
     limit = FULL * run.device.memory_gib * GIB
-    return Held(
+    return PeakMemory(
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,

@@ -18,8 +18,8 @@ from fullshard.outlook.memory import (
     GIB,
     WORKSPACES,
     Fit,
-    Held,
     Overhead,
+    PeakMemory,
     Phase,
     Storage,
     judge_fit,
@@ -302,7 +302,7 @@ def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
     return again - once
 
 
-def _counted(run: Workload, held: Held) -> dict[str, float]:
+def _counted(run: Workload, held: PeakMemory) -> dict[str, float]:
     """From shapes: at the peak there are logits, or a block's inside, not both."""
     logits = _logits_bytes(run)
     return {

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from fullshard.outlook.constants import FITTED
-from fullshard.outlook.memory import GIB, Held, peak_memory
+from fullshard.outlook.memory import GIB, PeakMemory, peak_memory
 from fullshard.outlook.published.rows import read_workload
 from fullshard.outlook.workload import Metric
 
@@ -39,7 +39,7 @@ LLAMA_8B = {
 }
 
 
-def held(**changes: str) -> Held:
+def held(**changes: str) -> PeakMemory:
     return peak_memory(read_workload({**LLAMA_8B, **changes}))
 
 

@@ -307,17 +307,15 @@ def _precision(row: Row, device: Device, tuning: Tuning) -> Precision:
     """From param / reduce / compute; XLA gathers in what it computes with."""
     parts = (row.get("precision", "").lower().split(" ")[0] or "bf16").split("/")
     gather, reduce, math_name = (parts + [parts[0]] * 2)[:3] if len(parts) < 3 else parts[:3]
-    math_ = Math.HALF
+    is_narrow = any(word in math_name for word in ("fp8", "fp4", "int8"))
+    math_ = Math.FLOAT8 if is_narrow else Math.HALF
     if math_name.startswith("fp32"):
         math_ = Math.FLOAT32
-    elif "fp8" in math_name or "fp4" in math_name or "int8" in math_name:
-        math_ = Math.FLOAT8
     stored = 4.0 if math_ is Math.FLOAT32 else 2.0
     default = 4.0 if tuning is Tuning.FULL and gather != "fp16" else 2.0
+    by_xla = device.is_tpu or row.get("torch_compile") == "XLA"
     return Precision(
-        gather=2.0
-        if device.is_tpu or row.get("torch_compile") == "XLA"
-        else _BYTES.get(gather, stored),
+        gather=2.0 if by_xla else _BYTES.get(gather, stored),
         reduce=_BYTES.get(reduce, 4.0),
         master=_BYTES.get(row.get("master_dtype", "").lower(), default),
         math=math_,
@@ -328,15 +326,17 @@ def _precision(row: Row, device: Device, tuning: Tuning) -> Precision:
 # Bytes of state of optimizers other than AdamW, by a word of their names; paged: on the host.
 _STATES = {"paged": 0, "8bit": 2, "sgd": 0, "adafactor": 0.1}
 
-# Share of a block's forward that runs again, share of its activations that is kept.
+# Share of a block's forward that runs again, share of its activations that is kept; the first name
+# that is found counts.
 _RECOMPUTE = {
-    "none": (0.0, 1.0),
-    "full": (1.0, 0.0),
-    "selective": (0.3, 0.55),
+    "full/selective": (0.6, 0.4),
     "minimal": (0.1, 0.6),
     "qkv_proj": (0.75, 0.1),
     "custom": (0.85, 0.0),
     "budget": (0.2, 0.5),
+    "selective": (0.3, 0.55),
+    "full": (1.0, 0.0),
+    "none": (0.0, 1.0),
 }
 
 
@@ -345,20 +345,15 @@ def _kernels(row: Row, device: Device, doubt: list[str]) -> Kernels:
     layers = number(row, "n_layers") or 32
     some = re.search(r"(\d+) layers", text)
     every = re.search(r"every (\d)", text)
-    if some:
-        share = min(1.0, int(some[1]) / layers)
-        recompute, kept = share, 1 - share
-    elif every:
-        recompute, kept = 1 / int(every[1]), 1 - 1 / int(every[1])
-    elif "full/selective" in text:
-        recompute, kept = 0.6, 0.4
+    if some or every:
+        recompute = 1 / int(every[1]) if every else 0.0
+        recompute = min(1.0, int(some[1]) / layers) if some else recompute
+        kept = 1 - recompute
     else:
-        names = ("minimal", "qkv_proj", "custom", "budget", "selective", "full", "none")
-        name = next((name for name in names if name in text), "")
+        name = next((name for name in _RECOMPUTE if name in text), "")
         if not name:
             doubt.append("activation_checkpointing")
-            name = "none"
-        recompute, kept = _RECOMPUTE[name]
+        recompute, kept = _RECOMPUTE[name or "none"]
     impl = row.get("attention_impl", "").lower()
     compiled = row.get("torch_compile", "").lower()
     compiler = Compiler.TORCH if compiled not in ("", "no", "false") else Compiler.NONE
@@ -379,6 +374,4 @@ def _metric(text: str) -> Metric:
     for metric in (Metric.RESERVED, Metric.ACTIVE, Metric.ALLOCATED):
         if metric.value in text.partition("(")[0] or text.startswith(f"peak {metric.value}"):
             return metric
-    if "max alloc" in text:
-        return Metric.ALLOCATED
-    return Metric.UNKNOWN
+    return Metric.ALLOCATED if "max alloc" in text else Metric.UNKNOWN
