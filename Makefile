@@ -28,11 +28,13 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(strip $(CONSTRAINTS)),--constraint $(CONSTRAINTS))
 PYTEST = $(BIN)/python -m pytest
+# A file's tests stay together: many share runs that take seconds.
+PYTEST_PARALLEL = $(PYTEST) -n $(WORKERS) --dist loadfile
 RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -40,6 +42,7 @@ help:
 	@echo "                BACKEND=jax runs it on XLA"
 	@echo "make test       all tests but the long and slow ones and those that need a GPU"
 	@echo "make test-long  whole runs, tens of seconds each; CI runs them too"
+	@echo "make test-all   both of these in one session, as CI runs them"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
@@ -117,10 +120,13 @@ train: $(VENV)/.stamp-$(if $(filter jax,$(BACKEND)),jax,train)
 	@$(BIN)/fullshard train $(ARGS) $(if $(filter torch,$(BACKEND)),,backend=$(BACKEND))
 
 test: $(VENV)/.stamp-setup
-	$(PYTEST) -m "not long and not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST_PARALLEL) -m "not long and not slow and not gpu and not peers" $(ARGS)
 
 test-long: $(VENV)/.stamp-setup
-	$(PYTEST) -m "long and not slow and not gpu and not peers" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST_PARALLEL) -m "long and not slow and not gpu and not peers" $(ARGS)
+
+test-all: $(VENV)/.stamp-setup
+	$(PYTEST_PARALLEL) -m "not slow and not gpu and not peers" $(ARGS)
 
 # examples/ as their first lines say, to the end: two ranks each
 test-tutorials: $(VENV)/.stamp-setup

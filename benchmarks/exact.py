@@ -25,7 +25,7 @@ from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import JsonFlag
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.machine import describe_versions
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 
 NAME = "benchmarks.exact"
 NUM_DEVICES = 4

@@ -12,7 +12,7 @@ from math import log
 import numpy as np
 
 from benchmarks.forecast_fit import FOLDS, Sample, folds
-from fullshard.planner.forecast.memory import GIB
+from fullshard.outlook.memory import GIB
 
 Rule = Callable[[Sequence[Sample]], np.ndarray]
 
@@ -89,7 +89,7 @@ def features(one: Sample) -> tuple[list[float], list[str]]:
         batch.seq_len, batch.micro_batch, batch.accumulation, run.tokens_per_micro_batch,
         run.device.peak, run.device.bandwidth, run.device.memory_gib, run.device.link, run.fabric,
         model.num_params / mesh.shard, 1 + kernels.recompute, 1 + kernels.kept,
-        run.precision.master, run.precision.gather, 1 + run.optimizer.state_bytes,
+        run.precision.master, run.precision.gather, 1 + run.state_bytes,
     )  # fmt: skip
     kinds = (run.device.name, run.sharding, run.tuning, run.precision.math, run.metric)
     flags = (kernels.compiler, kernels.is_tuned, run.offloads, run.reshards, model.gated)

@@ -1,4 +1,4 @@
-"""Fits the constants of `fullshard.planner.forecast` to published runs.
+"""Fits the constants of `fullshard.outlook` to published runs.
 
     python -m benchmarks.forecast_fit              fit, and say how far from what is committed
     python -m benchmarks.forecast_fit --write      ... and write constants.py
@@ -28,13 +28,13 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from fullshard.planner.forecast import constants
-from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
-from fullshard.planner.forecast.memory import GIB, peak_memory
-from fullshard.planner.forecast.rows import read_workload
-from fullshard.planner.forecast.speed import tokens_per_s
-from fullshard.planner.forecast.table import GRAVE, familiarity
-from fullshard.planner.forecast.workload import Workload
+from fullshard.outlook import constants
+from fullshard.outlook.constants import FITTED, Constants, Familiarity
+from fullshard.outlook.memory import GIB, peak_memory
+from fullshard.outlook.published.rows import read_workload
+from fullshard.outlook.published.table import GRAVE, familiarity
+from fullshard.outlook.speed import tokens_per_s
+from fullshard.outlook.workload import Workload
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "data" / "planner_public.csv"

@@ -16,8 +16,8 @@ from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
 from fullshard.models.build import build_sharded, given_model_config
+from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.homes import Place
-from fullshard.planner.outlook import Machine, Outlook
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at

@@ -37,9 +37,9 @@ from benchmarks.forecast_fit import (
     samples,
 )
 from benchmarks.times import summary
-from fullshard.planner.forecast.constants import FITTED, Constants, Familiarity
-from fullshard.planner.forecast.table import familiarity, predict, spread
-from fullshard.planner.forecast.workload import Compiler, Mesh, Metric, Tuning, Workload
+from fullshard.outlook.constants import FITTED, Constants, Familiarity
+from fullshard.outlook.published.table import familiarity, predict, spread
+from fullshard.outlook.workload import Compiler, Metric, Parallelism, Tuning, Workload
 
 TIMES = Path(__file__).parent / "results" / "time.json"
 TIMES_COMMAND = (
@@ -90,7 +90,9 @@ UNSEEN: dict[str, Callable[[Workload], Workload]] = {
     ),
     "a compiler": lambda run: replace(run, kernels=replace(run.kernels, compiler=Compiler.NONE)),
     "adapters": lambda run: replace(run, tuning=Tuning.FULL),
-    "tensor, context and pipeline ranks": lambda run: replace(run, mesh=Mesh(run.mesh.world_size)),
+    "tensor, context and pipeline ranks": lambda run: replace(
+        run, mesh=Parallelism(run.mesh.world_size)
+    ),
     "saving": lambda run: replace(run, saves_whole=False),
 }
 

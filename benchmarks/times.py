@@ -26,8 +26,8 @@ from fullshard.cli.words import JsonFlag
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import Calibration
-from fullshard.planner.outlook import Machine, Outlook
+from fullshard.outlook.calibration import Calibration
+from fullshard.outlook.predict import Machine, Outlook
 
 NAME = "benchmarks.times"
 COLUMNS = (
@@ -276,7 +276,7 @@ def main(
 ) -> Outcome:
     """Compare the step time that the plan says with the time that runs take."""
     from fullshard.config.environment import cache_folder
-    from fullshard.planner.calibration import FILE_NAME, read_calibration
+    from fullshard.outlook.calibration import FILE_NAME, read_calibration
 
     cases = find_cases(case or ())
     known = read_calibration(calibration or cache_folder() / FILE_NAME)

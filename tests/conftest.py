@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,11 @@ from support.ranks import RankPools
 # A slow machine is no fault, and two runs of one commit shall try the same examples.
 hypothesis.settings.register_profile("fullshard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fullshard")
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: collecting garbage need not go through it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

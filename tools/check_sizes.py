@@ -25,7 +25,8 @@ CHECKED = ("src", "tests", "tools", "benchmarks", "examples", "docs")
 EXEMPT = ("src/fullshard/compat/",)
 # Lines of code that a package, and all of them together, may have. The goal is 30,000: lower a
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
-BUDGETS = {"bench": 2_040, "in all": 39_000}
+# Packages that share a budget are joined by " + ".
+BUDGETS = {"bench": 2_040, "planner + outlook": 4_356, "in all": 39_000}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NO_CODE = {
@@ -113,21 +114,34 @@ def print_totals(totals: dict[str, int]) -> None:
     outside = [name for name in CHECKED if name in totals]
     inside = sorted((name for name in totals if name not in outside), key=lambda n: -totals[n])
     rows = [(name, totals[name]) for name in inside]
-    rows.append(("in all", sum(totals[name] for name in inside)))
+    rows.extend((name, lines) for name, lines in sums(totals).items() if name not in totals)
     rows.extend((f"{name}/", totals[name]) for name in outside)
     for name, lines in rows:
         budget = f"   of {BUDGETS[name]:>6,}" if name in BUDGETS else ""
-        print(f"  {name:<14}{lines:>7,} lines of code{budget}")
+        print(f"  {name:<18}{lines:>7,} lines of code{budget}")
+
+
+def sums(totals: dict[str, int]) -> dict[str, int]:
+    """Lines of code of everything that has a budget: packages, several together, all of them."""
+    inside = {name: lines for name, lines in totals.items() if name not in CHECKED}
+    return {
+        name: sum(inside.values())
+        if name == "in all"
+        else sum(inside.get(part, 0) for part in name.split(" + "))
+        for name in BUDGETS
+    }
 
 
 def check_budgets(totals: dict[str, int]) -> list[Finding]:
     """Which packages have more code than their budget."""
-    inside = {name: lines for name, lines in totals.items() if name not in CHECKED}
-    inside["in all"] = sum(inside.values())
     return [
-        Finding("src/fullshard", 1, f"{name}: expected <= {budget:,} lines of code, got {lines:,}")
-        for name, budget in BUDGETS.items()
-        if (lines := inside.get(name, 0)) > budget
+        Finding(
+            "src/fullshard",
+            1,
+            f"{name}: expected <= {BUDGETS[name]:,} lines of code, got {lines:,}",
+        )
+        for name, lines in sums(totals).items()
+        if lines > BUDGETS[name]
     ]
 
 

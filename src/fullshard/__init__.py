@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         wait as wait,
     )
     from fullshard.config.schema import ShardConfig as ShardConfig
-    from fullshard.planner.estimate import estimate_fsdp_memory as estimate_fsdp_memory
+    from fullshard.outlook.memory import estimate_fsdp_memory as estimate_fsdp_memory
     from fullshard.planner.plan import Plan as Plan
 
 __version__ = "0.1.0"
@@ -90,7 +90,7 @@ _HOMES = {
         "wait",
     ),
     "fullshard.config.schema": ("ShardConfig",),
-    "fullshard.planner.estimate": ("estimate_fsdp_memory",),
+    "fullshard.outlook.memory": ("estimate_fsdp_memory",),
     "fullshard.planner.plan": ("Plan",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

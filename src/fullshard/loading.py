@@ -22,11 +22,12 @@ from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
 from fullshard.checkpoint.read import Checkpoint, first_whole
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
+from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
-from fullshard.engine.state_tensors import (
+from fullshard.engine.state import (
     DTYPES,
     Held,
     OptimizerState,
@@ -37,7 +38,6 @@ from fullshard.engine.state_tensors import (
     optimizer_state,
     restore_optimizer,
 )
-from fullshard.engine.together import agree, tell
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -35,10 +36,11 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
+from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
-from fullshard.engine.state_tensors import (
+from fullshard.engine.state import (
     Held,
     OptimizerState,
     as_bytes,
@@ -49,7 +51,6 @@ from fullshard.engine.state_tensors import (
     optimizer_state,
     tied_names,
 )
-from fullshard.engine.together import agree, tell
 from fullshard.errors import CheckpointError, PreemptedError, ran_out_of_memory
 
 # What is saved beside what the caller gives.
@@ -96,7 +97,7 @@ def save(
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
     target = folder / step_name(settings.step) if settings.step is not None else folder
-    stage = _as_it_is if settings.wait else STAGING.copy
+    stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
     states = agree(engine, lambda: _states_of(model, optimizer))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
@@ -161,7 +162,7 @@ class _Staging:
         return copy
 
 
-STAGING = _Staging()
+STAGING: WeakKeyDictionary[nn.Module, _Staging] = WeakKeyDictionary()  # freed with the model
 
 
 def _as_it_is(_key: str, local: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -13,9 +12,10 @@ from benchmarks.times import find_cases, summary
 
 from fullshard.bench.calibrate import crowded, host_of
 from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
-from fullshard.engine.operations import KINDS
+from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
-from fullshard.planner.calibration import Ceilings, Host, Table, read_calibration
+from fullshard.outlook.calibration import Ceilings, Host, Table, read_calibration
+from support import forked as subprocess
 
 
 def run(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:

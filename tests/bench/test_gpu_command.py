@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
 from benchmarks import gpu
+
+from support import forked as subprocess
 
 
 def test_tiny_blocks_run_in_both_worlds_under_every_engine():

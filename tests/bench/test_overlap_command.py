@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 from benchmarks.overlap import Step
 from benchmarks.timeline import LANES, Slice
+
+from support import forked as subprocess
 
 SHARES = (
     "hidden",

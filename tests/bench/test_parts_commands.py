@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -13,6 +12,7 @@ from benchmarks import scale
 from fullshard.bench.comm_rank import resolve
 from fullshard.bench.page import Page
 from fullshard.errors import ConfigError
+from support import forked as subprocess
 
 
 def run(name: str, *arguments: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:

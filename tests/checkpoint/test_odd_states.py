@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,19 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path, wait):
         model.weight.zero_()
     assert fs.load(tmp_path / "c", model) == {"note": "hello", "step": None}
     assert torch.equal(model.weight.to_local().view(4, 4), wanted.to_local().view(4, 4))
+
+
+def test_copies_that_are_saved_from_are_freed_with_their_model(tmp_path):
+    def copies() -> int:
+        """Tensors of the size of a weight."""
+        gc.collect()
+        return sum(type(o) is torch.Tensor and o.numel() == 31 * 37 for o in gc.get_objects())
+
+    before = copies()
+    model = fs.shard(nn.Linear(31, 37))
+    for step in range(2):
+        fs.save(tmp_path / "c", model, step=step, wait=False)
+    fs.wait()
+    with_model = copies()
+    del model
+    assert copies() == before < with_model

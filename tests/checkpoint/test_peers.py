@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import fullshard as fs
+from support import forked as subprocess
 from support import peer_writers
 
 pytestmark = pytest.mark.peers

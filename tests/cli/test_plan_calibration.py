@@ -12,7 +12,7 @@ from fullshard.cli.app import invoke
 from fullshard.config.environment import cache_folder
 from fullshard.config.load import load_config
 from fullshard.launch.machine import describe_machine
-from fullshard.planner.calibration import (
+from fullshard.outlook.calibration import (
     FILE_NAME,
     Calibration,
     Ceilings,

@@ -25,7 +25,7 @@ from fullshard.compat.fsdp2 import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.step import Runtime
 from fullshard.errors import EngineError
 from support.compat import (
     Net,

@@ -435,6 +435,11 @@ def gradients_at_hand() -> None:
     weight.grad.data = torch.zeros_like(weight)
     assert weight.grad.to_local().abs().sum() == 0
     assert error_of(lambda: _set_data(weight.grad, torch.zeros(3))).startswith("ShardedTensorError")
+    weight.grad.data = weight.grad.data.add_(1.0)
+    kept = [weight.grad.data]
+    assert "nobody else holds" in error_of(lambda: _set_data(weight.grad, 2 * kept[0]))
+    assert kept.pop().to_local().eq(1).all()
+    weight.grad.data = weight.grad.data * 0
     weight.grad = None
     run.loss(model, 1).backward()
     assert weight.grad is not first

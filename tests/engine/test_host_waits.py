@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard as fs
-from fullshard.engine import actions, alike
+from fullshard.engine import norms
+from fullshard.engine import step as stepping
 from support.models import CASES
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "item", "is_nonzero"}
@@ -21,7 +22,7 @@ class HostWaits(TorchDispatchMode):
     """Notes what the host would wait for: values that it reads, and pageable copies of its own.
 
     A tensor that `torch.tensor(numbers)` makes is the host's. It may meet others only after
-    `alike.from_host`, whose copy is pinned and not waited for.
+    `norms.from_host`, whose copy is pinned and not waited for.
     """
 
     def __init__(self):
@@ -60,9 +61,9 @@ def watched():
         del mode.made[before:]
         return tensor
 
-    from_host = alike.from_host
-    places = ("alike", "norms", "gradients")
-    with patch.object(actions, "has_modes", lambda: False):
+    from_host = norms.from_host
+    places = ("norms", "gradients")
+    with patch.object(stepping, "has_modes", lambda: False):
         patches = [patch(f"fullshard.engine.{place}.from_host", crosses) for place in places]
         for each in patches:
             each.start()
@@ -103,7 +104,7 @@ def steps(settings, clip):
             optimizer.step()
             optimizer.zero_grad()
             continue
-        landed = patch.object(alike, "_differing", one_sum_later)
+        landed = patch.object(norms, "_differing", one_sum_later)
         with landed, patch("fullshard.engine.clip.is_at_hand", never), watched() as mode:
             with fs.no_sync(model):
                 case.loss(model(**batch)).backward()

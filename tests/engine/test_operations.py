@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model
-from fullshard.engine.operations import trace_work
-from fullshard.planner.operations import Operation
+from fullshard.engine.tracing import trace_work
+from fullshard.planner.tracing import Operation
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.tracing import Tracer
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -239,7 +241,31 @@ def evaluation_with_gradients_inside(model, x):
         return square(model, x)
 
 
+class Branches(Chain):
+    """A branch is computed in a worker thread; autograd numbers nodes for each thread anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with ThreadPoolExecutor(1) as pool:
+            branch = pool.submit(lambda: self.layers[1](self.layers[0](x))).result()
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.head(x + branch)
+
+
+@program(Branches)
+def a_branch_in_a_worker_thread(model, x):
+    return square(model, x)
+
+
 # ---- what shares memory with weights
+
+
+class Slotted:
+    __slots__ = ("table",)
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
 
 
 class Table(nn.Module):
@@ -253,7 +279,8 @@ class Table(nn.Module):
 
     def forward(self, n: int) -> Any:
         view = self.table[:n]
-        self.kept = {"attribute": view, "list": [view]}.get(self.how)
+        late = view if torch.is_grad_enabled() else 0.0  # a number in the first evaluation
+        self.kept = {"attribute": view, "list": [view], "late": late}.get(self.how)
         return {
             "view": view,
             "parameter": self.table,
@@ -261,6 +288,9 @@ class Table(nn.Module):
             "tuple": (None, view),
             "mapping": {"table": view},
             "object": SimpleNamespace(inner=SimpleNamespace(table=view)),
+            "slots": Slotted(view),
+            "set": {view},
+            "deque": deque([view]),
             "distribution": torch.distributions.Normal(0 * view, view, validate_args=False),
         }.get(self.how)
 
@@ -270,7 +300,11 @@ class Table(nn.Module):
             "mapping": lambda: given["table"],
             "object": lambda: given.inner.table,
             "distribution": lambda: given.scale,
+            "slots": lambda: given.table,
+            "set": lambda: next(iter(given)),
+            "deque": lambda: given[0],
             "attribute": lambda: self.kept,
+            "late": lambda: self.kept + torch.zeros(5, WIDTH, dtype=torch.float64),
             "list": lambda: self.kept[0],
         }
         return read.get(self.how, lambda: given)()
@@ -298,7 +332,7 @@ def evaluated_and_trained(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 HOWS = ["view", "parameter", "detached", "tuple", "mapping"]
-HOWS += ["object", "distribution", "attribute", "list"]
+HOWS += ["object", "distribution", "attribute", "list", "late", "slots", "set", "deque"]
 PROGRAMS |= {
     f"{how} of a {'trained' if trains else 'frozen'} table": (
         partial(Tables, how, trains=trains),
@@ -448,6 +482,11 @@ class Encoder(Adversaries):
 @program(Encoder)
 def methods_other_than_forward_that_call_units(model, x):
     return model.encode(x).square().mean()
+
+
+@program(Chain)
+def mapped_over_the_batch_and_trained(model, x):
+    return torch.func.vmap(model)(x).square().mean()
 
 
 @program(Chain)

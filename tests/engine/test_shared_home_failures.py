@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -20,6 +19,7 @@ from fullshard.config import host_memory
 from fullshard.errors import OutOfMemoryError
 from fullshard.transport.shared import segment
 from fullshard.transport.shared.board import Mark
+from support import forked as subprocess
 from support.models import Chain, perturbed, vectors
 from support.parity import whole_params
 

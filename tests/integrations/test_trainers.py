@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from fullshard.config.values import DType, Strategy
 from fullshard.errors import ConfigError
 from fullshard.integrations.settings import sharding_of
+from support import forked as subprocess
 
 pytestmark = pytest.mark.timeout(300)  # two runs before the first test, each with its own limit
 

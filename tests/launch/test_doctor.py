@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from fullshard.launch.doctor import Diagnosis, Finding, Health, anonymous
+from support import forked as subprocess
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support import forked
 from support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def launch(tmp_path, monkeypatch):
         script = tmp_path / "script.py"
         script.write_text(text)
         own = () if "--config_file" in words else ("--nproc-per-node", "2")
-        return subprocess.Popen(
+        return forked.Popen(
             [sys.executable, "-m", "fullshard", "launch", *own, *words, str(script), *arguments],
             cwd=tmp_path,
             stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import rendezvous
+from support import forked as subprocess
 
 ROOT = Path(__file__).parents[2]
 

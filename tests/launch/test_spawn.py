@@ -14,6 +14,7 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.launch import memory_kill
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
+from support import forked
 from support.processes import assert_all_end, read_pids
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +27,14 @@ def run(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def run(what, *args, ranks=2, timeout_s=60.0):
-        return run_local_ranks(
-            "support.launch_job",
-            [what, *map(str, args)],
-            num_processes=ranks,
-            log_dir=tmp_path / "logs",
-            timeout_s=timeout_s,
-        )
+        with forked.launching():
+            return run_local_ranks(
+                "support.launch_job",
+                [what, *map(str, args)],
+                num_processes=ranks,
+                log_dir=tmp_path / "logs",
+                timeout_s=timeout_s,
+            )
 
     return run
 

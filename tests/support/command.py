@@ -1,4 +1,7 @@
-"""`fullshard` called in this process, with what it and its children write kept apart."""
+"""`fullshard` called in this process, with what it and its children write kept apart.
+
+Ranks and references that it starts are forked from a server that has torch imported.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from support import forked
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ def call(folder: Path, *words: object) -> Done:
     """Run a command; its output goes through files in `folder`."""
     from fullshard.cli.app import run
 
-    with output_in(folder):
+    with output_in(folder), forked.launching():
         exit_code = run([str(word) for word in words])
     return Done(exit_code, (folder / "out").read_text(), (folder / "err").read_text())
 

@@ -1,12 +1,23 @@
-"""What the fork server imports before it forks ranks. Nothing here may start a thread."""
+"""What the fork server imports before it forks. Nothing here may start a thread.
+
+Not jax, which reads its environment when it is imported.
+"""
+
+import gc
+import os
 
 import torch
+import torch._dynamo
 import torch.distributed
 import torch.distributed.fsdp
 import torch.utils.checkpoint
+import transformers.models.llama.modeling_llama
 
 import fullshard
+import fullshard.run.on_torch
 
-__all__ = ["fullshard", "torch"]
+__all__ = ["fullshard", "torch", "transformers"]
+SERVER = os.getpid()  # the process that imported this
 fullshard.shard  # noqa: B018  the engine is imported at the first access
-torch.distributed.fsdp  # noqa: B018
+# Ranks collect garbage after every body: not through the 400,000 objects of all these modules.
+gc.freeze()

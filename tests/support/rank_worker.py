@@ -27,13 +27,14 @@ import types
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from _pytest.assertion.rewrite import rewrite_asserts
 from _pytest.config import parse_warning_filter
+
+from support.forked import leave_server
 
 PR_SET_PDEATHSIG = 1
 COLLECTIVE_TIMEOUT = timedelta(minutes=20)  # far above a call's time-out, which names the stacks
@@ -87,14 +88,8 @@ def serve(seat: Seat, pipe: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """End with the fork server, which ends when nobody holds the pipe that its starter made.
-
-    Ranks inherit that pipe, so that they could use the server too; they let go of it here.
-    """
-    server = forkserver._forkserver  # type: ignore[attr-defined]
-    if server._forkserver_alive_fd is not None:
-        os.close(server._forkserver_alive_fd)
-        server._forkserver_alive_fd = None
+    """End with the fork server, which ends when nobody holds the pipe that its starter made."""
+    leave_server()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:

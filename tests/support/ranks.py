@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -25,12 +24,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from support import forked
 from support.rank_worker import Body, Seat, serve
 
 START_TIMEOUT_S = 180.0
@@ -58,8 +57,6 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._folder: Path | None = None
         self._num_calls = 0
-        multiprocessing.set_forkserver_preload(["support.preload"])
-        forkserver.ensure_running()
 
     def __call__(
         self, function: Callable[..., Any], *args: Any, timeout: float = 60.0
@@ -120,7 +117,7 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        context = forked.server()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         for rank in range(self.world_size):
             seat = Seat(

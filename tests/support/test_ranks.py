@@ -286,3 +286,15 @@ def test_closing_ends_every_pool():
     pids = pools(1)(process_times)
     pools.close()
     assert not any(map(psutil.pid_exists, pids))
+
+
+def imported_before():
+    from support import preload
+
+    return preload.__file__, os.getppid() == preload.SERVER
+
+
+def test_ranks_are_forked_from_a_server_that_has_imported_torch(lone_pool):
+    file, of_the_server = lone_pool(imported_before)[0]
+    assert Path(file).name == "preload.py"
+    assert of_the_server

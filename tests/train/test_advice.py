@@ -13,11 +13,11 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Command
 from fullshard.models.build import given_model_config, model_on_meta
-from fullshard.planner.hardware import Fit
+from fullshard.outlook.memory import Fit
+from fullshard.outlook.predict import Machine, Outlook, look
+from fullshard.outlook.search import Advice, advise
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Machine, Outlook, look
-from fullshard.planner.search import Advice, advise
 from fullshard.run import outlook as train_outlook
 from fullshard.run import start
 from fullshard.run.outlook import job_of, view_of
@@ -41,7 +41,7 @@ def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[Advice]]:
     machine = Machine(None, memory_bytes)
     job = job_of(model, config.training, world_size)
     outlook = look(plan_of(config.sharding), config.sharding, job, machine)
-    return outlook, advise(outlook, plan_of, machine)
+    return outlook, advise(outlook, plan_of)
 
 
 def measured(words: list[str]) -> int:

@@ -78,6 +78,12 @@ def test_bad_input_is_said_before_any_rank_starts(
         (["train", "CONFIG", "data.path=nowhere.txt"], 6),
         (["train", "CONFIG", "model=nowhere"], 2),
         (["train", "CONFIG", "data.tokenizer=nowhere"], 2),
+        (["sft", "data.path=nowhere.jsonl"], 6),  # before the model that it begins with is trained
+        (["distill", "data.path=nowhere.txt"], 6),
+        (["distill", "data.path=nowhere.txt", "backend=jax"], 6),
+        (["ckpt", "export", "nowhere", "out"], 7),
+        (["ckpt", "import", "nowhere", "out"], 7),
+        (["ckpt", "diff", "nowhere", "."], 7),
         (["plan", "CONFIG", "model=nowhere"], 2),
         (["verify", "CONFIG", "model=nowhere"], 2),
     ],

@@ -95,6 +95,7 @@ COMMANDS = {
         *("distill", *job, "model.config.model_type=llama", "model.config.hidden_size=32"),
         f"teacher={folder}",
     ),
+    "teacher alone": lambda job, folder: ("distill", *job, f"teacher={folder}"),
     "tokenizer": lambda job, folder: (
         *("train", *job, "model.config.model_type=llama", f"data.tokenizer={folder}"),
     ),
@@ -111,7 +112,10 @@ def test_no_command_runs_code_of_a_folder(command, fullshard, folder, marker, jo
     assert not marker.exists()
     assert done.exit_code == 2, done.err
     assert f"'{folder}', which brings Python code of its own" in done.err
-    flag = {"teacher": "teacher.trust_remote_code=true", "generate": "--trust-remote-code"}
+    flag = {"generate": "--trust-remote-code"}
+    if command.startswith("teacher"):
+        flag[command] = "teacher.trust_remote_code=true"
+        assert done.err.startswith("ConfigError: command line: teacher.name_or_path: ")
     assert f"allow it with {flag.get(command, 'model.trust_remote_code=true')}" in done.err
 
 

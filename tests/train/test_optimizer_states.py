@@ -16,9 +16,9 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
 from fullshard.models.build import build_sharded, given_model_config
+from fullshard.outlook.predict import Machine
 from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
-from fullshard.planner.outlook import Machine
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import Average, build_optimizer
 from fullshard.run.outlook import look_at

@@ -16,8 +16,8 @@ import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
 from fullshard.models.build import build_sharded, given_model_config
-from fullshard.planner.outlook import Machine
-from fullshard.planner.phases import Source, checkpoint_bytes, phases_of
+from fullshard.outlook.memory import Source, checkpoint_bytes
+from fullshard.outlook.predict import Machine
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, storage_of
@@ -63,7 +63,7 @@ def measured(recompute: str, folder: str | None, checkpoint: Path) -> dict[str, 
         look_at(config, dist.get_world_size(), Machine(None, None)),
         storage_of(config),
     )
-    planned = {one.name: one for one in phases_of(outlook, storage)}
+    planned = {one.name: one for one in outlook.phases(storage)}
     fs.save(checkpoint, *train(config))
     shard = planned["shard"].device
     return {

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from fullshard.observe.metrics import read_rows
+from support import forked as subprocess
 
 pytestmark = pytest.mark.timeout(300)  # a test is up to three runs, each with a limit of its own
 
@@ -207,6 +207,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (("model.config.num_hidden_layers=3", "max_steps=26"), 2, "model: expected what it was"),
+        (("max_steps=26", "freeze=*.layers.0.*"), 2, "freeze: expected what it was in the run"),
         (("--resume", "RUN", "output_dir=NEW"), 0, "a new run begins with the model and optimizer"),
         (("--resume", "RUN", "model.config.num_hidden_layers=3"), 7, "it has no such tensor"),
         (("--resume", "RUN", "model.config.num_hidden_layers=1"), 7, "it also has model.layers.1."),
@@ -222,3 +223,24 @@ def test_dry_run_says_what_a_resume_would_do_or_refuse(
     done = fullshard("train", calm, *words, "--dry-run")
     assert done.exit_code == code
     assert said in done.out + done.err
+
+
+def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path, fullshard):
+    config = write(tmp_path)
+    shutil.copytree(calm.parent / "run", tmp_path / "run")
+    words = ("train", config, "max_steps=26", "--dry-run")
+    for file in ("data/dataset.json", "config.yaml"):  # those of the run are below another folder
+        path = tmp_path / "run" / file
+        path.write_text(path.read_text().replace(str(calm.parent), str(tmp_path)))
+    assert fullshard(*words).exit_code == 0
+    text = tmp_path / "text.txt"
+    text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
+    changed = fullshard(*words)
+    assert changed.exit_code == 2
+    assert "data.path: expected the tokens of the run that goes on" in changed.err
+    for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
+        record = json.loads((calm.parent / "run" / "run.json").read_text())
+        (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))
+        broken = fullshard(*words)
+        assert broken.exit_code == 2, broken.err
+        assert "run.json: expected the record of a run" in broken.err

@@ -17,11 +17,10 @@ from fullshard.config.load import load_config
 from fullshard.config.supported import check_command
 from fullshard.config.values import Command
 from fullshard.models.build import given_model_config, model_on_meta
-from fullshard.planner.hardware import HEADROOM, Fit
+from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
+from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.planner.outlook import Machine
-from fullshard.planner.phases import TEACHER
 from fullshard.recipes.base import Recipe, Seat
 from fullshard.recipes.distill.teacher import Teaching, build_teacher
 from fullshard.run.optim import build_optimizer

@@ -8,10 +8,9 @@ import transformers
 
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
-from fullshard.engine import activations
-from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import meta_model
-from fullshard.planner.activations import peak
+from fullshard.engine.tracing import MOST_OPERATIONS, trace_step
+from fullshard.planner.tracing import peak
 from fullshard.run import tracing
 from fullshard.run.tracing import Tracer
 
@@ -95,7 +94,7 @@ def test_a_model_that_loops_over_its_tokens_is_counted_from_shapes():
 
     def forward(input_ids, **_):
         states = model.model.embed_tokens(input_ids)
-        for _ in range(activations.MOST_OPERATIONS):
+        for _ in range(MOST_OPERATIONS):
             states = states + 1
         return model.lm_head(states)
 

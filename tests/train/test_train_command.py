@@ -20,6 +20,7 @@ from fullshard.config.load import load_config
 from fullshard.launch.run_lock import LOCK
 from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.planner.plan import Plan
+from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import causal_lm_loss
 from support.processes import wait_until
 from support.text import seeded_text
@@ -110,6 +111,19 @@ def test_record_tells_what_was_planned_and_measured(two_ranks):
     assert record["measured"]["train_loss"] == two_ranks.steps[-1]["loss"]
     assert record["measured"]["memory_peak_bytes"] > plan.peak_bytes["device"]
     assert record["environment"]["torch"] == torch.__version__
+
+
+def test_planned_and_measured_memory_are_both_of_the_whole_process(two_ranks):
+    planned = two_ranks.record["planned"]
+    expected, before = planned["expected_peak_bytes"], planned["process_bytes"]
+    measured = two_ranks.record["measured"]["memory_peak_bytes"]
+    line = next(row for row in two_ranks.out.splitlines() if row.startswith("memory "))
+    assert line.split(maxsplit=1)[1] == (
+        f"planned {human_bytes(expected)} of tensors + {human_bytes(before)} that the process took "
+        f"before the model was built = {human_bytes(expected + before)}; "
+        f"measured {human_bytes(measured)} a rank (the whole process)"
+    )
+    assert 0 < before < measured
 
 
 def test_metrics_have_a_row_a_step_with_exactly_the_fields_of_the_contract(two_ranks):

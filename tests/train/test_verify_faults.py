@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from fullshard.config.load import load_config
 from fullshard.verify import check as verify
 from fullshard.verify.faults import Fault
 from fullshard.verify.rank import run_passes
+from support import forked as subprocess
 
 SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"
 # A parallel residual without ties, learned positions and a tied head, a mixture of experts.

@@ -103,6 +103,8 @@ def test_a_run_leaves_the_files_that_every_run_leaves(runs):
     assert record["status"] == "finished"
     assert record["environment"]["jax"] == metadata.version("jax")
     assert "model.layers.mlp.down_proj.weight" in (runs / "jax" / "report.html").read_text()
+    for log in (runs / "jax" / "logs").glob("rank_*.log"):
+        assert "peer ranks" not in log.read_text()  # what gloo prints of its connections
 
 
 @pytest.mark.parametrize(

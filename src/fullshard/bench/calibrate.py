@@ -15,12 +15,12 @@ from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.launch.machine import describe_machine, describe_versions
-from fullshard.planner.calibration import Calibration, Ceilings, Host, Table, to_json
+from fullshard.outlook.calibration import Calibration, Ceilings, Host, Table, to_json
 
 if TYPE_CHECKING:
     from fullshard.bench.ceilings import Sizes
-    from fullshard.planner.operations import Work
     from fullshard.planner.plan import Plan
+    from fullshard.planner.tracing import Work
 
 MEASURE = "fullshard.bench.calibrate_rank:measure"
 DEFAULT_RANKS = (1, 2, 4)
@@ -206,7 +206,7 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
             of `step 2` ... with one.
         machine: Described.
     """
-    from fullshard.planner.step_time import step_time
+    from fullshard.outlook.player import step_time
 
     depths = sorted(int(name.split()[1]) for name in measured if name.startswith("step "))
     _, work = _traced(depths[-1], 1)
@@ -231,7 +231,7 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
 
 def _traced(depth: int, world_size: int) -> tuple[Plan, Work]:
     """The plan of a tiny model on the ranks of a host, and what it computes."""
-    from fullshard.planner.outlook import Machine
+    from fullshard.outlook.predict import Machine
     from fullshard.run.outlook import look_at
 
     config = host_config(depth)

@@ -23,7 +23,7 @@ from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model
-from fullshard.planner.calibration import Point
+from fullshard.outlook.calibration import Point
 from fullshard.planner.mesh import Mesh
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.run.optim import build_optimizer

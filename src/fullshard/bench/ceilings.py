@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fullshard.planner.calibration import Point
+from fullshard.outlook.calibration import Point
 
 KIB, MIB = 1 << 10, 1 << 20
 HELD_BYTES = 48 * MIB  # of a repetition's results

@@ -161,11 +161,7 @@ def invoke(words: Sequence[str]) -> Outcome:
         words: the command line without the program's name.
     """
     command = typer.main.get_command(app)
-    if words[:1] in (
-        ["train"],
-        ["sft"],
-        ["distill"],
-    ):  # a launcher's flags stand behind `--`, and are ours to read
+    if words and words[0] in ("train", "sft", "distill"):  # a launcher's flags stand behind --
         words = [word for word in words if word != "--"]
     try:
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)

@@ -167,7 +167,7 @@ def calibrate(
     """Measure what this machine reaches, so that `fullshard plan` can say the time of a step."""
     from fullshard.bench import calibrate as bench
     from fullshard.config.environment import cache_folder
-    from fullshard.planner.calibration import FILE_NAME
+    from fullshard.outlook.calibration import FILE_NAME
 
     options = bench.Options(tuple(ranks or bench.DEFAULT_RANKS), tiny, wait, timeout)
     found = bench.run(options, say)

@@ -11,7 +11,7 @@ import typer
 
 from fullshard.cli.outcome import Outcome, show
 from fullshard.cli.words import DryRunFlag, JsonFlag
-from fullshard.errors import printable
+from fullshard.errors import printable, untrusted
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.retain import Found
@@ -20,10 +20,20 @@ app = typer.Typer(
     no_args_is_help=True, help="List, inspect, verify, convert and prune checkpoints."
 )
 
+
+def _named(path: Path) -> Path:
+    """The path; one that names nothing is refused before torch is imported."""
+    from fullshard.checkpoint.retain import candidates
+
+    with untrusted(f"'{path}'", "a checkpoint"):
+        if not path.exists():
+            candidates(path)
+    return path
+
+
 Folder = Annotated[Path, typer.Argument(help="A folder of step-* folders, or a run's folder.")]
-Any_ = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a folder or run, of which the newest is taken.")
-]
+NEWEST = "A checkpoint, or a folder or run, of which the newest is taken."
+Any_ = Annotated[Path, typer.Argument(callback=_named, help=NEWEST)]
 
 
 ConfigFolder = Annotated[
@@ -113,8 +123,10 @@ def verify(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint, or a Hugging Face folder.")],
-    b: Annotated[Path, typer.Argument(help="Another one.")],
+    a: Annotated[
+        Path, typer.Argument(callback=_named, help="A checkpoint, or a Hugging Face folder.")
+    ],
+    b: Annotated[Path, typer.Argument(callback=_named, help="Another one.")],
     as_json: JsonFlag = False,  # noqa: ARG001
 ) -> Outcome:
     """Compare two of them tensor by tensor; ends with 8 where they differ."""
@@ -197,8 +209,9 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
+            callback=_named,
             help="A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, "
-            "DeepSpeed (ZeRO), of sharded state dicts of ranks; a file of torch.save."
+            "DeepSpeed (ZeRO), of sharded state dicts of ranks; a file of torch.save.",
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="A new folder: the checkpoint.")],
@@ -293,7 +306,7 @@ def _facts(found: Found) -> dict[str, Any]:
 
 
 def _bytes(count: int) -> str:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     return human_bytes(count)
 

@@ -60,9 +60,8 @@ def distill(  # noqa: PLR0913  (one parameter an option)
         resolved = load(words, flags=FLAGS, default=job_file(job, resolved))
     how = How(resume, max_restarts, dry_run)
     command = Command.CACHE if caches else Command.DISTILL
-    resolved.check_command(command)  # before a teacher is trained for it
-    teacher = resolved.config.teacher
-    ended = made_first(teacher.name_or_path if teacher else None, teacher_job, how)
+    teacher = resolved.config.teacher and resolved.config.teacher.name_or_path
+    ended = made_first(command, resolved, teacher, teacher_job, how)
     if ended is not None:
         return ended
     return run_recipe(command, resolved, how)

@@ -28,10 +28,9 @@ from fullshard.errors import ConfigError
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
     from fullshard.config.schema import RunConfig
-    from fullshard.planner.forecast.devices import Device
-    from fullshard.planner.hardware import Gpus
+    from fullshard.outlook.devices import Device, Gpus
+    from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Machine
     from fullshard.run.outlook import View
 
 app = typer.Typer()
@@ -162,7 +161,7 @@ def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
     """Show it, and write a page where that is asked for."""
     from fullshard.cli.plan_told import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
-    from fullshard.planner.search import compare
+    from fullshard.outlook.search import compare
     from fullshard.run.outlook import leaves_something
 
     study, lack = view.study(), view.lack()
@@ -172,7 +171,7 @@ def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
     if out is not None:
         from fullshard.observe.plan_page import write_plan_page
 
-        strategies = compare(study.outlook, view.plan_of, study.machine, hosts=study.hosts)
+        strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
         print(f"Figures: {write_plan_page(study, strategies, out)}")
     code = ExitCode.OK if lack is None else ExitCode.WILL_NOT_FIT
     return Outcome(to_dict(study), code)
@@ -218,9 +217,8 @@ def _is_for_xla(
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
     """A machine's GPUs, and those that the user has described."""
-    from fullshard.planner.device_file import read_devices
-    from fullshard.planner.forecast.memory import GIB
-    from fullshard.planner.hardware import parse_gpus
+    from fullshard.outlook.devices import parse_gpus, read_devices
+    from fullshard.outlook.memory import GIB
 
     if devices is not None and gpus is None:
         raise ConfigError(
@@ -237,9 +235,9 @@ def _calibrated(
     """With what was measured on this machine, where that is what is planned for."""
     from fullshard.config.environment import cache_folder
     from fullshard.launch.machine import describe_machine
-    from fullshard.planner.calibration import FILE_NAME, read_calibration
+    from fullshard.outlook.calibration import FILE_NAME, read_calibration
 
-    if hardware is not None or world.world_size != (world.local_world_size or world.world_size):
+    if hardware is not None or world.num_hosts > 1:
         if given is not None:
             raise ConfigError(
                 "--calibration: expected ranks of this machine alone, which it was measured on; "
@@ -283,7 +281,7 @@ def _machine(
     from fullshard.run.outlook import machine_of, this_machine
 
     if hardware is None and nodes is None:
-        return this_machine(world.local_world_size or world.world_size)
+        return this_machine(world.ranks_per_host)
     return machine_of(hardware, own)
 
 

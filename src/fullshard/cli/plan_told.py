@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fullshard.planner.hardware import Gpus
-    from fullshard.planner.outlook import Outlook
-    from fullshard.planner.study import Study
+    from fullshard.outlook.devices import Gpus
+    from fullshard.outlook.predict import Outlook
+    from fullshard.outlook.search import Study
     from fullshard.run.outlook import Lack
 
 
 def to_dict(study: Study) -> dict[str, Any]:
     """What --json prints."""
-    from fullshard.planner.phases import checkpoint_bytes, phases_of
-    from fullshard.planner.reserve import reserve_of
+    from fullshard.outlook.memory import checkpoint_bytes
 
-    reserve = reserve_of(study.outlook, study.machine)
+    reserve = study.outlook.overhead()
     cached = sum(one.num_bytes for one in reserve if one.is_cached)
     outlook, made = study.outlook, study.outlook.plan
     return {
@@ -39,10 +38,10 @@ def to_dict(study: Study) -> dict[str, Any]:
             for one in study.advice
         ],
         "reserve": [{"name": one.name, "bytes": one.num_bytes, "why": one.why} for one in reserve],
-        "phases": [dataclasses.asdict(one) for one in phases_of(outlook, study.storage)],
+        "phases": [dataclasses.asdict(one) for one in outlook.phases(study.storage)],
         "checkpoint_bytes": checkpoint_bytes(made),
         "scaling": [dataclasses.asdict(point) for point in study.scaling],
-        "memory_bytes": study.machine.memory_bytes,
+        "memory_bytes": study.outlook.machine.memory_bytes,
         "plan": {
             "model": made.model_kind,
             "num_parameters": made.num_parameters,
@@ -68,8 +67,8 @@ def to_dict(study: Study) -> dict[str, Any]:
 
 def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     """What people read."""
-    from fullshard.planner.hardware import Fit
-    from fullshard.planner.render import human_bytes
+    from fullshard.outlook.memory import Fit
+    from fullshard.planner.text import human_bytes
 
     outlook = study.outlook
     print(outlook.plan.tree().partition("\nmemory of a rank")[0])
@@ -85,7 +84,7 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
         how = ", as this machine was calibrated" if outlook.is_calibrated else ""
         speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
         print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
-    memory = study.machine.memory_bytes
+    memory = study.outlook.machine.memory_bytes
     name = "a rank's part of this machine" if hardware is None else hardware.name or "GPU"
     if lack is not None:
         sentence = Fit.NO.sentence(lack.needed, lack.memory)
@@ -93,14 +92,14 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     elif outlook.fit is not None and memory is not None:
         sentence = outlook.fit.sentence(outlook.peak_bytes["device"], memory)
         print(f"{name} ({human_bytes(memory)}): {sentence}")
-    if hardware is not None and hardware.name and study.machine.device is None:
+    if hardware is not None and hardware.name and study.outlook.machine.device is None:
         print(f"{hardware.name}: its speed is not known. Describe it in a file (--devices).")
     for one in study.advice:
         print(f"  {one.sentence(outlook)}")
 
 
 def _print_memory(outlook: Outlook) -> None:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     totals = {place: size for place, size in outlook.peak_bytes.items() if size}
     is_split = len(totals) > 1  # offloaded
@@ -115,10 +114,9 @@ def _print_memory(outlook: Outlook) -> None:
 
 
 def _print_reserve(study: Study) -> None:
-    from fullshard.planner.render import human_bytes
-    from fullshard.planner.reserve import reserve_of
+    from fullshard.planner.text import human_bytes
 
-    rows = reserve_of(study.outlook, study.machine)
+    rows = study.outlook.overhead()
     if not rows:
         return
     table = _table("held beside it (estimates)", "name", "", "why")
@@ -128,16 +126,15 @@ def _print_reserve(study: Study) -> None:
 
 
 def _print_phases(study: Study) -> None:
-    from fullshard.planner.phases import checkpoint_bytes, phases_of
-    from fullshard.planner.render import human_bytes
+    from fullshard.outlook.memory import checkpoint_bytes
+    from fullshard.planner.text import human_bytes
 
+    phases = study.outlook.phases(study.storage)
     places = [
-        place
-        for place in ("device", "host", "disk")
-        if any(getattr(one, place) for one in phases_of(study.outlook, study.storage))
+        place for place in ("device", "host", "disk") if any(getattr(one, place) for one in phases)
     ]
     table = _table("the most in each phase", "phase", *places)
-    for one in phases_of(study.outlook, study.storage):
+    for one in phases:
         table.add_row(one.name, *(human_bytes(getattr(one, place)) for place in places))
     _show(table)
     size = checkpoint_bytes(study.outlook.plan)

@@ -8,9 +8,9 @@ from fullshard.cli.outcome import Outcome
 
 if TYPE_CHECKING:
     from fullshard.config.schema import RunConfig
-    from fullshard.planner.hardware import Fit
+    from fullshard.outlook.memory import Fit
+    from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.planner.outlook import Machine
     from fullshard.run.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
@@ -38,7 +38,7 @@ def plan_on_xla(
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.models.build import model_config_of
     from fullshard.models.config import quiet_libraries
-    from fullshard.planner.hardware import Fit, judge_fit
+    from fullshard.outlook.memory import Fit, judge_fit
     from fullshard.run.xla_outlook import compiled_step, look
 
     quiet_libraries()
@@ -104,7 +104,7 @@ def _moved(collectives: Any) -> dict[str, dict[str, int]]:
 
 
 def _print_outlook(outlook: XlaOutlook) -> None:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     table = outlook.table
     print(table.tree().partition("\na step's collectives")[0])
@@ -119,7 +119,7 @@ def _print_outlook(outlook: XlaOutlook) -> None:
 
 
 def _print_exact(outlook: XlaOutlook, exact: Compiled, target: str) -> None:
-    from fullshard.planner.render import human_bytes
+    from fullshard.planner.text import human_bytes
 
     error = outlook.errors(exact)
     print(f"XLA's own figures, compiled for {target} in {exact.compile_s:.0f} s:")

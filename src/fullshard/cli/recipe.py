@@ -43,12 +43,16 @@ class How:
     is_local: bool = False  # on ranks of our own, whatever launcher has started this process
 
 
-def made_first(folder: str | None, job: str, how: How) -> Outcome | None:
+def made_first(
+    command: Command, resolved: Resolved, folder: str | None, job: str, how: How
+) -> Outcome | None:
     """Train the model that a job of ours begins with, where it is asked for and missing.
 
     Under a launcher rank 0 does it, on local ranks, while the others wait for it at the rendezvous.
 
     Args:
+        command: The recipe of the run that waits for it.
+        resolved: That run's configuration, which is checked first.
         folder: The model that is asked for.
         job: Ours, which would make it.
         how: Flags of the run that waits for it.
@@ -64,23 +68,32 @@ def made_first(folder: str | None, job: str, how: How) -> Outcome | None:
     launch = read_launch_environment()
     if folder is None or Path(folder) != made or made.is_dir() or (launch and launch.rank):
         return None
+    _check_first(command, resolved, how, coming=made)
     print(f"There is no {made} yet: it is trained first.", flush=True)
     alone = How(max_restarts=how.max_restarts, dry_run=how.dry_run, is_local=True)
     done = run_recipe(Command.TRAIN, first, alone)
     return done if done.exit_code != 0 or how.dry_run else None
 
 
-def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
-    """Run a recipe on local ranks, or as a rank where a launcher has started us."""
+def _check_first(
+    command: Command, resolved: Resolved, how: How, coming: Path | None = None
+) -> LaunchEnvironment | None:
+    """Check what needs no torch; the launcher that has started us."""
     from fullshard.config.environment import read_launch_environment
     from fullshard.run.paths import check_paths
 
     launch = None if how.is_local else read_launch_environment()
-    resolved.check_supported(launch=launch)
     resolved.check_command(command)
+    resolved.check_supported(launch=launch)
     if launch is None or launch.rank == 0:
-        check_paths(resolved)
-    from fullshard.run import start
+        check_paths(resolved, coming=coming)
+    return launch
+
+
+def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
+    """Run a recipe on local ranks, or as a rank where a launcher has started us."""
+    launch = _check_first(command, resolved, how)
+    from fullshard.run import start  # imports torch
 
     world_size = start.world_size_of(resolved, launch)
     resolved = resolved.for_ranks(world_size)
@@ -97,7 +110,7 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
         stuck_s = resolved.config.launch.timeout
         local, result = start.start_ranks(folder, world_size, stuck_s, how.max_restarts)
     after_stop = "" if result.failure or not result.exit_code else _how_to_resume(folder)
-    record = folder.read_record()
+    record = {} if result.exit_code else folder.read_record()
     return launch_outcome(local, result, after_stop=after_stop, run_dir=folder.path, **record)
 
 

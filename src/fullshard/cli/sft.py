@@ -40,7 +40,7 @@ def sft(  # noqa: PLR0913  (one parameter an option)
 
     resolved = load(words, config, config_file, flags=FLAGS, default=JOB)
     how = How(resume, max_restarts, dry_run)
-    ended = made_first(resolved.config.model.name_or_path, MAIN_JOB, how)
+    ended = made_first(Command.SFT, resolved, resolved.config.model.name_or_path, MAIN_JOB, how)
     if ended is not None:
         return ended
     return run_recipe(Command.SFT, resolved, how)

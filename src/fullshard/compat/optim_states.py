@@ -17,7 +17,7 @@ from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, to
 from fullshard.engine.engine import Engine
 from fullshard.engine.optimizers import on_new_optimizer
 from fullshard.engine.owned import OwnedOptimizer
-from fullshard.engine.parameter import ShardedParameter, is_guarded
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.transport.groups import own_group, tell_everyone
 
 States = dict[str, Any]
@@ -47,7 +47,11 @@ def optim_state_dict(
         own = optim.state.get(param, {}) if states is None else states.get(number, {})
         if own:
             held[_name_of(names, param)] = own
-    shards = [name for name, values in held.items() if any(map(is_guarded, values.values()))]
+    shards = [
+        name
+        for name, values in held.items()
+        if any(isinstance(value, Guarded) for value in values.values())
+    ]
     world = max((engine.plan.mesh.world_size for engine in engines.values()), default=1)
     if wanted.kind is not Kind.LOCAL and world > 1:
         shards = _agreed(shards)
@@ -89,7 +93,7 @@ def everyones(value: Any) -> list[Any]:
 def _convert(value: Any, engines: Mapping[int, Engine], wanted: Wanted) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if not is_guarded(value):
+    if not isinstance(value, Guarded):
         value = value.detach().clone()
         return value.cpu() if wanted.to_cpu else value
     if wanted.kind is Kind.LOCAL:
@@ -152,7 +156,7 @@ def _whole(value: Any) -> Any:
 
 def _part(param: torch.Tensor, value: Any) -> Any:
     """A state as this rank holds it."""
-    if not isinstance(value, torch.Tensor) or is_guarded(value):
+    if not isinstance(value, torch.Tensor) or isinstance(value, Guarded):
         return value
     if not isinstance(param, ShardedParameter) or value.dim() == 0 == param.dim():
         return value.detach().clone()  # what is loaded belongs to one optimizer

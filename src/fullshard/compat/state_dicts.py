@@ -36,7 +36,7 @@ from fullshard.compat.wrapping import (
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
 from fullshard.engine.model_spec import places_of
-from fullshard.engine.parameter import ShardedParameter, is_guarded
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.state import whole_params
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh
@@ -107,7 +107,7 @@ def state_dict(
         _busy.pop()
     if engine.unsharded:
         return result
-    shards = {key: value for key, value in result.items() if is_guarded(value)}
+    shards = {key: value for key, value in result.items() if isinstance(value, Guarded)}
     values = convert(engine, shards, wanted)
     result.update(values)
     if wanted.rank0_only and own_rank() != 0:
@@ -214,7 +214,7 @@ def rows_on_meta(
         key = prefix + clean_name(name)
         value = result.get(key)
         if isinstance(value, torch.Tensor) and id(param) not in ignored:
-            whole = value.full_tensor() if is_guarded(value) else value  # type: ignore[attr-defined]
+            whole = value.full_tensor() if isinstance(value, Guarded) else value  # type: ignore[attr-defined]
             result[key] = _rows(whole, on, mesh, own_rank())
     return result
 
@@ -238,7 +238,11 @@ def take_values(root: nn.Module, state: dict[str, Any]) -> None:
             value: Any = state.get(key)
             piece = param.record.piece if isinstance(param, ShardedParameter) else None
             shape = tuple(param.shape if piece is None else piece.shape)
-            if not isinstance(value, torch.Tensor) or is_guarded(value) or value.shape != shape:
+            if (
+                not isinstance(value, torch.Tensor)
+                or isinstance(value, Guarded)
+                or value.shape != shape
+            ):
                 continue
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             if piece is not None:  # cut by an earlier call

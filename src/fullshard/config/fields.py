@@ -7,6 +7,7 @@ numbers, `no` is a word) and refuses the rest as a `Rejected`, which says what w
 from __future__ import annotations
 
 import dataclasses
+import os.path
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar, cast
@@ -128,7 +129,8 @@ class Number:
             return 0
         number = to_number(value)
         if number is None or (whole and number != int(number)):
-            raise Rejected(self.expected(whole=whole))
+            too_large = str(value).strip().lstrip("-+").isdecimal()
+            raise Rejected(self.expected(whole=whole), "The limit is 2^63 - 1" if too_large else "")
         if (
             (self.at_least is not None and number < self.at_least)
             or (self.above is not None and number <= self.above)
@@ -194,6 +196,8 @@ def to_text(value: object) -> object:
         raise Rejected("text that is not empty")
     if "\0" in value:
         raise Rejected("text without NUL characters")
+    if value.startswith("~/"):  # as in a shell; unchanged where nobody knows a home
+        return os.path.expanduser(value)  # noqa: PTH111
     return value
 
 

@@ -97,6 +97,8 @@ def at_home(problem: Problem) -> Problem:
     homes = {name} if name in RunConfig.known_names() else {*_fields(name, ()), *_other_names(name)}
     if not section or problem.got != "unknown key" or len(homes) != 1:
         return problem
+    if problem.key in homes:  # a dotted name in a file, where sections are mappings
+        return replace(problem, advice=f"Write it as `{name}:` in the section `{section}:`")
     return replace(problem, advice=f"Did you mean '{homes.pop()}'?")
 
 

@@ -8,6 +8,7 @@ key=value  --+    (dialects)
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -124,7 +125,10 @@ class Resolved:
         """
         if isinstance(error, ConfigProblems):
             return error.map(self.index.locate)
-        key, colon, said = str(error).partition(": ")
+        text = str(error)
+        if self.config.model == self.config.teacher:  # a student that begins as its teacher
+            text = re.sub(r"\bmodel\.(name_or_path|trust_remote_code)", r"teacher.\1", text)
+        key, colon, said = text.partition(": ")
         for full in (key, f"sharding.{key}"):  # the planner knows ShardConfig's names alone
             origin = self.origins.get(full) or self.index.origin_of(full, is_default=True)
             if colon and origin.place:

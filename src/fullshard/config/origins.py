@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any, cast
@@ -53,6 +54,8 @@ class Origin:
 
 
 MOST_BY_ALIASES = 10_000
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-7_]+|.*:.*")
 
 DEFAULT = Origin(OriginKind.DEFAULT)
 
@@ -142,13 +145,13 @@ def read_entries(text: str, file: str) -> list[Entry]:
         got = f"aliases that write more than {MOST_BY_ALIASES:,} values"
         raise ConfigProblems([Problem("", "a mapping of keys", got, place=file)])
     try:
-        duplicates = list(_duplicates(root, "", file))
+        misread = list(_misread(root, "", file))
         entries = list(_entries(root, "", file))
     except RecursionError:
         got = "one that contains itself through an alias"
         raise ConfigProblems([Problem("", "a mapping of keys", got, place=file)]) from None
-    if duplicates:
-        raise ConfigProblems(duplicates)
+    if misread:
+        raise ConfigProblems(misread)
     return entries
 
 
@@ -196,11 +199,15 @@ def _items(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Nod
             yield str(key.value), key, value
 
 
-def _duplicates(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
-    """Keys that stand twice in one mapping, at any depth."""
+def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
+    """Keys that stand twice in one mapping, and numbers that are not what they look like."""
+    place = f"{file}:{_line(node)}"
+    if node.tag in _NUMBERS and _NOT_DECIMAL.fullmatch(str(node.value)):
+        got = f"{node.value}, which YAML reads in base {60 if ':' in node.value else 8}"
+        yield Problem(prefix, "a decimal number", got, "Put it in quotes if it is text", place)
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            yield from _duplicates(item, f"{prefix}[{index}]", file)
+            yield from _misread(item, f"{prefix}[{index}]", file)
     if not isinstance(node, yaml.MappingNode):
         return
     first: dict[str, int] = {}
@@ -211,7 +218,7 @@ def _duplicates(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
             place = f"{file}:{_line(key)}"
             yield Problem(name, "a key once", got, "Remove one of the two", place)
         first.setdefault(name, _line(key))
-        yield from _duplicates(value, name, file)
+        yield from _misread(value, name, file)
 
 
 def syntax_problem(error: yaml.MarkedYAMLError, file: str) -> Problem:

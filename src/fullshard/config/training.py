@@ -51,7 +51,7 @@ def _read_resume(value: object) -> object:
         return None
     if value is False or words_of(value)[0] in ("false", "no", "never"):
         return "never"
-    return "auto" if value is True else value
+    return "auto" if words_of(value)[0] in ("true", "yes") else value
 
 
 def _read_trackers(value: object) -> object:

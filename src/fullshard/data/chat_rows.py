@@ -42,7 +42,7 @@ from fullshard import __version__
 from fullshard.config.environment import cache_folder
 from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
 from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.data.dataset import DatasetFacts, read_facts, save_facts
+from fullshard.data.dataset import DatasetFacts, fingerprint_of, read_facts, save_facts
 from fullshard.data.order import Indices
 from fullshard.data.tokenizer import Tokens, token_dtype
 from fullshard.errors import DataError
@@ -194,6 +194,7 @@ def make_chat_dataset(
         baseline=None,
         prompt=prompt_of(sampled[0], tokenizer)[0],
         notes=_notes(encoded, kept, rows[0], settings),
+        fingerprint=fingerprint_of(*(array for part in rows for array in vars(part).values())),
     )
     return ChatDataset(facts, rows[0], rows[1], tuple(ids), tokenizer)
 

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import xxhash
+
 from fullshard.data.bigram import Baseline
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import DataError
@@ -35,6 +38,7 @@ class DatasetFacts:
         baseline: The interpolated bigram over the held-out sequences, where it means something.
         prompt: A sample goes on from it.
         notes: What else was done to the data, in words.
+        fingerprint: Checksum of all its tokens; empty where an older version wrote the facts.
     """
 
     origin: str
@@ -48,6 +52,7 @@ class DatasetFacts:
     baseline: Baseline | None
     prompt: str
     notes: tuple[str, ...] = ()
+    fingerprint: str = ""
 
 
 class Prepared(Protocol):
@@ -62,6 +67,14 @@ class Prepared(Protocol):
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""
         ...
+
+
+def fingerprint_of(*arrays: Any) -> str:
+    """The checksum of arrays of tokens."""
+    checksum = xxhash.xxh3_128()
+    for array in arrays:
+        checksum.update(np.ascontiguousarray(array).data)
+    return checksum.hexdigest()
 
 
 def save_facts(

@@ -36,6 +36,14 @@ SUFFIXES = {
     ".json": Kind.JSON,
     ".parquet": Kind.PARQUET,
 }
+TABLES = (".csv", ".tsv")
+PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"(\xb5/\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
 DATASETS_MARKS = ("dataset_dict.json", "dataset_info.json")
 SPLIT = "train"
 
@@ -113,6 +121,12 @@ def files_at(path: Path) -> Files:
             f"data.path: expected an existing file or folder, got "
             f"'{str(error.filename or path)[:200]}' ({error.strerror}). Name another."
         ) from error
+    table = next((file for file in files if file.suffix.lower() in TABLES), None)
+    if table is not None:
+        raise DataError(
+            f"data.path: expected text, JSONL or parquet, got the table '{table}'. Write its rows "
+            "as JSONL, or rename it to .txt to train on its lines as they are."
+        )
     examples = {SUFFIXES.get(file.suffix.lower(), Kind.TEXT): file for file in files}
     if len(examples) > 1:
         listed = ", ".join(f"{kind} ({examples[kind].name})" for kind in sorted(examples))
@@ -173,9 +187,11 @@ def read_text(file: Path) -> str:
         # utf-8-sig counts its offset after the mark.
         offset = error.start + (3 if content.startswith(b"\xef\xbb\xbf") else 0)
         line = content.count(b"\n", 0, offset) + 1
+        packed = next((name for start, name in PACKED.items() if content.startswith(start)), None)
+        advice = f"It is packed ({packed}): unpack it." if packed else "Convert the file to UTF-8."
         raise DataError(
             f"data.path: expected UTF-8 text, got byte 0x{content[offset]:02x} at offset {offset} "
-            f"of '{file}' (line {line}). Convert the file to UTF-8."
+            f"of '{file}' (line {line}). {advice}"
         ) from error
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from fullshard.config.values import nearest
 from fullshard.data.bigram import interpolated_bigram
-from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.dataset import DatasetFacts, fingerprint_of, save_facts
 from fullshard.data.records import Files, Kind, Record, files_at, open_parquet
 from fullshard.data.tokenizer import Tokens, encode, join, train_tokenizer
 from fullshard.errors import DataError
@@ -298,6 +298,7 @@ def make_dataset(
         vocab_size=vocab_size,
         baseline=None if held_out is None else interpolated_bigram(train, held_out, vocab_size),
         prompt=_prompt(split.held_out or split.train),
+        fingerprint=fingerprint_of(train, [] if held_out is None else held_out),
     )
     return Dataset(facts, train, held_out, tokenizer)
 

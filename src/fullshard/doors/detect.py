@@ -19,7 +19,6 @@ from pathlib import Path
 
 from fullshard.checkpoint.format import natural
 from fullshard.checkpoint.retain import candidates, newest_told
-from fullshard.config.regular import did_you_mean_path
 from fullshard.doors.deepspeed import open_deepspeed, steps_folder
 from fullshard.doors.hugging_face import companions_of, files_of, open_safetensors
 from fullshard.doors.ours import open_checkpoint
@@ -81,8 +80,7 @@ def _open_other(path: Path, closing: ExitStack) -> Source:
     if path.is_file():
         return open_pickled([path], "a state dict")
     if not path.is_dir():
-        near = did_you_mean_path(path) or "Name the folder that holds the weights."
-        raise CheckpointError(f"'{path}': expected a checkpoint, got no file and no folder. {near}")
+        raise CheckpointError(f"'{path}': expected a checkpoint, got no file and no folder.")
     if any(RANK_FILE.fullmatch(entry.name) for entry in path.iterdir()):
         return open_rank_files(path)
     deepspeed = steps_folder(path)

@@ -14,7 +14,7 @@ from fullshard.checkpoint.files import TensorFile
 from fullshard.config.regular import read_regular
 from fullshard.doors.source import COMPANIONS, Entry, Source
 from fullshard.engine.folder import INDEX, ONE_FILE
-from fullshard.engine.state_tensors import DTYPES, as_bytes
+from fullshard.engine.state import DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
 
 

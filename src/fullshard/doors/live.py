@@ -16,10 +16,10 @@ from fullshard.doors.to_hugging_face import (
     complete_config,
     write_weights,
 )
+from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.state_tensors import tied_names
-from fullshard.engine.together import agree, tell
+from fullshard.engine.state import tied_names
 
 
 def live_source(model: nn.Module) -> Source:

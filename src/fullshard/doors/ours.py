@@ -22,7 +22,7 @@ from fullshard.checkpoint.retain import Found
 from fullshard.checkpoint.values import decode
 from fullshard.doors.place import check_empty
 from fullshard.doors.source import CHECKPOINT, COMPANIONS, Entry, OptimizerSource, Source
-from fullshard.engine.state_tensors import DTYPE_NAMES, DTYPES, as_bytes
+from fullshard.engine.state import DTYPE_NAMES, DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.loading import state_tensor
 from fullshard.saving import Values, write_files

@@ -7,7 +7,7 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,17 @@ def is_profiling() -> bool:
 def is_transforming() -> bool:
     """Whether a transformation of torch.func (vmap, grad, jvp) is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def unwrapped(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors, and those that transforms of torch.func wrapped to make them."""
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    for tensor in tensors:
+        yield tensor
+        inner = tensor
+        while functorch.is_functorch_wrapped_tensor(inner):
+            inner = functorch.get_unwrapped(inner)
+            yield inner
 
 
 def apply_untransformed(function: type[torch.autograd.Function]) -> Callable[..., Any]:

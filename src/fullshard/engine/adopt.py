@@ -27,9 +27,8 @@ from fullshard.engine.linear import give_back_forward
 from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
-from fullshard.engine.parameter import ShardedParameter, ShardedTensor, ShardRecord, is_guarded
-from fullshard.engine.presentation import present, shard_shape
-from fullshard.engine.unit import Group, Member
+from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor, ShardRecord
+from fullshard.engine.unit import Group, Member, present, shard_shape
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
@@ -211,7 +210,7 @@ class _Kept:
         if param.record is self.record:  # no longer in the model
             return
         for key, state in states.items():
-            if is_guarded(state):
+            if isinstance(state, Guarded):
                 states[key] = param.as_state(self._cut(state.to_local()).clone())
         if self.grad is not None:
             local = self._cut(self.grad)

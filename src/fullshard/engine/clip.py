@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.alike import is_at_hand
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.guard import norm_order
-from fullshard.engine.norms import total_norm
-from fullshard.engine.parameter import _Guarded
+from fullshard.engine.norms import is_at_hand, total_norm
+from fullshard.engine.parameter import Guarded
 from fullshard.errors import ShardedTensorError
 
 
@@ -68,7 +67,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 def _left_out(model: nn.Module) -> list[torch.Tensor]:
     """Gradients of the parameters that are left out of sharding."""
-    plain = (param for param in model.parameters() if not isinstance(param, _Guarded))
+    plain = (param for param in model.parameters() if not isinstance(param, Guarded))
     return [param.grad for param in plain if param.grad is not None]
 
 
@@ -91,7 +90,7 @@ def global_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
         A plain replicated float64 scalar.
     """
     shards = list(params)
-    guards = [shard for shard in shards if isinstance(shard, _Guarded)]
+    guards = [shard for shard in shards if isinstance(shard, Guarded)]
     if not guards:
         if shards:
             raise ShardedTensorError(

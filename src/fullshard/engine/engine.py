@@ -1,14 +1,22 @@
-"""The engine of one sharded model on this rank: plan, units, slots, hooks, and their lifetime."""
+"""The engine of one sharded model on this rank: plan, units, slots, hooks, and their lifetime.
+
+[Note: parameters that come later]
+The plan knows the parameters of its day. One that is put into the model afterwards would train on
+each rank by itself. The objects in all modules' tables are compared at every step; where they
+differ from the last look, every parameter that stands in a place unknown to the plan is looked at.
+"""
 
 from __future__ import annotations
 
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import is_
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,28 +24,25 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
 from fullshard.engine._torch_compat import call_outside_compile, no_guard, unless_compiling
-from fullshard.engine.cut import cut_group
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
-from fullshard.engine.inventory import Inventory
 from fullshard.engine.kept import Kept, own_modules, tensors_in
 from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
-from fullshard.engine.parameter import ShardRecord
+from fullshard.engine.parameter import ShardedParameter, ShardRecord
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.replicas import STEPS, check_replicas
-from fullshard.engine.ring import Rings
-from fullshard.engine.runtime import Runtime
-from fullshard.engine.unit import Group, Member, Swap, Unit
+from fullshard.engine.step import Runtime
+from fullshard.engine.unit import Group, Member, Rings, Swap, Unit, cut_group
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
 from fullshard.transport import Transport
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Hook, torch_dtype
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
 _TRACED = (
@@ -236,6 +241,12 @@ class Engine:
     def _on_spill(self, unit: Unit) -> None:
         spill = Event(EventKind.SPILL, unit.plan.index)
         self.recorder.record(spill, self.runtime.step)
+
+    def reduce_with(self, hook: Hook) -> None:
+        """Let a hook reduce gradients from the next backward on; see `HookedReduction`."""
+        self.gradients.divisor = 1
+        for unit in self.units:
+            unit.reduce_hook = hook
 
     # ---- between steps
 
@@ -448,3 +459,61 @@ def _refuse_training_unsharded() -> None:
             "forward inside fs.unsharded: expected torch.no_grad(); gradients of whole parameters "
             "have no place at rest. Train outside of the block."
         )
+
+
+# ---- modules and parameters that are put into a model after it was sharded
+
+
+class Inventory:
+    """The parameters of a model. See [Note: parameters that come later].
+
+    Args:
+        model: Just sharded.
+        tables: The `_parameters` and names under which the plan's parameters stand.
+    """
+
+    def __init__(self, model: nn.Module, tables: Iterable[tuple[dict[str, Any], str]]) -> None:
+        known = [(table, name) for table, name in tables]
+        self._places = {(id(table), name) for table, name in known}
+        self._own = {id(table[name]) for table, name in known}
+        self._left_out = {id(p): p for p in model.parameters() if id(p) not in self._own}
+        self._frozen: list[nn.Parameter] = []  # came later, and need no reduction
+        self._tables: list[dict[str, Any]] = []
+        self._objects: list[Any] = []
+
+    def check(self, model: nn.Module) -> None:
+        """Look for parameters that came later.
+
+        Raises:
+            EngineError: One is trained, or is one of the plan's in a second place.
+        """
+        now = list(chain.from_iterable(map(dict.values, self._tables)))
+        same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
+        if same and self._objects and not any(param.requires_grad for param in self._frozen):
+            return
+        self._frozen = []
+        for path, module in model.named_modules():
+            for name, param in module._parameters.items():
+                if param is not None and (id(module._parameters), name) not in self._places:
+                    self._check(f"{path}.{name}" if path else name, param)
+        modules = list(model.modules())
+        self._tables = [t for m in modules for t in (m._modules, m._parameters)]
+        self._objects = list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _check(self, name: str, param: Any) -> None:
+        if id(param) in self._own:
+            first = cast("ShardedParameter", param).record.piece.name
+            raise EngineError(
+                f"{name}: expected the parameters where fs.shard found them; {first} was put in "
+                "here, too, where the forward would see a shard. Tie parameters before fs.shard."
+            )
+        if id(param) in self._left_out or isinstance(param, ShardedParameter):
+            return
+        if param.requires_grad:
+            raise EngineError(
+                f"{name}: expected the parameters that the model had when it was sharded; this one "
+                "was put in afterwards, and its gradient would not be reduced over ranks. Put it "
+                "in before fs.shard, with the weights of fs.full_state_dict(model) if the model "
+                "has trained; or freeze it (requires_grad=False)."
+            )
+        self._frozen.append(param)

@@ -24,10 +24,11 @@ tensor that the user put into `p.grad` is added to, and stays there.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, repeat
 from operator import gt, is_
@@ -40,13 +41,11 @@ from fullshard.engine._torch_compat import (
     foreach_copy,
     foreach_zero,
     no_guard,
+    storage_use_count,
 )
-from fullshard.engine.alike import from_host
-from fullshard.engine.homes import GradientShard
-from fullshard.engine.norms import GradientNorms
+from fullshard.engine.norms import GradientNorms, from_host
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.shown import Shown, num_holders
-from fullshard.engine.unit import Group, Member, Unit, expect
+from fullshard.engine.unit import GradientShard, Group, Member, Unit, expect
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.transport import Transport
@@ -248,8 +247,7 @@ class Gradients:
                 for member in group.members:
                     if not member.expected:
                         buffer[member.offset : member.offset + member.numel].zero_()
-            wire = torch_dtype(group.plan.dtypes.reduce)
-            group.grad_full = buffer if buffer.dtype == wire else buffer.to(wire)
+            group.grad_full = buffer if buffer.dtype is group.wire else buffer.to(group.wire)
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
         unit.reduce(fulls)
 
@@ -470,3 +468,69 @@ def _drop(weak_group: weakref.ref[Group], weak_member: weakref.ref[Member]) -> A
     with no_guard():
         ours = [_is_same(_before(m.param.grad), m.grad) for m in group.members]
     return torch.zeros_like(member.grad) if _is_kept(group, ours) else member.grad  # type: ignore[arg-type]
+
+
+# ---- what a step shows as `p.grad`
+
+
+def num_holders(group: Group) -> list[int]:
+    """How many objects hold the memory of a group's gradients, and each of the gradients."""
+    assert group.grads is not None
+    memory = storage_use_count(group.grads.memory._cdata)
+    return [memory, *map(sys.getrefcount, group.views)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Trained parameters and what belongs to each, looked up once.
+
+    Attributes:
+        plain: (n_local,) each: `grads` without their class.
+    """
+
+    members: list[Member]
+    grads: list[Any]
+    by_id: dict[int, Any]
+    plain: list[torch.Tensor]
+    records: list[Any]
+    hooks: list[Any]
+
+    @classmethod
+    def of(cls, units: Sequence[Unit]) -> Shown:
+        """Of all units."""
+        members = [member for unit in units for member in unit.trainees]
+        grads = [member.grad for member in members if member.grad is not None]
+        records = [member.param.record for member in members]
+        hooks = [record.post_accumulate for record in records]
+        plain = [grad.to_local() for grad in grads]
+        by_id = {id(grad): grad for grad in grads}
+        shown = cls(members, grads, by_id, plain, records, hooks)
+        for group in (group for unit in units for group in unit.trained):
+            assert group.grads is not None
+            group.grads.holders = group.grads.holders or num_holders(group)
+        return shown
+
+    def show_all(self) -> dict[int, Any]:
+        """Show every gradient; returns them by id."""
+        with no_guard():
+            for member, grad in zip(self.members, self.grads, strict=True):
+                member.touched = False
+                member.param.grad = grad
+        return self.by_id
+
+    def show_touched(self, bits: Sequence[float]) -> dict[int, Any]:
+        """Show the gradients of parameters that some rank touched; returns them by id."""
+        shown: dict[int, Any] = {}
+        with no_guard():
+            for member, grad, bit in zip(self.members, self.grads, bits, strict=True):
+                member.touched = False
+                if bit > 0 or member.param.grad is not None:
+                    member.param.grad = grad
+                    shown[id(grad)] = grad
+        return shown
+
+    def hooked(self) -> list[tuple[Member, Any]]:
+        """Those whose parameter has hooks of the user's now."""
+        if not any(self.hooks):
+            return []
+        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]

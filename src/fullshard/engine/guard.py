@@ -163,7 +163,7 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
     if rule is Rule.AUTOGRAD:
         return ShardedTensorError(
             f"{name}: expected tensors that take part in autograd; got {what} at rest. Compute "
-            "losses of parameters inside the model's forward, call backward() and read p.grad. For "
+            "losses of parameters inside their unit's forward, call backward(), read p.grad. For "
             "a penalty (L2, EWC) add its gradient after backward: "
             "p.grad.add_(p.detach(), alpha=2 * weight)."
         )

@@ -12,8 +12,6 @@ from torch import nn
 from fullshard.config.schema import Offload
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.homes import Homes, Place
-from fullshard.planner.units import DtypeContract
-from fullshard.transport.base import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -106,78 +104,6 @@ def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
             "output_dir), and start anew."
         ) from error
     return found
-
-
-class GradientShard:
-    """A group's reduced gradients on this rank.
-
-    Attributes:
-        sums: (part_numel,), accumulate dtype.
-        shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves where these
-            have that dtype.
-        held: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
-        carries: Whether what is shown stays in the next sum.
-        memory: What `shown` lies in.
-    """
-
-    def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
-        self._made_with = numel, dtypes, homes
-        self.sums = homes.gradients.zeros(numel, torch_dtype(dtypes.accumulate))
-        self.shown = self.sums
-        if dtypes.master is not dtypes.accumulate:
-            self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
-        self.held: torch.Tensor | None = None
-        self.carries = False
-        self.memory = self.shown.untyped_storage()
-        self.holders: list[int] = []  # of the memory and of each gradient, the engine's own
-        self.lands_aside = homes.lands_aside
-        self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
-
-    @property
-    def like(self) -> torch.Tensor:
-        """A tensor of the dtype and device that reductions land in."""
-        return self._landing
-
-    def anew(self) -> GradientShard:
-        """Another one of the same kind, zero."""
-        return GradientShard(*self._made_with)
-
-    def take(self, landed: torch.Tensor, divisor: float) -> None:
-        """Add what a reduction brought, or replace what was there; show it.
-
-        Args:
-            landed: (part_numel,), accumulate dtype: the sum over ranks; the sums themselves, or a
-                buffer of its own.
-            divisor: What sums are divided by.
-        """
-        landed.div_(divisor)
-        if self.carries:
-            self._take_writes()
-            self.sums.add_(landed.to(self.sums.device))
-        elif landed is not self.sums:
-            self.sums.copy_(landed)  # and wait: the host reads it next
-        self.show()
-
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients."""
-        self._take_writes()
-        self.sums.mul_(factor.to(self.sums))
-        self.show()
-
-    def show(self) -> None:
-        """Cast the sums once into what `p.grad` shows."""
-        if self.shown is not self.sums:
-            self.shown.copy_(self.sums)
-
-    def _take_writes(self) -> None:
-        """What the user wrote into `p.grad` counts; the rest keeps its finer sum."""
-        if self.shown is not self.sums:
-            wrote = self.shown != self.sums.to(self.shown.dtype)
-            self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
 
 
 def compute_device(model: nn.Module) -> torch.device:

@@ -7,6 +7,7 @@ permission to whatever is built from it.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,13 +92,13 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) ->
     """The same without storage: names, shapes, dtypes.
 
     Raises:
-        ConfigError: transformers cannot build a model of these values.
+        ConfigError: transformers cannot build a model of these values, or one that is not causal.
     """
     import torch
 
     try:
         with torch.device("meta"):
-            return build(config, dtype=dtype or torch.float32)
+            model: Any = build(config, dtype=dtype or torch.float32)
     except ConfigError:
         raise
     except Exception as error:
@@ -106,6 +107,13 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) ->
             f"'{config.model_type}' from which transformers cannot build a model "
             f"({type(error).__name__}: {last_line(error)}). Correct model.config or config.json."
         ) from error
+    asked = inspect.unwrap(type(model).__init__).__code__.co_names
+    if "is_decoder" in asked and not model.config.is_decoder:  # transformers only warns
+        raise ConfigError(
+            f"model.config.is_decoder: expected true, got false, with which '{config.model_type}' "
+            "reads the tokens that it predicts. Set it to true, in config.json for a folder."
+        )
+    return model
 
 
 def import_code(config: PretrainedConfig) -> None:

@@ -4,16 +4,19 @@
         self.aux_loss = balance(self.router(x))     # whoever sums the losses finds it there
 
 A gradient that comes by such a tensor enters the unit as one of an output does, so it is watched
-as outputs are (see [Note: watched outputs]). Looked at is what may hold a tensor: attributes that
-are tensors, None, or small lists, tuples and mappings; which these are is asked once, and again
-when a module gets another attribute.
+as outputs are (see [Note: watched outputs]). Looked at are attributes that hold tensors or small
+containers; which may is asked once, and again when a module gets another attribute. One that holds
+None or a number may hold a tensor later (`self.aux_loss = 0.0` in an evaluation), unless its class
+names it as a constant.
 """
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -26,6 +29,8 @@ MOST_DEEP = 8  # containers in containers
 MOST_ITEMS = 64  # of a container that is looked into: a longer one is a history
 # Holder, key, what was there, what is there now.
 Undo = list[tuple[Any, Any, Any, Any]]
+_Container = list | tuple | dict | deque | set | frozenset
+_NUMBERS = {bool, int, float}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -36,8 +41,9 @@ class Kept:
         modules: The unit's own, without those of units in it.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [vars(module) for module in modules]
+        self._constants = [getattr(module, "__constants__", ()) for module in modules]
         self._sizes: list[int] = []
         self._candidates: list[tuple[dict[str, Any], str]] = []
 
@@ -58,24 +64,22 @@ class Kept:
             self._sizes = sizes
             self._candidates = [
                 (table, name)
-                for table in self._tables
+                for table, constants in zip(self._tables, self._constants, strict=True)
                 for name, value in table.items()
-                if _may_hold(name, value)
+                if name not in _OF_EVERY_MODULE
+                and name not in constants
+                and (value is None or isinstance(value, int | float | torch.Tensor | _Container))
             ]
         found: list[tuple[dict[str, Any], str]] = []
         for table, name in self._candidates:
             value = table.get(name)
+            if type(value) in _NUMBERS or value is None:
+                continue
             if isinstance(value, torch.Tensor) or (
-                isinstance(value, list | tuple | dict) and 0 < len(value) <= MOST_ITEMS
+                isinstance(value, _Container) and 0 < len(value) <= MOST_ITEMS
             ):
                 found.append((table, name))
         return found
-
-
-def _may_hold(name: str, value: object) -> bool:
-    if name in _OF_EVERY_MODULE:
-        return False
-    return value is None or isinstance(value, torch.Tensor | list | tuple | dict)
 
 
 def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
@@ -119,11 +123,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An output whose tensors are changed; where they stand, except for tuples, which are new.
+    """An output whose tensors are changed; in place, except that tuples and sets are new.
 
-    Looked into are tuples, lists, mappings (ModelOutput) and objects with attributes (dataclasses,
-    torch.distributions), each once, down to a depth of MOST_DEEP. A container of more than
-    MOST_ITEMS items that begins with something else than a tensor or a container is left out.
+    Looked into are tuples, lists, sets, mappings (ModelOutput) and objects with attributes or slots
+    (dataclasses, torch.distributions), each once, down to a depth of MOST_DEEP. A container of more
+    than MOST_ITEMS items that begins with something else than these or a tensor is left out.
     """
     return _change(value, change, Walk())
 
@@ -145,7 +149,7 @@ def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Wa
     walk.seen.add(id(value))
     walk.depth += 1
     try:
-        if isinstance(value, tuple):
+        if isinstance(value, tuple | set | frozenset):
             items = [_change(item, change, walk) for item in value]
             if all(map(is_, items, value)):
                 return value
@@ -160,27 +164,27 @@ def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Wa
 
 
 def _is_long(value: Any) -> bool:
-    if not isinstance(value, list | tuple | dict) or len(value) <= MOST_ITEMS:
+    if not isinstance(value, _Container) or len(value) <= MOST_ITEMS:
         return False
     first = next(iter(value.values() if isinstance(value, dict) else value))
-    return not isinstance(first, torch.Tensor | list | tuple | dict)
+    return not isinstance(first, torch.Tensor | _Container)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     """Keys and values of a list, a mapping or an object; no property is asked."""
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         return list(enumerate(value))
     if isinstance(value, dict):
         return list(value.items())
     found = dict(getattr(value, "__dict__", None) or {})
-    for name in getattr(value, "__dataclass_fields__", ()):  # with slots
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]  in all bases
         if name not in found and hasattr(value, name):
             found[name] = getattr(value, name)
     return list(found.items())
 
 
 def _get(holder: Any, key: Any) -> Any:
-    if isinstance(holder, list):
+    if isinstance(holder, list | deque):
         return holder[key] if key < len(holder) else None
     return holder.get(key) if isinstance(holder, dict) else getattr(holder, key, None)
 
@@ -191,7 +195,7 @@ def _set(holder: Any, key: Any, value: Any, undo: Undo | None) -> None:
         return
     if undo is not None:
         undo.append((holder, key, was, value))
-    if isinstance(holder, list | dict):
+    if isinstance(holder, list | dict | deque):
         holder[key] = value
     else:
         object.__setattr__(holder, key, value)  # also of a frozen dataclass

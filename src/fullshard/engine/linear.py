@@ -33,7 +33,7 @@ from fullshard.engine._torch_compat import (
     is_transforming,
     replays_operations,
 )
-from fullshard.engine.runtime import Runtime
+from fullshard.engine.step import Runtime
 from fullshard.engine.unit import LARGE_NUMEL, Group, Member, Unit
 
 Write = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -130,8 +130,7 @@ def _forward(
         assert watching is not None
         if not _fits(input, weight, inside()):
             output = functional.linear(input, weight, bias)
-            if output.requires_grad:
-                watching.watch(index, (output,))
+            watching.watch(index, (output,))
             return output
         return _product(input, weight, bias, write, watching.trigger(index))
 
@@ -146,10 +145,11 @@ def _small_forward(runtime: Runtime, index: int, module: nn.Module) -> Callable[
         output = functional.linear(input, table["weight"], table["bias"])  # type: ignore[arg-type]
         if torch.compiler.is_compiling():  # see [Note: watched outputs]
             return output
-        node = output.grad_fn
-        if node is not None:
-            watching = weak()
-            assert watching is not None
+        node, watching = output.grad_fn, weak()
+        assert watching is not None
+        if is_transforming():
+            watching.watch(index, (output,))
+        elif node is not None:
             begin = watching.trigger(index)
             if begin is not None:
                 node.register_prehook(begin)

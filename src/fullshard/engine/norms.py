@@ -4,11 +4,19 @@
 After a backward every rank has the squared 2-norm of every parameter's whole gradient, from one
 small all-reduce. So torch's own clipping is right, and a norm that one rank alone logs cannot
 hang. An in-place change of any gradient makes the next norm a collective again.
+
+[Note: what ranks say]
+A rank that leaves out a backward, a step or a question shifts its later sums against the others',
+and numbers of one would meet numbers of another. So each sum carries integers in front that must be
+equal: what it is of, and how far the rank has come. The sum itself tells: n numbers are equal
+exactly when n times the sum of their squares is the square of their sum.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.engine._torch_compat import foreach_norm, no_guard
-from fullshard.engine.alike import Alike, from_host
+from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
 from fullshard.transport import Transport
 
@@ -286,3 +294,115 @@ def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
     if order == math.inf:
         return powers.max() if powers.numel() else powers.sum()
     return powers.sum() ** (1.0 / order)
+
+
+# ---- small sums over all ranks
+
+_MOST = 1 << 20  # so that sums of squares stay exact in float64
+
+
+class Alike:
+    """The small sums of one model. See [Note: what ranks say]."""
+
+    def __init__(self) -> None:
+        self._landing: tuple[torch.Tensor, str, dict[str, int], torch.cuda.Event] | None = None
+
+    def all_reduce(
+        self,
+        transport: Transport,
+        values: torch.Tensor,
+        asked: str,
+        said: Mapping[str, int] | None = None,
+        *,
+        maximum: bool = False,
+    ) -> torch.Tensor:
+        """(n,), float64: all ranks' values summed, or the largest of them. A collective.
+
+        Args:
+            transport: Sums.
+            values: (n,), without NaN where the largest are asked for.
+            asked: What they are.
+            said: Counts that are the same on every rank, by what is counted.
+            maximum: The largest.
+
+        Raises:
+            EngineError: Ranks ask for different things, or their counts differ. Devices that the
+                host does not wait for raise it in the next call.
+        """
+        said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
+        numbers = [float(number % _MOST) for number in said.values()]
+        pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
+        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
+        vector = torch.cat([head, values.double()])
+        transport.home.place = f"a sum ({asked})"
+        transport.all_reduce(vector, maximum=maximum)
+        head, values = vector[: len(head)], vector[len(head) :]
+        if is_at_hand(vector):
+            wrong = _differing(head, said, maximum=maximum)
+            if wrong is not None:
+                told = wrong and _table(transport, said[wrong], int(head[0]))
+                raise _refusal(asked, wrong, told)
+        elif not maximum:
+            self._look_later(head, asked, said)
+        return values
+
+    def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
+        """Look at the last sum, which has most likely landed by now, and keep this one."""
+        if self._landing is not None:
+            landed, before, counts, landing_done = self._landing
+            landing_done.synchronize()
+            wrong = _differing(landed, counts, maximum=False)
+            if wrong is not None:
+                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
+        landing = torch.zeros(len(head), dtype=torch.float64, pin_memory=True)
+        landing.copy_(head, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        self._landing = landing, asked, said, done
+
+
+def is_at_hand(tensor: torch.Tensor) -> bool:
+    """Whether the host reads it without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def from_host(
+    numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """(len(numbers),): numbers that the host knows, on a device that it does not wait for."""
+    held = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return held.to(device, non_blocking=True)
+
+
+def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) -> str | None:
+    """What the ranks do not say alike."""
+    ranks, *sums = head.tolist()
+    for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
+        if (total != -other) if maximum else (ranks * other != total * total):
+            return what
+    return None
+
+
+def _table(transport: Transport, number: int, num_ranks: int) -> str:
+    """Who says what. A collective of ranks that have all found a difference."""
+    table = torch.zeros(num_ranks, dtype=torch.float64)
+    table[transport.rank] = number
+    transport.all_reduce(table)
+    counts = [int(count) for count in table.tolist()]
+    usual = Counter(counts).most_common(1)[0][0]
+    strange = [f"rank {rank} has made {n}" for rank, n in enumerate(counts) if n != usual]
+    return f"{', '.join(strange)}, the others {usual}"
+
+
+def _refusal(asked: str, wrong: str, found: str) -> EngineError:
+    if not wrong:
+        return EngineError(
+            f"{asked}: expected the same call on every rank; another rank is elsewhere, and its "
+            "numbers would have met these. Call it on every rank, and let one of them log it; "
+            "p.to_local() has this rank's elements."
+        )
+    return EngineError(
+        f"{asked}: expected as many {wrong} on every rank; {found}. Every rank must make each "
+        "backward, optimizer.step(), zero_grad() and clipping: multiply the loss by zero where "
+        "there is none, and evaluate under torch.no_grad()."
+    )

@@ -27,11 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.engine._torch_compat import no_guard, register_guard_types
 from fullshard.engine.engine import Engine
 from fullshard.engine.parameter import (
+    Guarded,
     PendingGradient,
     ShardedGradient,
     ShardedParameter,
     ShardedTensor,
-    is_guarded,
 )
 from fullshard.errors import EngineError, NotElementwiseError
 
@@ -113,7 +113,7 @@ class _Watch:
             states = optimizer.state.get(param, {})
             if isinstance(param, ShardedParameter) and is_cut(param):
                 for key, value in states.items():
-                    if isinstance(value, torch.Tensor) and not is_guarded(value):
+                    if isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
                         states[key] = _cut_state(param, value, sliced=key in sliced)
 
     def states(self) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -234,6 +234,13 @@ def probe(
     Raises:
         NotElementwiseError: The results differ, or the class cannot be tried.
     """
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise NotElementwiseError(
+            f"{kind.__name__}: expected an elementwise optimizer; this one runs the model within "
+            "its step (closure) and moves all elements in one direction. Use AdamW or another "
+            "elementwise optimizer, or strategy no_shard, where nothing is cut."
+        )
     generator = torch.Generator().manual_seed(0)
     drawn = [
         torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64).to(device)

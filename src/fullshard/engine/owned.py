@@ -16,7 +16,7 @@ every rank. Between steps the whole parameters hold no memory.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import check_by_itself, trust
-from fullshard.engine.owned_checks import MadeWith, name_of, settings_of
-from fullshard.engine.parameter import ShardedParameter, is_guarded
-from fullshard.engine.together import agree
+from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.homes import Place
+from fullshard.planner.layout import clean_name
 from fullshard.planner.owners import Owners
 from fullshard.transport import Exchange
 
@@ -314,7 +314,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._inner.state.clear()
         for owned in self._owned.values():
             found = self.state.get(owned.param, {})
-            own = {key: value for key, value in found.items() if not is_guarded(value)}
+            own = {key: value for key, value in found.items() if not isinstance(value, Guarded)}
             if own:
                 self._inner.state[owned.whole] = own
 
@@ -384,3 +384,82 @@ def _refuse_places(engine: Engine) -> None:
         raise EngineError(
             "fs.owned: expected ranks that own tensors; transport fake has one. Use another."
         )
+
+
+# ---- what may be changed of an owned optimizer once it is made, and what its inner one may keep
+
+
+class MadeWith:
+    """The groups that an owned optimizer was made with.
+
+    Args:
+        groups: Its own, then those of `beside`.
+        beside: Steps with it.
+    """
+
+    def __init__(self, groups: Groups, beside: torch.optim.Optimizer | None) -> None:
+        self._lists, self._beside = _lists(groups), beside
+        num_own = len(groups) - (0 if beside is None else len(beside.param_groups))
+        self._others = {id(param) for group in groups[num_own:] for param in group["params"]}
+
+    def find_edits(
+        self,
+        groups: Groups,
+        wholes: Sequence[tuple[nn.Parameter, nn.Parameter]],
+        states: tuple[Mapping[Any, Any], Mapping[Any, Any]],
+    ) -> EngineError | None:
+        """What was changed that the owners' optimizer would not know of.
+
+        Args:
+            groups: As they are now.
+            wholes: Each of the user's parameters and its whole.
+            states: By the user's parameters, and by wholes.
+        """
+        beside = [] if self._beside is None else _lists(self._beside.param_groups)
+        if _lists(groups) != self._lists or beside != self._lists[len(groups) - len(beside) :]:
+            return EngineError(
+                "fs.owned: expected the groups that it was made with, whose numbers alone may "
+                "change; groups or parameters came, went or moved. Make it anew."
+            )
+        known = self._others | {id(param) for param, _ in wholes}
+        for param in (param for group in groups for param in group["params"]):
+            if param.grad is not None and id(param) not in known:
+                return EngineError(
+                    f"fs.owned: expected {name_of(param)} without a gradient, because it was "
+                    "frozen when this was made. Make it anew."
+                )
+        shown, kept = states
+        for param, whole in wholes:
+            mine = shown.get(param, {})
+            if any(mine.get(key) is not value for key, value in kept.get(whole, {}).items()):
+                return EngineError(
+                    f"fs.owned: expected the states of {name_of(param)} to be changed in place; "
+                    "they were replaced or cleared. Write into their tensors, or make it anew."
+                )
+        return None
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What an optimizer keeps that belongs to no parameter; switches are no counts."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    own = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float) and k[0] != "_"}
+    groups = optimizer.param_groups
+    return [own, *({k: plain(v) for k, v in g.items() if k != "params"} for g in groups)]
+
+
+def name_of(param: Any) -> str:
+    """How errors speak of a parameter."""
+    record = getattr(param, "record", None)
+    return (
+        repr(clean_name(record.piece.name))
+        if record is not None
+        else f"one of shape {tuple(param.shape)}"
+    )
+
+
+def _lists(groups: Groups) -> list[tuple[int, list[int]]]:
+    """Which groups there are, of which parameters."""
+    return [(id(group), [id(param) for param in group["params"]]) for group in groups]

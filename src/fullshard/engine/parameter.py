@@ -13,6 +13,7 @@ Misuse outside the unit therefore raises, and never reads another layer's data.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fullshard.engine._torch_compat import no_guard
+from fullshard.engine._torch_compat import no_guard, storage_use_count
 from fullshard.engine.guard import (
     Rule,
     is_alias,
@@ -90,7 +91,7 @@ class ShardRecord:
         )
 
 
-class _Guarded:
+class Guarded:
     """`__torch_function__` of all shards. See [Note: the guard]."""
 
     record: ShardRecord
@@ -166,12 +167,14 @@ class _Guarded:
         return copy
 
 
-class ShardedTensor(_Guarded, torch.Tensor):
+class ShardedTensor(Guarded, torch.Tensor):
     """What elementwise functions make of a shard: optimizer states, averages, `p.detach()`."""
 
 
-class ShardedGradient(_Guarded, torch.Tensor):
+class ShardedGradient(Guarded, torch.Tensor):
     """This rank's elements of a reduced gradient. Its norms are those of the whole gradient."""
+
+    home: Any = None  # the GradientShard whose memory it is
 
 
 class PendingGradient(ShardedGradient):
@@ -237,7 +240,7 @@ class PendingGradient(ShardedGradient):
         raise self.refusal("deepcopy")
 
 
-class ShardedParameter(_Guarded, nn.Parameter):
+class ShardedParameter(Guarded, nn.Parameter):
     """A parameter at rest: this rank's elements, shaped (n_local, 1, ..., 1).
 
     The number of dimensions is kept, because `p.ndim >= 2` is how people choose weight decay.
@@ -275,14 +278,9 @@ class ShardedParameter(_Guarded, nn.Parameter):
         )
 
 
-def is_guarded(value: Any) -> bool:
-    """Whether a value is a shard: a parameter, a gradient or a state."""
-    return isinstance(value, _Guarded)
-
-
 def _find_shard(values: Any) -> Any:
     for value in values:
-        if isinstance(value, _Guarded):
+        if isinstance(value, Guarded):
             return value
         if isinstance(value, _LISTS):
             found = _find_shard(value)
@@ -295,7 +293,7 @@ def shards_in(values: Any) -> list[Any]:
     """All shards among values, in lists and tuples too."""
     found: list[Any] = []
     for value in values:
-        if isinstance(value, _Guarded):
+        if isinstance(value, Guarded):
             found.append(value)
         elif isinstance(value, _LISTS):
             found += shards_in(value)
@@ -333,7 +331,7 @@ def _writes_a_graph(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled():
         return False
     written = written_by(name, args, kwargs)
-    if not written or any(isinstance(target, _Guarded) for target in written):
+    if not written or any(isinstance(target, Guarded) for target in written):
         return False
     shards = shards_in((*args, *kwargs.values()))
     return any(isinstance(x, ShardedParameter) and x.requires_grad for x in shards)
@@ -342,7 +340,7 @@ def _writes_a_graph(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
 def _takes_part(result: Any) -> bool:
     return (
         isinstance(result, torch.Tensor)
-        and not isinstance(result, _Guarded)
+        and not isinstance(result, Guarded)
         and result.requires_grad
     )
 
@@ -487,26 +485,36 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
             f"shard's shape {tuple(gradient.shape)}; got {data.dtype} of {tuple(data.shape)}. "
             "Write into p.grad in place."
         )
+    with no_guard():
+        if data.is_set_to(gradient):  # p.grad.data = p.grad.data.clamp_(...)
+            return
+    home = gradient.home
+    if home is not None and storage_use_count(home.memory._cdata) > (*home.holders, math.inf)[0]:
+        raise ShardedTensorError(
+            f"p.grad.data = ... of {gradient.record.describe()}: expected that nobody else holds "
+            "the gradient's memory, which is written in place; got another holder (p.grad.data, "
+            "p.grad.detach()). Keep p.grad.clone(), or write p.grad = ..."
+        )
     gradient.copy_(data)
 
 
 def _is_mask(args: Sequence[Any]) -> bool:
     """x[mask] = number, with a mask that was made of shards."""
     _, index, value = args
-    return isinstance(index, _Guarded) and not isinstance(value, torch.Tensor)
+    return isinstance(index, Guarded) and not isinstance(value, torch.Tensor)
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
     """Shards that meet must hold the same elements of tensors of one shape."""
     ones: Sequence[Any] | None = None
     for operand in operands:
-        if isinstance(operand, _Guarded):
+        if isinstance(operand, Guarded):
             if operand.record is not like.record:
                 _refuse_other_range(name, like, operand)
         elif isinstance(operand, _LISTS) and _has_shard(operand):
             if ones is not None and not _are_of_one_record(ones, operand):
                 for one, two in zip(ones, operand, strict=False):
-                    if isinstance(one, _Guarded) and isinstance(two, _Guarded):
+                    if isinstance(one, Guarded) and isinstance(two, Guarded):
                         _refuse_other_range(name, one, two)
             ones = operand
 
@@ -544,7 +552,7 @@ def _has_misfit(operands: Sequence[Any]) -> bool:
     tensors = [t for x in operands for t in (x if isinstance(x, _LISTS) else [x])]
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     with no_guard():
-        shapes = {tensor.shape for tensor in tensors if isinstance(tensor, _Guarded)}
+        shapes = {tensor.shape for tensor in tensors if isinstance(tensor, Guarded)}
         return any(t.numel() != 1 and t.shape not in shapes for t in tensors)
 
 
@@ -554,8 +562,8 @@ def _has_shard(values: Sequence[Any]) -> bool:
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
     """Give the results of an elementwise function the guard of what went in."""
-    made = isinstance(result, torch.Tensor) and not isinstance(result, _Guarded)
-    guarded = isinstance(like, _Guarded)
+    made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
+    guarded = isinstance(like, Guarded)
     if not made or not guarded:
         return result
     if result.numel() != like.numel():  # type: ignore[attr-defined]
@@ -586,10 +594,10 @@ def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
     ):
         raise refusal(f"{name} along dimensions", like)
     order = norm_order(order)
-    found = iter(norms_of([x for x in given if isinstance(x, _Guarded)], order))
+    found = iter(norms_of([x for x in given if isinstance(x, Guarded)], order))
     norms = [  # a plain tensor is the gradient of a parameter that was left out of sharding
         _number(next(found), x, name)
-        if isinstance(x, _Guarded)
+        if isinstance(x, Guarded)
         else torch.linalg.vector_norm(x, order)
         for x in given
     ]

@@ -23,12 +23,12 @@ from fullshard.engine.homes import compute_device
 from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
 from fullshard.engine.optimizers import watch_optimizers
-from fullshard.engine.order import trace_order
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import apply_dtypes
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
 from fullshard.engine.state import hook_loading
+from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh

@@ -1,9 +1,25 @@
-"""Whole tensors out of shards and into them: full state dicts, loading, unsharded blocks."""
+"""The state of a sharded model: full state dicts, loading, unsharded blocks, what a save writes.
+
+A save writes what a rank holds of the model and its optimizer, tensor by tensor:
+
+    model       parameters' slices, from the flat shards; buffers and what is left out, whole
+    optimizer   states with as many elements as the slice: sliced like the parameter
+                scalars (a step count): the same on every rank
+                an owner's (fs.owned): whole tensors of any shape, and scalars of its own
+                anything else (factors, block scales): one rank's own affair, opaque
+
+Where several ranks hold the same elements, they take turns, unit by unit, so that each writes its
+share.
+
+As safetensors names them: https://huggingface.co/docs/safetensors
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,10 +28,10 @@ from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.parameter import ShardedParameter, _Guarded
-from fullshard.engine.presentation import shard_shape
-from fullshard.engine.unit import Member, Unit
-from fullshard.errors import EngineError, ShardedTensorError
+from fullshard.engine.owned import OwnedOptimizer, holds_whole
+from fullshard.engine.parameter import Guarded, ShardedParameter
+from fullshard.engine.unit import Member, Unit, shard_shape
+from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
 
 def full_state_dict(
@@ -47,7 +63,7 @@ def full_state_dict(
         return {}
     result = {}
     for name, value in model.state_dict().items():
-        is_shard = isinstance(value, _Guarded)
+        is_shard = isinstance(value, Guarded)
         result[name] = whole[value.record.piece.name] if is_shard else _to_cpu(value, dtype)
     return result
 
@@ -109,10 +125,10 @@ def _slice_state(
         )
     for name, member in members.items():
         value = state_dict.get(prefix + name)
-        inside_unsharded = not isinstance(member.param, _Guarded)
+        inside_unsharded = not isinstance(member.param, Guarded)
         gather = getattr(value, "full_tensor", None)
         is_cut_alike = (
-            isinstance(value, _Guarded)
+            isinstance(value, Guarded)
             and not inside_unsharded
             and value.record.is_cut_like(member.param.record)  # pyright: ignore
         )
@@ -232,4 +248,329 @@ def _whole_grads(engine: Engine, unit: Unit) -> dict[int, torch.Tensor]:
                 local = None if grad is None else grad.to_local().reshape(-1)
             if local is not None:
                 found[id(member)] = engine.gather_member(unit, group, member, local)
+    return found
+
+
+# ---- what a save writes
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """A rank's part of one tensor.
+
+    Attributes:
+        names: (parameter or buffer,) or (parameter, state).
+        shape: Global shape.
+        start: First element here, in row-major order.
+        stop: One past the last.
+        local: (stop - start,), shares memory with the model or the optimizer.
+        writes: Whether this rank is the one that saves these elements.
+        opaque: Whether it means something to this rank alone; its shape is its own then.
+        whole: Whether it is a buffer, left out of sharding, or an owner's: no slice of a parameter,
+            and `local` may be a copy of it.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    local: torch.Tensor
+    writes: bool = True
+    opaque: bool = False
+    whole: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        return dtype_name(self.local, "/".join(self.names))
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What an optimizer holds.
+
+    Attributes:
+        kind: Name of its class.
+        tensors: Tensors of its states.
+        scalars: Parameter -> state -> a number, or a tensor of one element.
+        groups: Settings of each group, with its parameters' names under "params".
+    """
+
+    kind: str
+    tensors: list[Held] = field(default_factory=list[Held])
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+def model_tensors(model: nn.Module) -> list[Held]:
+    """Every parameter and persistent buffer, tied ones once.
+
+    Raises:
+        EngineError: The parameters are whole just now (`fs.unsharded`), or have other names.
+    """
+    engine = engine_of(model)
+    shown = {name for name, _ in model.named_parameters()}
+    if engine.unsharded:
+        raise EngineError("saving inside fs.unsharded: expected shards. Save outside of the block.")
+    engine.check_params()
+    held: list[Held] = []
+    for unit in engine.units:
+        replica = unit.plan.mesh.coordinates(engine.rank)[0]
+        writes = unit.plan.index % unit.plan.mesh.replicate == replica
+        for group in unit.groups:
+            for member in group.members:
+                piece = member.piece
+                if piece.name not in shown:
+                    raise EngineError(
+                        f"{type(model).__name__}: expected {piece.name}, as it was called when it "
+                        "was sharded; a wrapper shows it under another name. Give the model that "
+                        "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
+                    )
+                local = group.master[piece.offset : piece.offset + piece.numel]
+                held.append(
+                    Held((piece.name,), tuple(piece.shape), piece.start, piece.stop, local, writes)
+                )
+    return held + list(_others(model, engine))
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Second and further names of parameters -> their first names."""
+    engine = engine_of(model)
+    return {
+        name: names[0]
+        for unit in engine.units
+        for group in unit.groups
+        for names in group.plan.names
+        for name in names[1:]
+    }
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules give by `get_extra_state`, by key of the state dict."""
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if not isinstance(value, torch.Tensor)
+    }
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Everything that an optimizer of a sharded model holds, by the names of its parameters.
+
+    Raises:
+        CheckpointError: A parameter is not the model's, or a state is neither tensor nor number.
+    """
+    held = {item.names[0]: item for item in model_tensors(model)}
+    names = param_names(model, optimizer)
+    found = OptimizerState(kind_of(optimizer))
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
+    for param, states in optimizer.state.items():
+        if id(param) not in names:
+            raise CheckpointError(
+                f"optimizer state {param!r}: expected states of the model's parameters alone; this "
+                f"is none. {type(optimizer).__name__} cannot be saved by fs.save."
+            )
+        name = names[id(param)]
+        for key, value in states.items():
+            here = None if isinstance(value, Guarded) else holds_whole(optimizer, param)
+            _sort_in(found, held[name], (name, key), value, whole=here is not None)
+    return found
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class; of owners' optimizers those of the ones in it."""
+    return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
+
+
+def join_scalars(
+    told: list[dict[str, dict[str, Any]]],
+) -> dict[str, dict[str, Any]]:
+    """What the ranks' owners keep as numbers, of all ranks."""
+    joined: dict[str, dict[str, Any]] = {}
+    for scalars in told:
+        for name, values in scalars.items():
+            joined.setdefault(name, {}).update(values)
+    return joined
+
+
+def param_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """First names of an optimizer's parameters, by identity.
+
+    Raises:
+        CheckpointError: One is not the model's.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                shape = tuple(param.shape)
+                raise CheckpointError(
+                    f"optimizer: expected parameters of the model that is saved; got one of shape "
+                    f"{shape} that is not among them. Save it with its own model."
+                )
+    return names
+
+
+def restore_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: OptimizerState
+) -> None:
+    """Give an optimizer the states and settings that were saved.
+
+    Args:
+        model: Sharded.
+        optimizer: Optimizer of its parameters, with groups of the same parameters.
+        saved: `tensors` with `local` filled for this rank.
+
+    Raises:
+        CheckpointError: The groups have other parameters; nothing was changed.
+    """
+    settings = matching_settings(model, optimizer, saved.groups)
+    names = param_names(model, optimizer)
+    params = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    elsewhere = {name for name, param in params.items() if holds_whole(optimizer, param) is False}
+    states: dict[str, dict[str, Any]] = {
+        name: dict(s) for name, s in saved.scalars.items() if name not in elsewhere
+    }
+    for held in saved.tensors:
+        name, key = held.names
+        param = params[name]
+        local = held.local
+        sliced = isinstance(param, ShardedParameter) and not (held.opaque or held.whole)
+        states.setdefault(name, {})[key] = (
+            param.as_state(local) if sliced else local.view(held.shape)
+        )
+    optimizer.state.clear()
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+        on_device = group.get("fused") or group.get("capturable")
+        for param in group["params"]:
+            state = states.get(names[id(param)])
+            if state is not None:
+                optimizer.state[param] = {
+                    key: value.to(param.device)
+                    if isinstance(value, torch.Tensor) and (on_device or value.dim())
+                    else value
+                    for key, value in state.items()
+                }
+    if isinstance(optimizer, OwnedOptimizer):
+        optimizer.give_states()
+
+
+def dtype_name(tensor: torch.Tensor, where: str) -> str:
+    """As safetensors names it.
+
+    Raises:
+        CheckpointError: It has no name.
+    """
+    if tensor.dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{where}: expected a dtype among {', '.join(map(str, DTYPE_NAMES))}; got "
+            f"{tensor.dtype}. Convert it before saving."
+        )
+    return DTYPE_NAMES[tensor.dtype]
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    flat = tensor.detach().reshape(-1)
+    assert flat.is_contiguous(), tensor.shape
+    assert flat.device.type == "cpu", tensor.device
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data)
+
+
+def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
+    """Buffers, and parameters that are left out of sharding: whole, written by the first rank."""
+    cut = {
+        name
+        for unit in engine.units
+        for group in unit.groups
+        for names in group.plan.names
+        for name in names
+    }
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in cut or not isinstance(value, torch.Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        flat = value.detach().reshape(-1)
+        writes = engine.rank == 0
+        yield Held((name,), tuple(value.shape), 0, flat.numel(), flat, writes, whole=True)
+
+
+def _sort_in(
+    found: OptimizerState, of: Held, names: tuple[str, str], value: Any, *, whole: bool
+) -> None:
+    """Put one state where it belongs.
+
+    Args:
+        found: Is added to.
+        of: The parameter.
+        names: The parameter's and the state's.
+        value: The state.
+        whole: Whether it is an owner's.
+    """
+    name, key = names
+    if isinstance(value, bool | int | float):
+        found.scalars.setdefault(name, {})[key] = value
+        return
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name}: expected a tensor or a number; got "
+            f"{type(value).__name__}, which only a pickle could hold. Use another optimizer."
+        )
+    with no_guard():
+        plain = value.detach().as_subclass(torch.Tensor)
+    is_shard = isinstance(value, Guarded)
+    is_one = plain.dim() == 0 or (of.local.numel() != 1 and not whole)
+    if not is_shard and plain.numel() == 1 and is_one:
+        found.scalars.setdefault(name, {})[key] = plain
+        return
+    count = of.stop - of.start
+    is_all = count == math.prod(of.shape)
+    sliced = plain.numel() == count and (is_shard or not is_all or tuple(plain.shape) == of.shape)
+    flat = plain.reshape(-1)
+    if whole:
+        shape = tuple(plain.shape)
+        found.tensors.append(Held(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
+    elif sliced:
+        found.tensors.append(Held(names, of.shape, of.start, of.stop, flat, of.writes))
+    else:
+        shape = tuple(plain.shape)
+        found.tensors.append(Held(names, shape, of.start, of.stop, flat, opaque=True))
+
+
+def matching_settings(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The saved settings of each of an optimizer's groups.
+
+    Raises:
+        CheckpointError: The saved groups have other parameters.
+    """
+    names = param_names(model, optimizer)
+    by_params = {frozenset(group["params"]): group for group in saved}
+    found: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        params = [names[id(p)] for p in group["params"]]
+        if frozenset(params) not in by_params or len(saved) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"optimizer: expected the groups of the checkpoint, which have "
+                f"{', '.join(str(len(other['params'])) for other in saved)} parameters; got "
+                f"{', '.join(str(len(g['params'])) for g in optimizer.param_groups)}, one with "
+                f"{', '.join(params[:3])}{', ...' if len(params) > 3 else ''}. Build the optimizer "
+                "with the same groups, or load the model alone."
+            )
+        settings = by_params[frozenset(params)]
+        found.append({key: value for key, value in settings.items() if key != "params"})
     return found

@@ -1,10 +1,20 @@
-"""A unit on one rank: its shards, its view of its slots, its two kinds of parameters."""
+"""A unit on one rank: its shards, its slots, its two kinds of parameters and their versions.
+
+[Note: versions]
+Autograd notes the version of every tensor that it keeps for backward, and refuses one whose version
+has changed. The weights that forward sees are refilled and updated behind its back, so their
+counters are set here, and every wrong read is autograd's own error:
+
+    slot may hold another unit    somewhere else, until the unit is gathered again
+    shard was written             one further: graphs from before read weights that are gone, as
+                                  a second backward after optimizer.step() does in one process
+"""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -13,16 +23,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import no_guard, will_execute
-from fullshard.engine.homes import GradientShard
-from fullshard.engine.hooked import Hook, HookedReduction
+from fullshard.engine._torch_compat import no_guard, set_versions, will_execute
+from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import ShardedGradient, ShardedParameter
-from fullshard.engine.ring import Rings
-from fullshard.engine.versions import Versions
-from fullshard.errors import EngineError
+from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.layout import Slice
-from fullshard.planner.units import GroupPlan, UnitPlan
-from fullshard.transport import Fetch, Reduction, Transport
+from fullshard.planner.slots import Ring
+from fullshard.planner.units import DtypeContract, GroupPlan, SlotRef, UnitPlan
+from fullshard.transport import Fetch, Reduction, Transport, Weights
+from fullshard.transport.base import Hook, HookedReduction, torch_dtype
 
 LARGE_NUMEL = 16_384
 
@@ -66,6 +75,78 @@ class Member:
         return self.numel > LARGE_NUMEL
 
 
+class GradientShard:
+    """A group's reduced gradients on this rank.
+
+    Attributes:
+        sums: (part_numel,), accumulate dtype.
+        shown: (part_numel,), master dtype, what `p.grad` views; the sums themselves where these
+            have that dtype.
+        held: (part_numel,), accumulate dtype: summed over shards, not yet over replicas.
+        carries: Whether what is shown stays in the next sum.
+        memory: What `shown` lies in.
+    """
+
+    def __init__(self, numel: int, dtypes: DtypeContract, homes: DeviceHomes) -> None:
+        self._made_with = numel, dtypes, homes
+        self.sums = homes.gradients.zeros(numel, torch_dtype(dtypes.accumulate))
+        self.shown = self.sums
+        if dtypes.master is not dtypes.accumulate:
+            self.shown = homes.gradients.zeros(numel, torch_dtype(dtypes.master))
+        self.held: torch.Tensor | None = None
+        self.carries = False
+        self.memory = self.shown.untyped_storage()
+        self.holders: list[int] = []  # of the memory and of each gradient, the engine's own
+        self.lands_aside = homes.lands_aside
+        self._landing = torch.empty(0, dtype=self.sums.dtype, device=homes.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sums.nbytes + (0 if self.shown is self.sums else self.shown.nbytes)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the dtype and device that reductions land in."""
+        return self._landing
+
+    def anew(self) -> GradientShard:
+        """Another one of the same kind, zero."""
+        return GradientShard(*self._made_with)
+
+    def take(self, landed: torch.Tensor, divisor: float) -> None:
+        """Add what a reduction brought, or replace what was there; show it.
+
+        Args:
+            landed: (part_numel,), accumulate dtype: the sum over ranks; the sums themselves, or a
+                buffer of its own.
+            divisor: What sums are divided by.
+        """
+        landed.div_(divisor)
+        if self.carries:
+            self._take_writes()
+            self.sums.add_(landed.to(self.sums.device))
+        elif landed is not self.sums:
+            self.sums.copy_(landed)  # and wait: the host reads it next
+        self.show()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients."""
+        self._take_writes()
+        self.sums.mul_(factor.to(self.sums))
+        self.show()
+
+    def show(self) -> None:
+        """Cast the sums once into what `p.grad` shows."""
+        if self.shown is not self.sums:
+            self.shown.copy_(self.sums)
+
+    def _take_writes(self) -> None:
+        """What the user wrote into `p.grad` counts; the rest keeps its finer sum."""
+        if self.shown is not self.sums:
+            wrote = self.shown != self.sums.to(self.shown.dtype)
+            self.sums.copy_(torch.where(wrote, self.shown.to(self.sums.dtype), self.sums))
+
+
 @dataclass(eq=False)
 class Group:
     """One flat buffer on this rank.
@@ -74,6 +155,7 @@ class Group:
         master: (part_numel,), master dtype: the only copy at rest, where the plan has its home.
         part: (part_numel,): this rank's part of the slot, compute dtype.
         full: (numel,): the slot, or the master itself where nothing is gathered.
+        wire: The dtype that gradients are reduced in.
         grads: Reduced gradients; None where frozen.
         views: What `p.grad` shows of them, parameter by parameter.
         grad_full: (numel,), reduce dtype: where gradients are collected now.
@@ -85,6 +167,7 @@ class Group:
     full: torch.Tensor
     part: torch.Tensor
     members: list[Member]
+    wire: torch.dtype
     grads: GradientShard | None = None
     grad_slot: torch.Tensor | None = None
     grad_full: torch.Tensor | None = None
@@ -114,7 +197,7 @@ class Group:
             local = grads.shown[member.piece.offset : member.piece.offset + member.piece.numel]
             with no_guard():
                 member.grad = local.view(member.param.shape).as_subclass(ShardedGradient)
-            member.grad.record = member.param.record
+            member.grad.record, member.grad.home = member.param.record, grads
             self.views.append(member.grad)
 
     @property
@@ -377,3 +460,211 @@ def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tenso
         alive.on_gradient(alive, at, at.members[member])
 
     return hook
+
+
+# ---- from whole parameters to shards
+
+
+def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:
+    """(n_local, 1, ..., 1): the number of dimensions is kept; whole parameters keep their shape."""
+    if whole:
+        return tuple(piece.shape)
+    return (piece.numel, *(1 for _ in piece.shape[1:]))
+
+
+def present(
+    param: nn.Parameter, data: torch.Tensor, piece: Slice, *, whole: bool
+) -> ShardedParameter:
+    """Turn the user's parameter into its shard, in place: the object stays the same.
+
+    Args:
+        param: The whole parameter, or a shard that is cut anew.
+        data: (n_local,), master dtype: this rank's elements in the flat shard.
+        piece: Which elements these are.
+        whole: Whether every rank holds the whole parameter.
+
+    Raises:
+        UnsupportedModelError: The object's class cannot be changed (a tensor subclass).
+    """
+    if type(param) not in (nn.Parameter, ShardedParameter):
+        raise UnsupportedModelError(
+            f"{piece.name}: expected a plain nn.Parameter; got {type(param).__name__}. "
+            "Leave it out of sharding (ignore) or convert it first."
+        )
+    with no_guard():
+        param.grad = None
+    shown = data.view(shard_shape(piece, whole=whole))
+    if param.is_meta or param.device != data.device:
+        _swap(param, nn.Parameter(shown, requires_grad=param.requires_grad), piece)
+    param.__class__ = ShardedParameter
+    with no_guard():
+        param.data = shown
+    return param  # type: ignore[return-value]
+
+
+def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
+    """Move the object to another device, which `.data =` cannot."""
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise UnsupportedModelError(
+            f"{piece.name}: expected a parameter that can move from {param.device} to "
+            f"{other.device}; something holds a weak reference to it: {error} Drop that, or move "
+            "the model before fs.shard."
+        ) from error
+
+
+def cut_group(
+    plan: GroupPlan,
+    params: Sequence[nn.Parameter],
+    part: int,
+    homes: DeviceHomes,
+    shared: Weights | None,
+) -> Group:
+    """Cut a group's parameters: keep this rank's part, free the rest.
+
+    Args:
+        plan: The group's layout.
+        params: The user's parameters in the layout's order: whole, or on meta or shards already,
+            which become zero.
+        part: This rank's index on the shard axis.
+        homes: Where things live.
+        shared: The memory of the weights; None where it is this rank's own.
+    """
+    layout = plan.layout
+    dtypes = plan.dtypes
+    if shared is None:
+        master = homes.parameters.zeros(layout.part_numel, torch_dtype(dtypes.master))
+    else:
+        master = shared.master
+    members = []
+    whole = layout.num_parts == 1
+    for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
+        local = slice(piece.offset, piece.offset + piece.numel)
+        if not param.is_meta and not isinstance(param, ShardedParameter):
+            with torch.no_grad():
+                master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
+        sharded = present(param, master[local], piece, whole=whole)
+        compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
+        members.append(Member(sharded, piece, compute, placement.offset))
+    empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
+    full = master if plan.slot is None else empty
+    full = full if shared is None else shared.full
+    group = Group(plan, master, full, empty, members, torch_dtype(dtypes.reduce))
+    if plan.trainable:
+        group.grads = GradientShard(layout.part_numel, dtypes, homes)
+    group.padding = _padding(plan)
+    return group
+
+
+def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
+    """Ranges of the flat buffer that belong to no parameter."""
+    gaps, end = [], 0
+    for placement in plan.layout.placements:
+        if placement.offset > end:
+            gaps.append((end, placement.offset))
+        end = placement.stop
+    if plan.layout.numel > end:
+        gaps.append((end, plan.layout.numel))
+    return gaps
+
+
+# ---- slots
+
+
+class Rings:
+    """Slots by ring name and index: flat buffers whose addresses never change.
+
+    Args:
+        rings: What the plan lists.
+        given: Slots whose memory is somebody else's, by ring.
+        device: Device of all others.
+        poison: Fill them with NaN.
+    """
+
+    def __init__(
+        self,
+        rings: Sequence[Ring],
+        given: Mapping[str, list[torch.Tensor]],
+        device: torch.device,
+        *,
+        poison: bool,
+    ) -> None:
+        self._buffers: dict[str, list[torch.Tensor]] = {}
+        for ring in rings:
+            dtype = torch_dtype(ring.dtype)
+            slots = given.get(ring.name)
+            if slots is None:
+                make = partial(torch.zeros, ring.numel, dtype=dtype, device=device)
+                slots = [make() for _ in range(ring.count)]
+            if poison:
+                for slot in slots:
+                    slot.fill_(float("nan"))
+            self._buffers[ring.name] = slots
+
+    def view(self, ref: SlotRef, numel: int) -> torch.Tensor:
+        """(numel,): a group's part of its slot."""
+        return self._buffers[ref.ring][ref.index][ref.base : ref.base + numel]
+
+    def num_bytes(self, *, gradients: bool) -> int:
+        """Bytes of the rings of gradients, or of all others."""
+        return sum(
+            slot.nbytes
+            for name, slots in self._buffers.items()
+            if name.endswith(".grad") is gradients
+            for slot in slots
+        )
+
+
+# ---- version counters of weights
+
+Pair = tuple[nn.Parameter, nn.Parameter]  # a shard, and what forward sees of it
+AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
+
+
+class Versions:
+    """Of one unit's weights.
+
+    Args:
+        lent: Shards and compute parameters of which these are views of slots.
+        own: Shards and compute parameters whose memory is always theirs.
+    """
+
+    def __init__(self, lent: Sequence[Pair] = (), own: Sequence[Pair] = ()) -> None:
+        with no_guard():
+            shards = [shard for shard, _ in (*lent, *own)]
+            self._shards = shards if all(map(_counts, shards)) else []
+            self._written = [shard._version for shard in self._shards]
+        self._lent = tuple(compute for _, compute in lent)
+        self._own = tuple(compute for _, compute in own)
+        self._is_open = True
+        self._at(tuple(compute._version for compute in (*self._lent, *self._own)))
+
+    def mark(self, *, is_open: bool) -> None:
+        """Whether autograd may read what it kept of weights in slots, or these may hold others."""
+        if self._is_open is not is_open:
+            self._is_open = is_open
+            set_versions(self._lent, self._marks[is_open])
+
+    def see_writes(self) -> None:
+        """Refuse graphs from before the last writes into shards. Outside of the guard."""
+        written = [shard._version for shard in self._shards]
+        if written != self._written:
+            now = (*self._marks[True], *self._of_own)
+            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
+            self._written = written
+            self._at(tuple(at + is_new for at, is_new in zip(now, wrote, strict=True)))
+            set_versions(self._lent, self._marks[self._is_open])
+            set_versions(self._own, self._of_own)
+
+    def _at(self, versions: tuple[int, ...]) -> None:
+        open_, self._of_own = versions[: len(self._lent)], versions[len(self._lent) :]
+        self._marks = {True: open_, False: tuple(at + AWAY for at in open_)}
+
+
+def _counts(shard: nn.Parameter) -> bool:
+    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
+    try:
+        return shard._version >= 0
+    except RuntimeError:  # is_inference() does not tell once `.data` was set
+        return False

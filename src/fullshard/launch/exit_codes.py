@@ -36,7 +36,8 @@ TIME_OUT_WORDS = ("timed out waiting", "wait timeout", "timed out after", "watch
 
 # What the system, numpy and safetensors say when no more can be written.
 _DISK_IS_FULL = re.compile(
-    r"No space left on device|Disk quota exceeded|\d+ requested and \d+ written", re.IGNORECASE
+    r"No space left on device|Disk quota exceeded|File too large|\d+ requested and \d+ written",
+    re.IGNORECASE,
 )
 
 

@@ -27,7 +27,7 @@ from fullshard.models.config import (
 )
 from fullshard.models.lora import PROJECTION, AdaptedWeights, add_adapters
 from fullshard.models.student import is_cut, student_config
-from fullshard.planner.phases import Source
+from fullshard.outlook.memory import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

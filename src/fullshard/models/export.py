@@ -12,9 +12,9 @@ from torch import nn
 
 from fullshard.config.schema import LoraConfig, RunConfig
 from fullshard.doors.live import export_together, live_source
+from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
-from fullshard.engine.together import agree
 from fullshard.models.lora import adapters_of, merged, save_adapters
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -9,11 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors import SafetensorError
 
 from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
-from fullshard.errors import ConfigError, printable
-from fullshard.models.config import check_model_folder, quiet_libraries, require_transformers
+from fullshard.errors import ConfigError, printable, untrusted
+from fullshard.models.config import (
+    check_model_folder,
+    num_positions,
+    quiet_libraries,
+    require_transformers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 MOST_NEW_TOKENS = 200  # where nobody says how many
 
@@ -40,6 +48,8 @@ class SamplingSettings:
             )
         if not self.temperature >= 0:
             raise ConfigError(f"--temperature: expected a number >= 0, got {self.temperature}.")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"--seed: expected an integer >= 0 and < 2^63, got {self.seed}.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,14 @@ def generate(
     import torch
 
     model, tokenizer = _load(folder, trust=trust)
+    with untrusted("--prompt", "UTF-8 text", ConfigError, "Write it in the locale's encoding."):
+        (prompt or "").encode()
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    if len(ids) >= (positions := num_positions(model.config) or len(ids) + 1):
+        told = "the model has %d positions: of the prompt's %d tokens the last %d are used"
+        keep = max(1, positions // 2)
+        logger.warning(told, positions, len(ids), keep)
+        ids = ids[-keep:]
     start = tokenizer.bos_token_id
     if not ids and start is None:
         raise ConfigError(
@@ -128,10 +145,8 @@ def generate(
 
 def _room(model: PreTrainedModel, num_prompt_tokens: int) -> int:
     """Tokens that may be added before a text is longer than what the model was made for."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is None:
-        return MOST_NEW_TOKENS
-    return max(1, min(MOST_NEW_TOKENS, positions - num_prompt_tokens))
+    positions = num_positions(model.config)
+    return min(MOST_NEW_TOKENS, positions - num_prompt_tokens) if positions else MOST_NEW_TOKENS
 
 
 def _load(folder: Path, *, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -10,15 +10,12 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.report import render
-from fullshard.planner.activations import Kind
-from fullshard.planner.hardware import Fit
-from fullshard.planner.lanes import held_over_time, lay_out
-from fullshard.planner.outlook import Outlook
-from fullshard.planner.phases import checkpoint_bytes, phases_of
-from fullshard.planner.render import human_bytes
-from fullshard.planner.reserve import reserve_of
-from fullshard.planner.study import Study
-from fullshard.planner.timeline import Bar, Lane
+from fullshard.outlook.memory import Fit, checkpoint_bytes
+from fullshard.outlook.player import Bar, Lane, held_over_time
+from fullshard.outlook.predict import Outlook
+from fullshard.outlook.search import Study
+from fullshard.planner.text import human_bytes
+from fullshard.planner.tracing import Kind
 
 MOODS = {Fit.FITS: "good", Fit.TIGHT: "", Fit.NO: "bad", None: ""}
 LANES = (Lane.GATHER, Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
@@ -44,7 +41,7 @@ def gather(study: Study, strategies: Sequence[Outlook]) -> dict[str, Any]:
     outlook = study.outlook
     plan = outlook.plan
     mesh = plan.mesh
-    phases = phases_of(outlook, study.storage)
+    phases = outlook.phases(study.storage)
     places = [name for name in ("device", "host", "disk") if any(getattr(p, name) for p in phases)]
     return {
         "title": f"Plan of {plan.model_kind}",
@@ -57,7 +54,7 @@ def gather(study: Study, strategies: Sequence[Outlook]) -> dict[str, Any]:
         "rows": [{"name": r.name, "size": human_bytes(r.num_bytes)} for r in outlook.rows],
         "reserve": [
             {"name": r.name, "size": human_bytes(r.num_bytes), "why": r.why}
-            for r in reserve_of(outlook, study.machine)
+            for r in outlook.overhead()
         ],
         "places": places,
         "phases": [
@@ -94,7 +91,7 @@ def _tiles(study: Study) -> list[dict[str, str]]:
     outlook = study.outlook
     peak = outlook.peak_bytes["device"]
     verdict = "unknown" if outlook.fit is None else outlook.fit.value
-    memory = study.machine.memory_bytes
+    memory = study.outlook.machine.memory_bytes
     share = f"{peak / memory:.0%} of {human_bytes(memory)}" if memory else "name --gpus to judge"
     tiles = [
         {"label": "verdict", "value": verdict, "note": share, "mood": MOODS[outlook.fit]},
@@ -111,7 +108,7 @@ def _tiles(study: Study) -> list[dict[str, str]]:
 def _charts(study: Study) -> list[dict[str, Any]]:
     from markupsafe import Markup
 
-    bars = lay_out(study.outlook, study.machine)
+    bars = study.outlook.bars()
     drawings = {
         "Memory over a micro-batch": (memory_chart(study.outlook, bars), True),
         "The schedule of a micro-batch": (lanes_chart(bars, study.outlook), True),
@@ -126,7 +123,7 @@ def _charts(study: Study) -> list[dict[str, Any]]:
 
 def memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
     """What is held, stacked by kind, over the time of a micro-batch."""
-    moments = held_over_time(outlook, bars)
+    moments = held_over_time(outlook.rows, bars)
     if not moments:
         return ""
     unit, scale = _time_unit(moments[-1].time_s)

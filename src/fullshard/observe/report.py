@@ -19,7 +19,7 @@ from fullshard.observe.chart import WIDE, Axes, Series, area_chart, line_chart
 from fullshard.observe.metrics import SAVES, read_rows
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.planner.units import UnitPlan
 
 logger = logging.getLogger(__name__)

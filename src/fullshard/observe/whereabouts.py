@@ -30,7 +30,7 @@ MOVED_S = 0.002  # of processor time: a thread that used less between two looks 
 
 _PACKAGE = str(Path(__file__).parents[1])
 _COLLECTIVES = f"{_PACKAGE}/transport/"
-_RUNTIME = f"{_PACKAGE}/engine/runtime.py"
+_RUNTIME = f"{_PACKAGE}/engine/step.py"
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 

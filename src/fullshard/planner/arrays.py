@@ -17,14 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.values import Recompute, RecomputeKind, Strategy
-from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import AVERAGE, MemoryRow
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
-from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
+from fullshard.planner.text import decode_plan, encode_plan, format_json, human_bytes
 from fullshard.planner.units import DtypeContract
 
 PADDED_ABOVE = 65_536  # elements: what is smaller and divides nowhere is copied instead

@@ -77,6 +77,14 @@ class Topology:
                 "Lower launch.num_processes, or --gpus or --nodes."
             )
 
+    @property
+    def ranks_per_host(self) -> int:
+        return self.local_world_size or self.world_size
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.world_size // self.ranks_per_host)
+
 
 def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
     """`Mesh.order` of the ranks of a device mesh, row by row.
@@ -109,8 +117,7 @@ def resolve_mesh(
             )
         shard = 1
     if replicate is None and shard is None:
-        local = topology.local_world_size or world
-        shard = local if row.hybrid else world
+        shard = topology.ranks_per_host if row.hybrid else world
         _check_divides("local_world_size", shard, world)
     if shard is None:
         assert replicate is not None

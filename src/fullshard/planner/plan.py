@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradSync, Home, Strategy, Transport
 from fullshard.errors import ConfigError, WrapError
-from fullshard.planner.codec import decode_plan, encode_plan, format_json
 from fullshard.planner.events import Event
 from fullshard.planner.homes import DEFAULT_HOMES, Homes, Place
 from fullshard.planner.layout import Slice
@@ -29,7 +28,6 @@ from fullshard.planner.memory import (
 )
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
-from fullshard.planner.render import render_tree
 from fullshard.planner.schedule import (
     Depths,
     Order,
@@ -41,8 +39,10 @@ from fullshard.planner.schedule import (
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
 from fullshard.planner.spec import ModelSpec, check_globs, matches
 from fullshard.planner.strategy import StrategyRow, row_of
+from fullshard.planner.text import decode_plan, encode_plan, format_json, render_tree
 from fullshard.planner.units import (
     ContractRule,
+    GroupPlan,
     UnitPlan,
     UnitSettings,
     assign_params,
@@ -110,6 +110,11 @@ class Plan:
     def num_parameters(self) -> int:
         """Parameters in all, padding not counted."""
         return sum(unit.numel - unit.padding for unit in self.units)
+
+    @property
+    def groups(self) -> tuple[GroupPlan, ...]:
+        """The flat buffers of all units."""
+        return tuple(group for unit in self.units for group in unit.groups)
 
     @property
     def num_units(self) -> int:

@@ -16,7 +16,7 @@ rank skipped as other ranks run them (gather, look ahead, reduce), because anoth
 skipped them; the end of the root's forward, and of backward, passes those that are left. So all
 ranks issue one sequence, and none waits for what a peer will issue only after it. A unit that the
 order does not expect is gathered on demand, and the order is learned from the first step (see
-`engine/runtime.py`).
+`engine/step.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from fullshard.planner.events import Event, EventKind, Sync, event_of
-from fullshard.planner.slot_table import SlotTable
+from fullshard.planner.slots import SlotTable
 from fullshard.planner.units import UnitPlan, ancestors_of
 
 ROOT = 0  # the root's index

@@ -29,7 +29,7 @@ from fullshard.errors import printable
 from fullshard.models.build import weights_folder
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.run.schedule import StepPlan
 
 LABEL_WIDTH = 10

@@ -237,7 +237,7 @@ def check_output_dir(output_dir: Path) -> None:
     if others and "run.json" not in others:
         raise ConfigError(
             f"{key}: expected an empty folder or an older run, got '{output_dir}' with other "
-            "files. Name another folder."
+            "files and no run.json. Name another folder."
         )
 
 
@@ -261,8 +261,8 @@ def _move_older_run(output_dir: Path) -> Path:
     return target
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    text = json.dumps(value, indent=2) + "\n"
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file in one rename: a full disk leaves the one that was there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -270,6 +270,13 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        raise
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    try:
+        write_whole(path, json.dumps(value, indent=2) + "\n")
+    except OSError:
         _write_in_place(path, json.dumps(value) + "\n")
 
 

@@ -28,7 +28,7 @@ from fullshard.models.export import write_folder
 from fullshard.models.lora import first_values
 from fullshard.observe.memory import memory_bytes
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, Recipe, Team
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.recipes.registry import RECIPES

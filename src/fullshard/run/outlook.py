@@ -25,23 +25,19 @@ from fullshard.models.build import (
     weights_source,
 )
 from fullshard.models.config import quiet_libraries, require_transformers
-from fullshard.planner.calibration import FILE_NAME, Calibration, read_calibration
-from fullshard.planner.forecast.architecture import Shapes, decoder
-from fullshard.planner.forecast.devices import Device, find_device
-from fullshard.planner.forecast.memory import GIB
-from fullshard.planner.forecast.workload import Batch
-from fullshard.planner.hardware import Fit, Gpus
+from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
+from fullshard.outlook.devices import Device, Gpus, find_device
+from fullshard.outlook.memory import GIB, LOAD, Fit, Storage
+from fullshard.outlook.predict import Job, Machine, Outlook, look
+from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
+from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.homes import Place
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.mesh import Topology, resolve_mesh
 from fullshard.planner.optimizers import OptimizerStates, states_of
-from fullshard.planner.outlook import Job, Machine, Outlook, look
-from fullshard.planner.phases import LOAD, Storage, phases_of
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
-from fullshard.planner.search import MICRO_BATCH, PlanAt, choose
 from fullshard.planner.strategy import row_of
-from fullshard.planner.study import Study, study
+from fullshard.planner.text import human_bytes
 from fullshard.recipes.distill.planned import Taught
 from fullshard.run.tracing import Tracer
 from fullshard.transport.shared.segment import Host
@@ -140,7 +136,7 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
         kind = Transport.C10D
     elif kind is Transport.AUTO:
         mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
-        together = (topology.local_world_size or world) % mesh.shard == 0
+        together = topology.ranks_per_host % mesh.shard == 0
         shares = mesh.shard > 1 and together and config.offload is None
         kind = Transport.SHARED if shares and Host.here() is not None else Transport.DIRECT
     return config.model_copy(update={"transport": kind})
@@ -210,26 +206,25 @@ class View:
 
     def study(self) -> Study:
         """With advice: for a run that does not fit, from what each phase of it needs."""
-        outlook, machine = self.outlook, self.machine
-        lack = self.lack()
+        outlook, machine, lack = self.outlook, self.machine, self.lack()
         if lack is not None and machine.memory_bytes is not None:
             beyond = max(0, lack.needed - outlook.peak_bytes[Place.DEVICE]) * machine.is_host
             machine = replace(machine, memory_bytes=max(1, machine.memory_bytes - beyond))
-            outlook = replace(outlook, fit=Fit.NO)
-        found = study(outlook, self.plan_at, machine, self.topology, self.storage)
-        return replace(found, machine=self.machine)
+            outlook = replace(outlook, fit=Fit.NO, machine=machine)
+        found = study(outlook, self.plan_at, self.topology, self.storage)
+        return replace(found, outlook=replace(outlook, machine=self.machine))
 
     def advice(self) -> list[str]:
         """What takes a tenth less at least, in words, of a run that found no more memory."""
         peak = self.outlook.peak_bytes[Place.DEVICE]
         machine = replace(self.machine, memory_bytes=min(self.machine.memory_bytes or peak, peak))
-        before = replace(self.outlook, fit=Fit.TIGHT)  # whatever was planned
-        found = study(before, self.plan_at, machine, self.topology).advice
+        before = replace(self.outlook, fit=Fit.TIGHT, machine=machine)  # whatever was planned
+        found = study(before, self.plan_at, self.topology).advice
         return [one.sentence(self.outlook) for one in found]
 
     def lack(self) -> Lack | None:
         """The memory that is short by most; None where all phases of the run fit."""
-        phases, machine = phases_of(self.outlook, self.storage), self.machine
+        phases, machine = self.outlook.phases(self.storage), self.machine
         if machine.is_host:  # weights come in where they stay
             needed = max(p.device + (p.host if p.name != LOAD else 0) for p in phases)
             found = [("this machine", needed, machine.memory_bytes)]
@@ -315,10 +310,9 @@ def view_of(
         ConfigError: The mesh, the units or a glob are impossible for this model.
         WillNotFitError: Something is left to the planner, and nothing fits.
     """
-    world, local = topology.world_size, topology.local_world_size or topology.world_size
-    hosts = -(-world // local)
+    world, hosts = topology.world_size, topology.num_hosts
     if machine is None:
-        machine = this_machine(local)
+        machine = this_machine(topology.ranks_per_host)
         if hosts == 1 and machine.is_host:
             machine = replace(machine, calibration=known_calibration(world))
     is_here = machine.host_bytes is not None
@@ -345,7 +339,7 @@ def view_of(
         job = replace(job, optimizer=optimizer)
     outlook = look(plan_at(sharding, topology), sharding, job, machine)
     if free:
-        outlook = choose(outlook, lambda s: plan_at(s, topology), machine, free, hosts=hosts)
+        outlook = choose(outlook, lambda s: plan_at(s, topology), free, hosts=hosts)
         config = _with_choices(config, outlook)
     return View(config, outlook, plan_at, machine, topology, storage_of(config))
 
@@ -407,7 +401,7 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
 
     require_transformers()
     quiet_libraries()
-    machine = this_machine(topology.local_world_size or topology.world_size)
+    machine = this_machine(topology.ranks_per_host)
     world = topology.world_size
     return look(config, model_config_of(config), world, on_cpu=machine.is_host, machine=machine)
 

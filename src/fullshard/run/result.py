@@ -19,7 +19,7 @@ from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.outlook import View

@@ -10,6 +10,7 @@ A run that ended early (early_stopping_patience) is a finished one, however many
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from fullshard.checkpoint.read import read_tables
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete
 from fullshard.config.load import Resolved, load_config
 from fullshard.config.values import nearest
+from fullshard.data.dataset import FACTS, DatasetFacts, read_facts
 from fullshard.errors import ConfigError, untrusted
 from fullshard.run.folder import RunFolder, RunStatus
 
 POSITION = "position"  # under which a checkpoint's state has [Note: data position]
 # What a run that goes on must share with what it was: its data and its model.
-SAME = ("data", "model")
+SAME = ("data", "model", "freeze", "lora")
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ def own_resume(folder: RunFolder) -> Resume:
     Until it has a checkpoint of its own, that is what it began from.
     """
     record = folder.read_record()
-    first = Resume.of_record(record)
-    batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
+    with _readable(folder):
+        first = Resume.of_record(record)
+        batch = record.get("planned", {}).get("samples_per_step") or first.global_batch
+        batch = batch and natural(batch)
     if any(not found.is_leftover for found in checkpoints_in(folder.checkpoints)):
         return Resume(folder.checkpoints, batch, in_place=True)
     return replace(first, in_place=True) if first.required else Resume(None, batch, in_place=True)
@@ -110,12 +114,21 @@ def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
     record = RunFolder(output_dir).read_record()
     if record.get("status") != RunStatus.FINISHED:
         return True
-    measured = record.get("measured", {})
-    more = num_steps > measured.get("num_steps", 0) and not measured.get("stopped_early")
-    return resume.path is not None and more
+    with _readable(RunFolder(output_dir)):
+        measured = record.get("measured", {})
+        more = num_steps > measured.get("num_steps", 0) and not measured.get("stopped_early")
+        return resume.path is not None and more
 
 
-def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
+def _readable(folder: RunFolder) -> AbstractContextManager[None]:
+    """For what is read of a record that something else than fullshard may have written."""
+    advice = "Use --resume never, or another output_dir."
+    return untrusted(folder.record, "the record of a run", ConfigError, advice)
+
+
+def check_same(
+    resolved: Resolved, output_dir: Path, checkpoints: Path, facts: DatasetFacts
+) -> None:
     """A run that goes on has a complete checkpoint, and keeps its data and its model.
 
     Raises:
@@ -123,7 +136,8 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
         ConfigError: Data or model changed; names the key.
     """
     newest_complete(checkpoints)
-    before = load_config(RunFolder(output_dir).config, []).config
+    folder = RunFolder(output_dir)
+    before = load_config(folder.config, []).config
     keys = [*SAME, "training.max_seq_length", "training.seed"]
     for key in keys:
         one, other = _get(before, key), _get(resolved.config, key)
@@ -132,6 +146,17 @@ def check_same(resolved: Resolved, output_dir: Path, checkpoints: Path) -> None:
                 f"{key}: expected what it was in the run that goes on in '{output_dir}' ({one}); "
                 f"got {other}. Use --resume never, or another output_dir."
             )
+    if not (folder.data / FACTS).is_file():
+        return
+    with untrusted(folder.data / FACTS, "facts of the run's data", ConfigError, "Remove it."):
+        trained = read_facts(folder.data)[1]
+    if trained.fingerprint and trained.fingerprint != facts.fingerprint:
+        raise ConfigError(
+            f"data.path: expected the tokens of the run that goes on in '{output_dir}' "
+            f"({trained.num_train_tokens:,} from {trained.origin}); got other ones "
+            f"({facts.num_train_tokens:,} from {facts.origin}). Bring the old data and tokenizer "
+            "back, use --resume never, or --resume PATH with another output_dir."
+        )
 
 
 def _get(config: Any, key: str) -> Any:

@@ -28,11 +28,11 @@ from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
 from fullshard.models.build import check_weights, model_on_meta
 from fullshard.observe.report import write_report
-from fullshard.planner.phases import checkpoint_bytes
+from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.planner.plan import Plan
-from fullshard.planner.render import human_bytes
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir
+from fullshard.planner.text import human_bytes
+from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 from fullshard.run.optim import KINDS
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
 from fullshard.run.prepare import Prepared, prepare, with_fitting_length
@@ -136,7 +136,7 @@ def check(
             resume = Resume()
             prepared = prepared.with_batch(world_size, None)
         if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path)
+            check_same(resolved, output_dir, resume.path, prepared.dataset.facts)
         if resume.path is not None and isinstance(view, View):
             model = model_on_meta(view.config, prepared.model_config)
             kind = KINDS[view.config.training.optim]
@@ -159,8 +159,8 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
     with begin(checked.output_dir, command, goes_on=checked.resume.in_place) as (folder, moved):
         resume = checked.resume.moved(checked.output_dir, moved)
         folder.update_record(resume=resume.as_json())
-        folder.config.write_text(checked.resolved.to_yaml(), encoding="utf-8")
-        folder.plan.write_text(checked.view.plan.to_json(), encoding="utf-8")
+        write_whole(folder.config, checked.resolved.to_yaml())
+        write_whole(folder.plan, checked.view.plan.to_json())
         folder.update_record(planned=planned(checked.view, checked.prepared.steps))
         aside = folder.path / ".data.new"
         shutil.rmtree(aside, ignore_errors=True)  # what a killed start left

@@ -21,13 +21,11 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import RecomputeKind
-from fullshard.engine.activations import trace_step
 from fullshard.engine.model_spec import spec_of
-from fullshard.engine.operations import trace_work
-from fullshard.planner.activations import Moment, Peaks, between, peaks, peaks_between
-from fullshard.planner.operations import Work
+from fullshard.engine.tracing import trace_step, trace_work
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import is_inside, parent_name
+from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
 from fullshard.recipes.base import causal_lm_loss
 from fullshard.recipes.distill.head import Head

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
+from fullshard.outlook.predict import Machine
+from fullshard.outlook.xla_memory import StepShape, at_peak
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
-from fullshard.planner.outlook import Machine
-from fullshard.planner.xla_memory import StepShape, at_peak
 from fullshard.recipes.distill.xla import check_teacher, projection_shapes
 from fullshard.run.outlook import Lack
 from fullshard.xla import optim

@@ -15,7 +15,7 @@ Gradients are summed in promote(float32, master dtype) and in rank order, so tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,8 @@ class Axes:
     Attributes:
         shard_ranks: Global ranks that share one copy, this one among them.
         replicate_ranks: Global ranks that hold the same part.
+        shard_index: This rank's place in `shard_ranks`.
+        replicate_index: This rank's place in `replicate_ranks`.
         gather_group: Carries all-gathers over the shard axis.
         reduce_group: Carries reductions over the shard axis, so that the order of the two kinds
             need not agree between ranks, and NCCL runs them side by side.
@@ -54,19 +56,13 @@ class Axes:
     rank: int
     shard_ranks: tuple[int, ...]
     replicate_ranks: tuple[int, ...]
+    shard_index: int = 0
+    replicate_index: int = 0
     gather_group: Any = None
     reduce_group: Any = None
     replicate_group: Any = None
     world_group: Any = None
     first_tag: int = 0
-
-    @property
-    def shard_index(self) -> int:
-        return self.mesh.coordinates(self.rank)[1]
-
-    @property
-    def replicate_index(self) -> int:
-        return self.mesh.coordinates(self.rank)[0]
 
 
 class Fetch(Protocol):
@@ -87,6 +83,42 @@ class Reduction(Protocol):
             outs: (part_numel,) each, accumulate dtype.
         """
         ...
+
+
+Hook = Callable[..., object]
+
+
+class HookedReduction:
+    """A reduction that the caller brings and has made.
+
+        hook(full)         where every rank keeps the whole: (numel,) becomes what is accumulated
+        hook(full, part)   else: part, (part_numel,), becomes this rank's part of it
+
+    The hook divides as well; nothing is divided after it. It is called in the plan's order, which
+    is the same on all ranks, so that it may call collectives.
+
+    Args:
+        hook: The caller's.
+        fulls: (numel,) each, reduce dtype, this rank's unreduced gradients.
+        num_parts: Ranks that they are cut over.
+    """
+
+    def __init__(self, hook: Hook, fulls: Sequence[torch.Tensor], num_parts: int) -> None:
+        self._made: list[torch.Tensor] = []
+        for full in fulls:
+            given = full.detach()  # its `.data` is the hook's to replace
+            made = given
+            if num_parts == 1:
+                hook(given)
+            else:
+                made = given.new_zeros(given.numel() // num_parts)
+                hook(given, made)
+            self._made.append(made)
+
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
+        """Write what was made into the parts that accumulate."""
+        for out, made in zip(outs, self._made, strict=True):
+            out.copy_(made)
 
 
 class Scratch:

@@ -52,7 +52,7 @@ class C10dTransport:
         self.scratch.give(everyone)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        if self._axes.mesh.world_size > 1:
+        if self._axes.world_group is not None:
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
             dist.all_reduce(values, op=op, group=self._axes.world_group)
 

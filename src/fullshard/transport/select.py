@@ -124,11 +124,11 @@ def _shared(direct: DirectTransport, mesh: Mesh) -> SharedTransport:
     pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
     peers = Peers(axes.shard_ranks, pids, axes.shard_index)
 
-    def exchange(value: Any) -> list[Any]:
+    def tell_all(value: Any) -> list[Any]:
         said = tell_everyone(value, axes.world_group)
         return [said[rank] for rank in axes.shard_ranks]
 
-    return SharedTransport(axes, direct, peers, exchange)
+    return SharedTransport(axes, direct, peers, tell_all)
 
 
 def _axes(mesh: Mesh, rank: int) -> Axes:
@@ -139,4 +139,6 @@ def _axes(mesh: Mesh, rank: int) -> Axes:
         rank=rank,
         shard_ranks=tuple(mesh.shard_groups()[replicate_index]),
         replicate_ranks=tuple(mesh.replicate_groups()[shard_index]),
+        shard_index=shard_index,
+        replicate_index=replicate_index,
     )

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 
 from fullshard.errors import ConfigError
-from fullshard.planner.hardware import parse_gpus
+from fullshard.outlook.devices import parse_gpus
 from fullshard.xla import processes
 
 _KEY = "--topology"

@@ -40,6 +40,21 @@ FILES = {
         "train.yaml:5: training.seed: expected a key once, got it in line 3 and again in line 5. "
         "Remove one of the two"
     ),
+    "model: x\ntraining: {max_steps: 010, seed: 1:30, learning_rate: 01.5, run_name: '07'}\n": (
+        "2 problems:\n"
+        "  train.yaml:2: training.max_steps: expected a decimal number, got 010, which YAML reads "
+        "in base 8. Put it in quotes if it is text\n"
+        "  train.yaml:2: training.seed: expected a decimal number, got 1:30, which YAML reads in "
+        "base 60. Put it in quotes if it is text"
+    ),
+    "model: x\ntraining.max_steps: 9\n": (
+        "train.yaml:2: training.max_steps: unknown key. Write it as `max_steps:` in the section "
+        "`training:`"
+    ),
+    "model: x\ntraining: {seed: 99999999999999999999}\n": (
+        "train.yaml:2: training.seed: expected an integer >= 0, got 99999999999999999999. "
+        "The limit is 2^63 - 1"
+    ),
     "model: x\ndata: &a [*a]\n": (
         "train.yaml: expected a mapping of keys, got one that contains itself through an alias"
     ),
@@ -291,3 +306,12 @@ def test_a_pipe_a_device_and_a_name_that_no_file_has_are_typed_errors(tmp_path):
 def test_strategies_of_units_that_are_no_mapping_are_named(value):
     with pytest.raises(ConfigError, match="strategies: expected a mapping of module names"):
         ShardConfig(strategies=value)
+
+
+def test_a_home_is_that_of_the_user_as_in_a_shell(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["model=~/llama", "output_dir=~/run", "data=a/~/b", "run_name=~x"]
+    config = load_config(None, words).config
+    assert config.model.name_or_path == "/home/me/llama"
+    assert config.training.output_dir == "/home/me/run"
+    assert (config.data.path, config.training.run_name) == ("a/~/b", "~x")

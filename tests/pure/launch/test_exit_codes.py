@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import signal
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from fullshard import errors
 from fullshard.launch.exit_codes import (
     ExitCode,
+    as_ours,
     describe_status,
     exit_code_of,
     exit_code_of_signal,
@@ -44,6 +47,11 @@ class OutOfMemoryError(RuntimeError):
 )
 def test_errors_mean_exit_codes(error, code):
     assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_whatever_allows_no_more_bytes_is_a_disk_without_room(number):
+    assert exit_code_of(as_ours(OSError(number, os.strerror(number), "a.json"))) == 3
 
 
 def test_every_code_of_our_errors_has_a_name():

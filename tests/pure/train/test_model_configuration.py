@@ -234,3 +234,27 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match=said):
         generate(tmp_path, "some", SamplingSettings(2))
+
+
+def test_a_model_that_reads_what_it_predicts_is_refused():
+    settings = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1}
+    settings |= {"num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 300}
+    with pytest.raises(ConfigError, match=r"model.config.is_decoder: expected true, got false"):
+        build_on_meta(config_from_settings(settings))
+    build_on_meta(config_from_settings({**settings, "is_decoder": True}))
+
+
+def test_a_prompt_longer_than_the_model_is_cut_and_no_text_or_seed_is_a_raw_error(tmp_path, caplog):
+    tokenizer = train_tokenizer(["some text"], 270)
+    config = config_from_settings(
+        {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_positions": 16}
+    )
+    fit_to_tokenizer(config, tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert generate(tmp_path, "some words " * 9, SamplingSettings()).num_new_tokens <= 8
+    assert "the model has 16 positions" in caplog.text
+    with pytest.raises(ConfigError, match="--prompt: expected UTF-8 text"):
+        generate(tmp_path, "a\udcff", SamplingSettings(2))
+    with pytest.raises(ConfigError, match="--seed: expected an integer >= 0"):
+        SamplingSettings(seed=1 << 70)

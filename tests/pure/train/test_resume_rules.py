@@ -101,6 +101,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_trained_over(tmp_path, statu
     [
         (None, None),
         (True, "auto"),
+        ("true", "auto"),
         (False, "never"),
         ("no", "never"),
         ("never", "never"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -15,7 +16,8 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
 from fullshard.observe.report import write_report
-from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir
+from fullshard.run import start as run_start
+from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 
 
 def finish(folder: RunFolder) -> None:
@@ -215,6 +217,15 @@ def test_folder_below_one_that_cannot_be_written_is_a_configuration_error(tmp_pa
         check_output_dir(tmp_path / "not" / "yet")
 
 
+def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "report.html")
+
+    monkeypatch.setattr(run_start, "write_report", full)
+    run_start.write_report_of_failure(RunFolder(tmp_path))
+    assert "report.html could not be written: [Errno 28] No space left" in caplog.text
+
+
 def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     record = {"command": "train", "status": "failed", "began": "now", "error": None}
     for odd in ([], {**record, "measured": 3}, {"measured": {}}):
@@ -228,3 +239,17 @@ def test_report_of_odd_files_is_typed_or_leaves_them_out(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ConfigError, match="run folder: expected"):
         RunFolder(tmp_path).read_record()
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_whole(path, "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(path, "new" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+    assert path.read_text() == "old"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -189,3 +190,9 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
     assert f"got '{place}'" in said
     words = {"link": "a link to nothing", "linked": "a link to a folder", "pipe": "a pipe"}
     assert words.get(what, "Permission denied") in said
+
+
+def test_tables_are_no_text_and_packed_files_are_named(tmp_path):
+    assert "got the table" in message(write(tmp_path / "a.csv", "text,label\na,1\n"))
+    packed = write(tmp_path / "a.txt.gz", gzip.compress(b"some text"))
+    assert message(packed).endswith("It is packed (gzip): unpack it.")

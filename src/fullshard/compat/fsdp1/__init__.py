@@ -39,7 +39,7 @@ from fullshard.compat.fsdp1.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fullshard.planner.estimate import estimate_fsdp_memory
+from fullshard.outlook.memory import estimate_fsdp_memory
 
 FSDP = FullyShardedDataParallel
 

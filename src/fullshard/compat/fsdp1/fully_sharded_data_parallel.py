@@ -63,7 +63,6 @@ from fullshard.config.environment import current_variables
 from fullshard.engine import clip
 from fullshard.engine._torch_compat import graph_task_id
 from fullshard.engine.engine import Engine
-from fullshard.engine.hooked import reduce_with
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.state import unsharded, whole_params
 from fullshard.planner.events import Sync
@@ -367,10 +366,10 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         for module in modules:
             module._comm_hook, module._comm_hook_state = hook, state
         wrapped = _wrapped(self)
-        wrapped.on_engine.append(partial(reduce_with, partial(hook, state)))
+        wrapped.on_engine.append(partial(Engine.reduce_with, hook=partial(hook, state)))
         engine = wrapped.engine_ref()
         if engine is not None:
-            reduce_with(partial(hook, state), engine)
+            engine.reduce_with(partial(hook, state))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Apply `fn` to every module, with whole parameters."""

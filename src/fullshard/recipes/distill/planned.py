@@ -18,8 +18,8 @@ import fullshard as fs
 from fullshard.config.schema import DistillConfig, RunConfig, ShardConfig
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.models.config import config_from_folder
+from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
-from fullshard.planner.phases import TEACHER
 from fullshard.planner.plan import Plan
 from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK

@@ -15,7 +15,7 @@ from fullshard.config.values import DistillLoss, DType
 from fullshard.errors import ConfigError
 from fullshard.models.config import config_from_folder
 from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.render import human_bytes
+from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import Batch
 from fullshard.recipes.distill.logits import TopK, with_logits
 from fullshard.recipes.distill.teacher import settings_of

@@ -1,4 +1,9 @@
-"""Weights and gradient slots in memory that all ranks of a host map.
+"""The transport of ranks on one host: weights and gradient slots in memory that all of them map.
+
+Nothing is gathered. All ranks map one copy of the weights, of which each updates its own part.
+Every rank collects gradients into its own slot, which all others map; each sums its own part out of
+all slots, in rank order, in place. What is not in shared memory (full state dicts, whole tensors,
+sums over the replicate axis) travels directly.
 
     segment of weights      group 0: | part 0 | part 1 |   group 1: | part 0 | part 1 |  ...
     segment of gradients    rank 0: | where | slots | overflow |    rank 1: | where | slots | ...
@@ -20,18 +25,25 @@ collected, `pulled` which it has read from everyone; a slot is filled again when
 
 from __future__ import annotations
 
+import pickle
+from bisect import bisect_right
 from collections.abc import Sequence
 from mmap import PAGESIZE
+from typing import Any
 
 import torch
 
 from fullshard.planner.layout import align
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
-from fullshard.transport.base import Slots, Weights, torch_dtype
-from fullshard.transport.shared.board import Board, Mark
-from fullshard.transport.shared.segment import Exchange, share_segment
-from fullshard.transport.shared.slots import GradientSlots
+from fullshard.transport.base import Axes, Fetch, Home, Reduction, Slots, Weights, torch_dtype
+from fullshard.transport.direct import (
+    DirectTransport,
+    combine_in_order,
+    sum_in_order,
+)
+from fullshard.transport.shared.board import CACHE_LINE, Board, Mark, Peers
+from fullshard.transport.shared.segment import TellAll, share_segment
 
 
 class SharedHome:
@@ -40,11 +52,11 @@ class SharedHome:
     Args:
         board: Tells how far the ranks are.
         num_parts: How many they are.
-        exchange: Lets them hear each other while segments are made.
+        tell_all: Lets them hear each other while segments are made.
     """
 
-    def __init__(self, board: Board, num_parts: int, exchange: Exchange) -> None:
-        self._board, self._num_parts, self._exchange = board, num_parts, exchange
+    def __init__(self, board: Board, num_parts: int, tell_all: TellAll) -> None:
+        self._board, self._num_parts, self._tell_all = board, num_parts, tell_all
         self._part = board.part
         self._weights: dict[tuple[int, int], Weights] = {}
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -82,7 +94,7 @@ class SharedHome:
             if dtypes.compute is not dtypes.master:
                 full = place(numel, torch_dtype(dtypes.compute).itemsize)
             places[unit, at] = master, full
-        segment = share_segment(self._part, max(end, PAGESIZE), own, self._exchange)
+        segment = share_segment(self._part, max(end, PAGESIZE), own, self._tell_all)
         for unit, at, group in shared:
             (master_at, full_at), dtypes = places[unit, at], group.dtypes
             numel = group.layout.numel
@@ -132,7 +144,7 @@ class SharedHome:
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
-        self._gradients = GradientSlots(self._board, self._num_parts, most, rings, self._exchange)
+        self._gradients = GradientSlots(self._board, self._num_parts, most, rings, self._tell_all)
         return self._gradients.slots
 
     def claim(self, slot: torch.Tensor) -> None:
@@ -162,3 +174,222 @@ class SharedHome:
         """This rank has read what it needs of a reduction."""
         self._pulled = max(self._pulled, number)  # a reset lands them in no order
         self._board.tell(Mark.PULLED, self._pulled)
+
+
+# ---- gradient slots, and where each rank's last reductions lie
+
+OVERFLOWS = 2  # one reduction is under way while the next is begun
+DEPTH = 8  # reductions whose places a rank remembers for its peers
+WORD_BYTES = 8  # of a place
+
+
+class GradientSlots:
+    """Slots that every rank fills for itself and all read. Making them is a collective.
+
+    The overflow takes what is in no slot: gradients that came out of order, or were summed up over
+    micro-batches. It costs memory only while it is used.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        num_parts: int,
+        most_groups: int,
+        rings: Sequence[Ring],
+        tell_all: TellAll,
+    ) -> None:
+        self._board = board
+        ours = [ring for ring in rings if ring.name.endswith(".grad")]
+        header = align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
+        starts, end = {}, header
+        for ring in ours:
+            starts[ring.name] = end
+            end = align(end + ring.num_bytes, PAGESIZE)
+        self._overflow_at = end
+        most_bytes = sum(ring.num_bytes // ring.count for ring in ours)
+        self._overflow_bytes = align(most_bytes + PAGESIZE * most_groups, PAGESIZE)
+        self._lane_bytes = end + OVERFLOWS * self._overflow_bytes
+        base = board.part * self._lane_bytes
+        self._segment = share_segment(
+            board.part, num_parts * self._lane_bytes, [(base, end)], tell_all
+        )
+        self._base, self._address = base, self._segment.memory.data_ptr() + base
+        self.slots: Slots = {ring.name: self._cut(ring, base + starts[ring.name]) for ring in ours}
+        self._where = [
+            self._segment.view(i * self._lane_bytes, DEPTH * most_groups, torch.int64).view(
+                DEPTH, most_groups
+            )
+            for i in range(num_parts)
+        ]
+        self._starts = sorted(
+            starts[ring.name] + i * ring.num_bytes // ring.count
+            for ring in ours
+            for i in range(ring.count)
+        )
+        self._last: dict[int, int] = {}  # a slot's start -> the last reduction from it
+        self._overflows = [[0, 0] for _ in range(OVERFLOWS)]  # the last reduction, bytes in use
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def _cut(self, ring: Ring, start: int) -> list[torch.Tensor]:
+        dtype = torch_dtype(ring.dtype)
+        whole = self._segment.view(start, ring.count * ring.numel, dtype)
+        return list(whole.split(ring.numel))
+
+    def claim(self, slot: torch.Tensor) -> None:
+        number = self._last.get(self._slot_at(slot.data_ptr() - self._address), 0)
+        self._board.await_all(Mark.PULLED, number, "a gradient slot")
+
+    def _slot_at(self, place: int) -> int:
+        """Where the slot begins that a place lies in."""
+        return self._starts[bisect_right(self._starts, place) - 1]
+
+    def show(self, number: int, fulls: Sequence[torch.Tensor]) -> None:
+        if number > DEPTH:
+            self._board.await_all(Mark.PULLED, number - DEPTH, "a reduction")
+        places = []
+        for full in fulls:
+            place = full.data_ptr() - self._address
+            if not 0 <= place < self._overflow_at:
+                place = self._overflow(number, full)
+            else:
+                self._last[self._slot_at(place)] = number
+            places.append(place)
+        self._where[self._board.part][number % DEPTH, : len(places)] = torch.tensor(places)
+        self._board.tell(Mark.READY, number)
+
+    def pull(self, number: int, fulls: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        self._board.await_all(Mark.READY, number, "a reduction")
+        places = [where[number % DEPTH].tolist() for where in self._where]
+        return [
+            [self._view(i, at[group], full) for i, at in enumerate(places)]
+            for group, full in enumerate(fulls)
+        ]
+
+    def _view(self, part: int, place: int, like: torch.Tensor) -> torch.Tensor:
+        """(part_numel,): what this rank needs of a buffer of another."""
+        key = part, place, like.numel(), like.dtype
+        found = self._views.get(key)
+        if found is None:
+            start = part * self._lane_bytes + place
+            whole = self._segment.view(start, like.numel(), like.dtype)
+            found = whole.chunk(len(self._where))[self._board.part]
+            self._views[key] = found
+        return found
+
+    def _overflow(self, number: int, full: torch.Tensor) -> int:
+        """Copy a buffer to where all can read it."""
+        lane = number % OVERFLOWS
+        if self._overflows[lane][0] != number:
+            self._free_overflow(lane)
+        used = self._overflows[lane][1]
+        start = self._overflow_at + lane * self._overflow_bytes + used
+        self._overflows[lane] = [number, used + align(full.nbytes, PAGESIZE)]
+        assert self._overflows[lane][1] <= self._overflow_bytes, self._overflows
+        self._segment.populate(self._base + start, full.nbytes)
+        self._segment.view(self._base + start, full.numel(), full.dtype).copy_(full)
+        return start
+
+    def give_back_overflows(self) -> None:
+        """Free their memory, when all have read them."""
+        for lane in range(OVERFLOWS):
+            self._free_overflow(lane)
+
+    def _free_overflow(self, lane: int) -> None:
+        number, used = self._overflows[lane]
+        if used:
+            self._board.await_all(Mark.PULLED, number, "a reduction")
+            start = self._base + self._overflow_at + lane * self._overflow_bytes
+            self._segment.give_back(start, used)
+            self._overflows[lane] = [number, 0]
+
+
+# ---- the transport
+
+LANE_BYTES = 65536  # that a small sum moves at once
+SAID_BYTES = 1024  # of an address or of an error, while segments are made
+
+
+class SharedTransport:
+    """Pulls gradients out of peers' slots.
+
+    Args:
+        axes: All ranks of the shard axis are on one host.
+        direct: For all that is not in shared memory.
+        peers: The other ranks of the shard axis.
+        tell_all: Lets the ranks of the shard axis hear each other until they share memory.
+    """
+
+    name = "shared"
+
+    def __init__(
+        self, axes: Axes, direct: DirectTransport, peers: Peers, tell_all: TellAll
+    ) -> None:
+        self._axes, self._direct = axes, direct
+        self.rank = axes.rank
+        self.scratch = direct.scratch
+        parts, part = axes.mesh.shard, axes.shard_index
+        lanes = align(Board.bytes_of(parts), CACHE_LINE)
+        own = (lanes + part * 2 * LANE_BYTES, 2 * LANE_BYTES)
+        total = lanes + parts * 2 * LANE_BYTES
+        segment = share_segment(part, total, [own, (0, lanes)][: 2 - bool(part)], tell_all)
+        self._board = Board(segment, part, peers)
+        self._lanes = [
+            segment.view(lanes + i * 2 * LANE_BYTES, 2 * LANE_BYTES, torch.uint8).view(2, -1)
+            for i in range(parts)
+        ]
+        self._summed = 0
+        self._gradients = SharedHome(self._board, parts, self._tell_all)
+        self.home: Home = self._gradients
+
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
+        return self._direct.fetch(fulls)
+
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
+        return _PulledReduction(self._gradients, fulls)
+
+    def sum_replicas(self, values: torch.Tensor) -> None:
+        self._direct.sum_replicas(values)
+
+    def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
+        if self._axes.mesh.replicate > 1:
+            self._direct.all_reduce(values, maximum=maximum)
+            return
+        for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
+            vectors = [lane.view(chunk.dtype) for lane in self._meet(chunk.view(torch.uint8))]
+            combine_in_order(vectors, chunk, maximum=maximum)
+
+    def _tell_all(self, value: Any) -> list[Any]:
+        """What every part says, while segments are made."""
+        said = pickle.dumps(value).ljust(SAID_BYTES)
+        assert len(said) == SAID_BYTES, value
+        lanes = self._meet(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        return [pickle.loads(bytes(lane.tolist())) for lane in lanes]
+
+    def _meet(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every part's bytes, in order, until the next meeting.
+
+        Two lanes a rank, in turn: who puts down a second vector has read all first ones.
+        """
+        self._summed += 1
+        turn, part = self._summed % 2, self._board.part
+        lanes = [lanes[turn, : own.numel()] for lanes in self._lanes]
+        lanes[part].copy_(own)
+        self._board.tell(Mark.SUMMED, self._summed)
+        self._board.await_all(Mark.SUMMED, self._summed, "a sum over all ranks")
+        return lanes
+
+
+class _PulledReduction:
+    """This rank's part of every rank's slot, read in place."""
+
+    __slots__ = ("_fulls", "_home", "_number")
+
+    def __init__(self, home: SharedHome, fulls: Sequence[torch.Tensor]) -> None:
+        self._home, self._fulls = home, fulls
+        self._number = home.show(fulls)
+
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
+        pulled = self._home.pull(self._number, self._fulls)
+        for out, parts in zip(outs, pulled, strict=True):
+            sum_in_order(parts, out)
+        self._home.let_go(self._number)

@@ -33,7 +33,7 @@ POPULATE_WRITE, REMOVE = 23, 9  # madvise, since Linux 5.14 and 2.6
 CONNECT_TIMEOUT_S = 60.0
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
-Exchange = Callable[[Any], list[Any]]  # what every part says, to every part; a collective
+TellAll = Callable[[Any], list[Any]]  # what every part says, to every part; a collective
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Segment:
 
 
 def share_segment(
-    part: int, num_bytes: int, own: Sequence[tuple[int, int]], exchange: Exchange
+    part: int, num_bytes: int, own: Sequence[tuple[int, int]], tell_all: TellAll
 ) -> Segment:
     """Make one segment for all parts. A collective.
 
@@ -119,7 +119,7 @@ def share_segment(
         part: This process's; part 0 makes it.
         num_bytes: The same in every part.
         own: Ranges (start, number of bytes) whose pages this part takes.
-        exchange: Lets all parts hear what each says.
+        tell_all: Lets all parts hear what each says.
 
     Raises:
         OutOfMemoryError: In every part, where the host has not so much memory.
@@ -127,7 +127,7 @@ def share_segment(
     """
     made, failure = _attempt(_create, num_bytes) if part == 0 else (None, None)
     descriptor, listener = made or (None, None)
-    said = exchange(None if listener is None else listener.getsockname())
+    said = tell_all(None if listener is None else listener.getsockname())
     if listener is not None:
         with listener:
             _, failure = _attempt(_send, listener, descriptor, len(said) - 1)
@@ -139,10 +139,10 @@ def share_segment(
         segment, late = _attempt(_map, descriptor, num_bytes, needed)
         failure = failure or late
         os.close(descriptor)
-    _agree(failure, num_bytes, exchange)  # all have looked at what is left; now they take it
+    _agree(failure, num_bytes, tell_all)  # all have looked at what is left; now they take it
     assert segment is not None
     _, failure = _attempt(_populate, segment, own)
-    _agree(failure, num_bytes, exchange)
+    _agree(failure, num_bytes, tell_all)
     return segment
 
 
@@ -159,9 +159,9 @@ def _populate(segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
         segment.populate(start, length)
 
 
-def _agree(failure: Exception | None, num_bytes: int, exchange: Exchange) -> None:
+def _agree(failure: Exception | None, num_bytes: int, tell_all: TellAll) -> None:
     """All parts go on, or none does."""
-    failures = exchange(None if failure is None else (getattr(failure, "errno", 0), str(failure)))
+    failures = tell_all(None if failure is None else (getattr(failure, "errno", 0), str(failure)))
     found = [(part, why) for part, why in enumerate(failures) if why is not None]
     if not found:
         return

@@ -1,0 +1,597 @@
+"""From hooks to events: what the model does, told to the scheduler, done to the slots.
+
+    hook on a unit's module         told to the scheduler       done here
+    forward pre-hook                enter_forward               gathers, swap in
+    forward hook (always called)    leave_forward               swap out, release, watch outputs
+    gradient of a watched output    enter_backward              gathers, swap in
+    gradient of a compute param     complete (when all came)    reductions, in plan order
+    autograd is done                end_backward                the rest, `p.grad`, release
+
+[Note: watched outputs]
+A unit's backward begins when a gradient of something that it made is there. Outputs of the unit
+and of every module in it that owns parameters are watched, since router losses and hidden-state
+losses enter a unit from the side; so is what its modules keep as attributes (engine/kept.py). A
+tensor that a unit merely hands on was made before its forward began (its autograd node has a lower
+number) and is not watched by it: its gradient is final at another time, when this unit's slot
+belongs to others (law 5).
+
+Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
+is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
+several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then
+comes first finds another unit in the slot, which is an error (`engine/engine.py`).
+
+[Note: handed out]
+An output, or a kept attribute, may share memory with the unit's own weights: a slice of a table, a
+parameter itself. The slot holds another unit soon, and on a shared home other ranks write when they
+have left the forward. So it is handed out as a copy, through which gradients flow; a kept attribute
+is put back when the unit is entered again. Writing into the copy is an error at the next step: in
+one process it would write into the parameter.
+
+[Note: recompute]
+Forward code that runs inside a backward recomputes: it gathers on demand, keeps what it gathered,
+and neither looks ahead nor watches outputs. Its hooks may lie outside it or inside it, hence
+modules also see the compute parameters from pre-backward to the end of backward.
+
+[Note: a backward inside a backward]
+A hook may call `torch.autograd.grad` (implicit layers do). Autograd runs this inner backward to its
+end before the outer one continues. The inner one gathers on demand and reaches no parameter, so it
+needs no state of its own and changes none of the outer's; one that reaches parameters is refused.
+The outer backward is alive as long as autograd keeps the callback that was queued for its end: of
+one that raised autograd drops it, and the modules show the user's parameters again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+
+from fullshard.engine._torch_compat import (
+    graph_task_id,
+    has_modes,
+    is_profiling,
+    is_transforming,
+    next_sequence_number,
+    no_guard,
+    outside_modes,
+    queue_callback,
+    unwrapped,
+)
+from fullshard.engine.gradients import Gradients
+from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_in
+from fullshard.engine.parameter import Guarded
+from fullshard.engine.unit import Group, Member, Unit, is_reached
+from fullshard.errors import EngineError, SlotError
+from fullshard.planner.events import Event, EventKind, Recorder, Sync
+from fullshard.planner.schedule import Order, Scheduler
+
+_REENTRANT = (
+    "backward: expected one backward whose gradients autograd knows at its start; got one inside "
+    "another that reaches the parameters of {title}, as reentrant activation checkpointing makes. "
+    "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
+    "activation_checkpointing=block. In a hook, call torch.autograd.grad for inputs alone, or call "
+    "backward() after the first one."
+)
+
+
+class Use:
+    """One forward of one unit: what it made is watched for gradients.
+
+    Attributes:
+        unit: The unit's index.
+        around: The use that it happened in; its backward begins first.
+        generation: Which forward of the whole model it belongs to.
+        first_node: Autograd numbers from here on were made inside.
+        task: The backward in which it has begun.
+    """
+
+    __slots__ = ("__weakref__", "around", "first_node", "generation", "task", "unit")
+
+    def __init__(self, unit: int, around: Use | None, generation: int) -> None:
+        self.unit = unit
+        self.around = around
+        self.generation = generation
+        self.first_node = next_sequence_number()
+        self.task = -1
+
+
+class Observed:
+    """The order in which a real step entered its units; compared over ranks once.
+
+    Args:
+        generation: The forward that is observed, together with its own backward alone: another
+            forward's, or an evaluation in between, is no order of a step.
+    """
+
+    def __init__(self, generation: int = -1) -> None:
+        self.generation = generation
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.done = False
+
+    def differs_from(self, order: Order) -> bool:
+        """Whether the plan should be redone with this order."""
+        return tuple(self.forward) != order.forward or tuple(self.backward) != order.backward
+
+
+class Runtime:
+    """Runs one model's plan on this rank.
+
+    Args:
+        units: In plan order, bound to their slots.
+        scheduler: The plan's slot table.
+        gradients: Collects, reduces and shows gradients.
+        recorder: Told of every event.
+        poison: Fill released slots with NaN.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        scheduler: Scheduler,
+        gradients: Gradients,
+        recorder: Recorder,
+        *,
+        poison: bool,
+    ) -> None:
+        self.units = list(units)
+        self.scheduler = scheduler
+        self.gradients = gradients
+        self.actions = Actions(self.units, gradients, recorder, poison=poison)
+        self.step = 0
+        self.observed = Observed()
+        self.before_step: Callable[[], None] = lambda: None
+        self.kept: Sequence[Kept] = ()  # by unit
+        self._stack: list[Use] = []  # forwards under way
+        self._current: list[Use | None] = [None] * len(self.units)
+        self._begins: list[Any] = [None] * len(self.units)  # what its outputs' nodes call first
+        self._task = -1  # the backward under way
+        self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
+        self._inner = -1  # the backward inside of it
+        self._recomputed = -1  # the backward in which forward code ran again
+        self._generation = 0  # forwards of the whole model so far
+        self._num_writes = 0  # into shards, that were looked at
+        self._lent: dict[int, Undo] = {}  # kept views of weights, for which copies stand
+        self._copies: list[tuple[torch.Tensor, int, str]] = []  # handed out in the last step
+        self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
+
+    # ---- forward
+
+    def begins_step(self, index: int) -> bool:
+        """Whether a forward of the unit is the outermost: of the whole model, or a unit's alone."""
+        return (index == 0 or not self._stack) and graph_task_id() == -1
+
+    def enter(self, index: int, *, begins: bool) -> None:
+        """Pre-forward of a unit's module.
+
+        Args:
+            index: The unit's.
+            begins: Whether a step is entered here.
+        """
+        unit = self.units[index]
+        unit.check_params()
+        if index in self._lent:
+            put_back(self._lent.pop(index))
+        if graph_task_id() != -1:
+            self._recomputed = graph_task_id()
+            self._run(self.scheduler.enter_recompute(index))
+            unit.wait()
+            unit.versions.mark(is_open=True)
+            unit.swap_in()
+            return
+        home = self.gradients.transport.home
+        if begins:
+            self._begin_step(index, stale=home.num_writes != self._num_writes)
+        if home.num_writes != self._num_writes:
+            self._num_writes = home.num_writes
+            self._see_writes()
+        use = Use(index, self._stack[-1] if self._stack else None, self._generation)
+        self._begins[index] = _beginning(ref(self), use)
+        self._run(self.scheduler.enter_forward(index))
+        self._stack.append(use)
+        self._current[index] = use
+        unit.begin_forward()
+        if not self.observed.done:
+            self._uses.add(use)
+            if use.generation == self.observed.generation:
+                self.observed.forward.append(index)
+
+    def leave(self, index: int, output: Any) -> Any:
+        """Post-forward of a unit's module; also called when its forward raised.
+
+        Returns:
+            The output, with copies of what shares memory with the unit's weights.
+        """
+        unit = self.units[index]
+        if unit.swapped == 0:
+            return output
+        unit.swap_out()
+        values = self.kept[index].values() if self.kept else None
+        kept = tensors_in(values) if values else []
+        tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
+        if any(map(unit.lends, (*tensors, *kept) if kept else tensors)):
+            output = change_tensors(output, self._handed_out(unit))
+            self._lent[index] = self.kept[index].change(self._handed_out(unit))
+            tensors, kept = tensors_in(output), tensors_in(self.kept[index].values())
+        if graph_task_id() != -1:
+            self.scheduler.leave_recompute(index)
+            return output
+        use = self._current[index]
+        if use is None or use not in self._stack:
+            return output
+        del self._stack[self._stack.index(use) :]
+        made = [*tensors, *kept] if kept else tensors
+        training = torch.is_grad_enabled() and self.watch(index, made)
+        try:
+            unit.check_writes()
+        finally:
+            self._run(self.scheduler.leave_forward(index, training=training))
+            if not training and not self._stack:
+                self.gradients.transport.home.leave(settled=False)
+        return output
+
+    def _handed_out(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A copy of what shares memory with the unit's weights. See [Note: handed out]."""
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            if not unit.lends(tensor):
+                return tensor
+            copy = tensor.clone()
+            if not copy.is_inference():  # such have no version
+                self._copies.append((copy, copy._version, unit.plan.title))
+            return copy
+
+        return change
+
+    def _check_copies(self) -> None:
+        """What was handed out as a copy shall not have been written.
+
+        Raises:
+            EngineError: It was.
+        """
+        copies, self._copies = self._copies, []
+        for copy, version, title in copies:
+            if copy._version != version:
+                raise EngineError(
+                    f"{title}: expected a view of a parameter that its forward returned to be "
+                    "read only; it was written in place, which does not reach the shards. Write "
+                    "into the parameter: with torch.no_grad(): p.copy_(...)."
+                )
+
+    def watch(self, index: int, tensors: Iterable[torch.Tensor]) -> bool:
+        """Begin the unit's backward when a gradient of any of the tensors is there.
+
+        Returns:
+            Whether any of them takes part in autograd.
+        """
+        begin = self.trigger(index)
+        use = self._current[index]
+        if begin is None or use is None:
+            return False
+        found = False
+        for tensor in tensors if not is_transforming() else unwrapped(tensors):
+            if tensor.requires_grad and not isinstance(tensor, Guarded):
+                found = True
+                node, base = tensor.grad_fn, tensor._base
+                if node is not None and node._sequence_nr() >= use.first_node:
+                    node.register_prehook(begin)
+                node = base.grad_fn if base is not None else None  # of a view that was written
+                if node is not None and node._sequence_nr() >= use.first_node:
+                    node.register_prehook(begin)
+        return found
+
+    def trigger(self, index: int) -> Callable[[Any], None] | None:
+        """What begins the unit's backward; None in a recompute, and outside of the unit."""
+        is_used = self._current[index] is not None and graph_task_id() == -1
+        return self._begins[index] if is_used else None
+
+    def _begin_step(self, index: int, *, stale: bool) -> None:
+        if self._is_unclean():
+            self.reset()
+        self._recomputed = -1
+        if self._copies:
+            self._check_copies()
+        self.before_step()
+        of = self.units[index].plan.name or "the model"
+        self.gradients.transport.home.place = f"a forward of {of}"
+        self._run(self.scheduler.begin_forward(index, stale=stale))
+        if index != 0:
+            return
+        self._generation += 1
+        if not self.observed.done and torch.is_grad_enabled():
+            self.observed = Observed(self._generation)
+
+    def _see_writes(self) -> None:
+        """See [Note: versions] in engine/unit.py."""
+        with no_guard():
+            for unit in self.units:
+                unit.versions.see_writes()
+
+    def awaits_backward(self) -> bool:
+        """Whether a forward's graph is alive whose backward has not begun."""
+        return any(use.task == -1 for use in self._uses)
+
+    def _is_unclean(self) -> bool:
+        """Whether an exception left something open: torch calls no hook for KeyboardInterrupt."""
+        open_ = self._stack or any(unit.swapped for unit in self.units)
+        return self._task != -1 or bool(open_)
+
+    # ---- backward
+
+    def _enter_backward(self, use: Use) -> None:
+        task = graph_task_id()
+        if use.task == task:  # nearly always
+            return
+        if self._task != task and not self._begin_backward(task):
+            self._enter_inner(use)
+            return
+        use.task = task
+        if use.around is not None:
+            self._enter_backward(use.around)
+        unit = self.units[use.unit]
+        self._run(self.scheduler.enter_backward(use.unit))
+        if not self.observed.done and use.generation == self.observed.generation:
+            self.observed.backward.append(use.unit)
+        self._open(unit)
+
+    def _enter_inner(self, use: Use) -> None:
+        """See [Note: a backward inside a backward]."""
+        if use.around is not None:
+            self._enter_inner(use.around)
+        unit = self.units[use.unit]
+        self._run(self.scheduler.enter_inner(use.unit))
+        unit.wait()
+        unit.versions.mark(is_open=True)
+        self._open(unit)
+
+    def _open(self, unit: Unit) -> None:
+        if not unit.in_backward:
+            unit.in_backward = True
+            unit.swap_in()
+
+    def _check_inner(self, task: int) -> None:
+        """A backward inside another may reach no parameter."""
+        if self._inner != task:
+            for unit in self.units:
+                if any(is_reached(member) for member in unit.trainees):
+                    raise EngineError(_REENTRANT.format(title=unit.plan.title))
+            self._inner = task
+
+    def _begin_backward(self, task: int) -> bool:
+        """Returns False where it is inside another one."""
+        if self._task != -1 and self._end() is None:
+            self.reset()  # the last backward raised and never ended
+        if self._recomputed not in (-1, task):  # the same: a checkpoint around several models
+            self._check_inner(task)
+        if self._end() is not None:
+            self._check_inner(task)
+        if torch.is_grad_enabled():
+            raise EngineError(
+                "backward: expected create_graph=False; a second derivative would read slots that "
+                "hold other units by then. Compute it outside of the sharded model, or under "
+                "strategy no_shard without fullshard."
+            )
+        if self._task != -1:
+            return False
+        self._task = task
+        self._see_writes()
+        if not self.observed.done:
+            self.observed.backward.clear()  # an earlier one reached no parameter
+        if self.gradients.transport.home.wrote:
+            self._run(self.scheduler.publish())
+        nothing = self.gradients.begin_backward(self.units)
+        self.gradients.transport.home.place = self.gradients.place()
+        self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
+        end = partial(self._end_backward)
+        self._end = ref(end, self._close_backward)
+        queue_callback(end)
+        return True
+
+    def write_gradient(
+        self, unit: Unit, group: Group, member: Member, gy: torch.Tensor, x: torch.Tensor
+    ) -> bool:
+        """Write gy^T x into the parameter's place; False where the caller should make it.
+
+        Args:
+            gy: (tokens, out), gradient of a linear layer's output.
+            x: (tokens, in), its input.
+        """
+        task = graph_task_id()
+        if self._task != task and not self._begin_backward(task):
+            return True  # an inner one asks for no parameter's
+        if not member.expected:
+            return True  # nobody asked for it
+        if not self.scheduler.holds(unit.index):
+            self._check_slot(unit, member)
+        return self.gradients.write_product(unit, group, member, (gy, x))
+
+    def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
+        """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
+        task = graph_task_id()
+        if self._task != task:
+            self._begin_backward(task)
+        if not member.expected:
+            if not member.compute.requires_grad:
+                return  # frozen since its forward
+            raise EngineError(_REENTRANT.format(title=unit.plan.title))
+        if not self.scheduler.holds(unit.index):
+            self._check_slot(unit, member)
+        if self.gradients.collect(unit, group, member):
+            self._run(self.scheduler.complete(unit.index))
+
+    def _check_slot(self, unit: Unit, member: Member) -> None:
+        """The unit's slot holds another: nothing that was read there may count."""
+        if unit.plan.reads_weight_in_backward:
+            raise SlotError(
+                f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
+                "another unit, so it was computed from wrong weights. A tensor made inside the "
+                "unit left it unseen; return it from the unit's forward, or make the unit larger."
+            )
+
+    def _end_backward(self) -> None:
+        reduce = self.gradients.expects_any
+        self._run(self.scheduler.end_backward(reduce=reduce))
+        if self.gradients.sync is not Sync.ALL:
+            self.gradients.show_pending(self.units)
+        self._close_backward()
+        self._task = self._recomputed = self._inner = -1
+        self._end = _nothing
+        if (
+            reduce and self.gradients.sync is Sync.ALL
+        ):  # which all ranks make, while deferring ones may differ
+            self.observed.done = self.observed.done or bool(self.observed.backward)
+            self.step += 1
+
+    def _close_backward(self, *_: Any) -> None:
+        """The modules show the user's parameters again; also when autograd dropped the callback."""
+        for unit in self.units:
+            if unit.in_backward:
+                unit.in_backward = False
+                unit.swap_out()
+
+    # ---- recovery
+
+    def reset(self) -> None:
+        """Close everything that an exception left open; the next step starts clean."""
+        if self._end is not _nothing:  # ranks that did not raise wait for this one in backward
+            self._end = _nothing
+            for event in self.scheduler.abandon_backward(reduce=self.gradients.expects_any):
+                if event.kind is EventKind.ACCUMULATE:
+                    self.gradients.drop(self.units[event.unit])
+                else:
+                    self._run([event])
+        for unit in self.units:
+            unit.wait()
+            if unit.swapped:
+                unit.swapped = 0
+                unit.show_shards()
+            unit.in_backward = False
+        self.gradients.reset(self.units)
+        self.scheduler.reset()
+        self._stack.clear()
+        self._current = [None] * len(self.units)
+        self._task = self._recomputed = self._inner = -1
+        self._end = _nothing
+        if not self.observed.done:
+            self.observed = Observed()
+
+    def _run(self, events: Sequence[Event]) -> None:
+        if events:
+            self.actions.run(events, self.step)
+
+
+def _nothing() -> None:
+    """No backward is under way."""
+
+
+def _beginning(weak: ref[Runtime], use: Use) -> Callable[[Any], None]:
+    """What a node of a unit's output calls first. It holds no runtime: see `_gradient_hook`."""
+
+    def begin(_: Any) -> None:
+        alive = weak()
+        if alive is None:
+            raise EngineError("backward: expected the sharded model to exist; it was deleted.")
+        alive._enter_backward(use)
+
+    return begin
+
+
+# ---- what each event of the plan does
+
+WORKS = {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL}
+WAITS = frozenset(EventKind) - WORKS
+
+
+class Actions:
+    """Carries events out, and tells the recorder.
+
+    Args:
+        units: In plan order, bound to their slots.
+        gradients: Collects, reduces and shows gradients.
+        recorder: Told of every event.
+        poison: Fill released slots with NaN.
+
+    Attributes:
+        communication_s: Seconds spent in events that may wait for other ranks.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], gradients: Gradients, recorder: Recorder, *, poison: bool
+    ) -> None:
+        self.recorder = recorder
+        self.communication_s = 0.0
+        self._units, self._poison = units, poison
+        self._filling: dict[Any, Unit] = {}  # whose gather was last issued into a slot
+        self._of: dict[EventKind, Callable[[Event], None]] = {
+            EventKind.PUBLISH: lambda _: gradients.transport.home.publish(),
+            EventKind.GATHER: self._gather,
+            EventKind.FORWARD: self._use,
+            EventKind.BACKWARD: self._use,
+            EventKind.RELEASE: self._release,
+            EventKind.REDUCE: lambda event: gradients.reduce(units[event.unit]),
+            EventKind.ACCUMULATE: lambda event: gradients.accumulate(units[event.unit]),
+            EventKind.DEFER: lambda event: gradients.defer(units[event.unit]),
+            EventKind.SETTLE: lambda _: gradients.settle(units),
+        }
+
+    def run(self, events: Sequence[Event], step: int) -> None:
+        """Carry out events in their order, outside of autograd and of the user's modes."""
+        if has_modes():
+            with outside_modes(), torch.no_grad():
+                self._run(events, step)
+        elif torch.is_grad_enabled():
+            with torch.no_grad():
+                self._run(events, step)
+        else:
+            self._run(events, step)
+
+    def _run(self, events: Sequence[Event], step: int) -> None:
+        recorder, act = self.recorder, self._act_named if is_profiling() else self._act
+        for event in events:
+            recorder.begin(event, step)
+            act(event)
+            recorder.record(event, step)
+
+    def _act(self, event: Event) -> None:
+        kind = event.kind
+        if kind in WAITS:
+            start = perf_counter()
+            self._of[kind](event)
+            self.communication_s += perf_counter() - start
+        else:
+            self._of[kind](event)
+
+    def _act_named(self, event: Event) -> None:
+        """The same, with a name in the profiler's tables."""
+        unit = f" {self._units[event.unit].plan.title}" if event.unit >= 0 else ""
+        with torch.profiler.record_function(f"fullshard {event.kind}{unit}"):
+            self._act(event)
+
+    def _gather(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        for group in unit.groups:
+            if group.plan.slot is not None:
+                key = (group.plan.slot.ring, group.plan.slot.index)
+                previous = self._filling.get(key)
+                if previous is not None:
+                    previous.wait()  # gathered ahead and never entered
+                    previous.versions.mark(is_open=False)
+                self._filling[key] = unit
+        unit.gather()
+
+    def _use(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        unit.wait()
+        if event.kind is EventKind.FORWARD or unit.plan.reads_weight_in_backward:
+            unit.versions.mark(is_open=True)
+
+    def _release(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        unit.wait()
+        unit.versions.mark(is_open=False)
+        if self._poison:
+            unit.poison()

@@ -1,0 +1,525 @@
+"""A micro-batch traced on the real module: what it holds, its operations, the order of units.
+
+[Note: traced activations]
+The module's own forward, the loss and autograd's backward run on fake tensors: they have shapes,
+dtypes and storages that are freed when the last tensor lets go of them, and no memory. Every
+operation passes a dispatch mode that notes the storages alive, so what autograd saves, what a
+recompute brings back and what backward makes on its way are counted as they come and go:
+
+    bytes                     .#.      forward: activations pile up, inside a recompute for a while
+                         .:#####.      the loss: logits and theirs
+            .  :  .:#############:.    backward: gradients come and go, activations go
+        .:########################:.
+        forward -----> loss -> backward
+
+Integers are computed, since models look at them to decide what to do (masks, packed sequences).
+Weights are not counted: the plan has them. Their gradients are, as long as the engine leaves them
+where autograd put them: plain linear layers write theirs into the slot (engine/linear.py), others
+wait for their unit's rest if they are small (engine/gradients.py).
+
+[Note: traced operations]
+The same trace lists the operations of each unit. What a unit computes in forward is what runs
+between its forward's hooks; in backward, what runs from the gradient of its outputs on until
+another unit's come, as the engine's own hooks have it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.config.schema import ShardConfig
+from fullshard.engine._torch_compat import outside_modes, tree_leaves, tree_map_only
+from fullshard.engine.gradients import MOST_WAITING
+from fullshard.engine.linear import pretend_to_write
+from fullshard.engine.precision import apply_dtypes, cast_tensors
+from fullshard.engine.recompute import apply_recompute, convert_reentrant
+from fullshard.engine.unit import LARGE_NUMEL
+from fullshard.errors import ConfigError
+from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import ROOT, nominal_trace
+from fullshard.planner.tracing import (
+    ATTENTION,
+    MATMUL,
+    ROWS,
+    SHORT_ROW,
+    VIEW,
+    Kind,
+    Moment,
+    Operation,
+    UnitWork,
+)
+from fullshard.planner.units import UnitPlan
+from fullshard.transport.base import torch_dtype
+
+MOST_OPERATIONS = 20_000  # seconds of tracing; loops over tokens, as in Mamba, would take minutes
+COMPUTED_BYTES = 16 << 20  # integers above this are fake too: masks of very long sequences
+
+# What these make depends on numbers, not on shapes alone.
+_OF_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+# Forward and loss of a micro-batch: calls the model that it is given (and others that run inside of
+# its step), returns what backward starts from.
+Work = Callable[..., torch.Tensor]
+
+
+def trace_step(
+    model: nn.Module,
+    plan: Plan,
+    config: ShardConfig,
+    work: Work,
+    ledger: Ledger | None = None,
+    beside: Sequence[nn.Module] = (),
+) -> list[Moment]:
+    """Bytes alive after each operation of a micro-batch that made some, computed on the CPU.
+
+    Args:
+        model: On meta; left as it is.
+        plan: Plan of that model, whose units and dtypes count.
+        config: That it was planned with, and the recompute.
+        work: Makes its inputs and computes the loss.
+        ledger: Sees every operation. None: one that counts bytes alone.
+        beside: Other models on meta, in their own dtypes, that the work is given copies of.
+
+    Raises:
+        Exception: What the model raises where it wants to look at numbers that nobody has.
+    """
+    model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
+    groups = {
+        name: group for u in plan.units for group in u.groups for n in group.names for name in n
+    }
+    ledger = Ledger() if ledger is None else ledger
+    reduced = {name: torch_dtype(g.dtypes.reduce) for name, g in groups.items()}
+    pretend_to_write(model, reduced, ledger.write)
+    apply_dtypes(model, config)
+    apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
+    convert_reentrant(model)
+    rng = torch.get_rng_state()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            compute = {name: torch_dtype(g.dtypes.compute) for name, g in groups.items()}
+            for one in (model, *others):
+                _give_storage(one, compute if one is model else {})
+                for tensor in (*one.parameters(), *one.buffers()):
+                    ledger.leave_out(tensor)
+            for unit in plan.units:
+                _collect_gradients(model, unit, ledger)
+            ledger.watch(model, plan)
+            _watch_edges(model, config, ledger)
+            with ledger:
+                loss = work(model, *others)
+                ledger.kind = Kind.GRADIENTS
+                loss.backward()
+    finally:
+        torch.set_rng_state(rng)
+    return ledger.moments
+
+
+def _give_storage(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Parameters as forward sees them and buffers, inside the fake mode."""
+    made: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for leaf, param in module._parameters.items():
+            if param is not None and id(param) not in made:
+                dtype = dtypes.get(f"{path}.{leaf}" if path else leaf, param.dtype)
+                whole = torch.empty(param.shape, dtype=dtype)
+                made[id(param)] = nn.Parameter(whole, requires_grad=param.requires_grad)
+            if param is not None:
+                module._parameters[leaf] = made[id(param)]
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _collect_gradients(model: nn.Module, unit: UnitPlan, ledger: Ledger) -> None:
+    """Let a unit's gradients go when the engine would: large ones at once, small ones together."""
+    trained = [names[0] for group in unit.groups if group.trainable for names in group.names]
+    params = [model.get_parameter(name) for name in trained]
+    waiting: list[nn.Parameter] = []
+    left = len(params)
+
+    def move(param: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        waiting.append(param)  # type: ignore[arg-type]
+        if not left or param.numel() > LARGE_NUMEL or len(waiting) == MOST_WAITING:
+            for one in waiting:
+                ledger.move(one)
+                one.grad = None
+            waiting.clear()
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(move)
+
+
+def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
+    """Cast what goes in and out as the engine does; what comes out is logits, and what follows."""
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if config.param_dtype is None:
+            return None
+        dtype = torch_dtype(config.param_dtype)
+        return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        ledger.kind = Kind.LOGITS
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                ledger.relabel(leaf)
+        if config.output_dtype is None:
+            return None
+        return cast_tensors(output, torch_dtype(config.output_dtype))
+
+    model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    model.register_forward_hook(after)
+
+
+class Ledger(TorchDispatchMode):
+    """Notes the storages that operations make, and when they are freed.
+
+    Attributes:
+        kind: What is made now.
+        moments: Bytes by kind after each operation that made a storage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = Kind.ACTIVATIONS
+        self.moments: list[Moment] = []
+        self._alive: dict[int, tuple[Kind, int]] = {}
+        self._bytes = dict.fromkeys(Kind, 0)
+        self._num_operations = 0
+
+    def watch(self, model: nn.Module, plan: Plan) -> None:
+        """The model that will be traced is there."""
+
+    def write(self, gy: torch.Tensor, x: torch.Tensor) -> None:
+        """A linear layer writes its weight's gradient gy^T x where the engine collects it."""
+
+    def move(self, param: torch.Tensor) -> None:
+        """The gradient of a parameter goes where the engine collects it."""
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """This storage is somebody else's."""
+        self._alive[_storage_key(tensor)] = (self.kind, 0)
+
+    def relabel(self, tensor: torch.Tensor) -> None:
+        """A tensor is of the kind that is made now."""
+        key = _storage_key(tensor)
+        kind, num_bytes = self._alive.get(key, (self.kind, 0))
+        self._bytes[kind] -= num_bytes
+        self._bytes[self.kind] += num_bytes
+        self._alive[key] = (self.kind, num_bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_operations += 1
+        if self._num_operations > MOST_OPERATIONS:
+            raise RuntimeError(f"more than {MOST_OPERATIONS:,} operations")
+        result = self._run(func, args, kwargs or {})
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = [self._note(tensor) for tensor in tensors]
+        if any(made):
+            self.moments.append(Moment(*(self._bytes[kind] for kind in Kind)))
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return False
+        num_bytes = storage.nbytes()
+        self._alive[key] = (self.kind, num_bytes)
+        self._bytes[self.kind] += num_bytes
+        weakref.finalize(storage, self._freed, key)
+        return num_bytes > 0
+
+    def _freed(self, key: int) -> None:
+        kind, num_bytes = self._alive.pop(key)
+        self._bytes[kind] -= num_bytes
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is torch.ops.aten._grouped_mm.default and given[0].dtype is not torch.bfloat16:
+            return _grouped_product(args, kwargs)
+        if any(isinstance(tensor, FakeTensor) for tensor in given):
+            return func(*args, **kwargs)
+        if func not in _OF_NUMBERS:
+            shapes = func(*args, **kwargs)
+            fakes = [leaf for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)]
+            if any(fake.is_floating_point() or fake.nbytes > COMPUTED_BYTES for fake in fakes):
+                return shapes
+        with outside_modes():
+            return func(*args, **kwargs)
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _grouped_product(args: Any, kwargs: Any) -> torch.Tensor:
+    """Shapes of a grouped product in another dtype than its shape function takes (2.11 to 2.13)."""
+    low = [
+        a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in args
+    ]
+    made = torch.ops.aten._grouped_mm.default(*low, **kwargs)
+    return torch.empty_strided(made.shape, made.stride(), dtype=args[0].dtype, device=made.device)
+
+
+# ---- operations by unit
+
+EMBEDDING_BACKWARD = "embedding_dense_backward"
+COLUMNS = "sum columns"  # all dimensions but the last
+# Kinds that have tables of their own, by torch's name; what is not here goes at the rate of a sum.
+KINDS = {
+    **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros"), "fill"),
+    **dict.fromkeys(("full_like", "fill_", "zero_", "nll_loss_backward"), "fill"),
+    **dict.fromkeys(("exp", "tanh", "sigmoid", "cos", "sin", "erf", "log"), "exp"),
+    **dict.fromkeys(("mean", "sum", "amax", "max"), "sum"),
+    **dict.fromkeys(("clone", "copy_", "cat", "_to_copy", "slice_backward", "stack"), "copy"),
+    **dict.fromkeys(("embedding", "index", "index_select", "gather"), "embedding"),
+    **{
+        name: name.strip("_")
+        for name in (
+            *("silu", "silu_backward", "gelu", "gelu_backward", EMBEDDING_BACKWARD),
+            *("native_layer_norm", "native_layer_norm_backward"),
+            *("_softmax", "_softmax_backward_data"),
+            *("_log_softmax", "_log_softmax_backward_data"),
+        )
+    },
+}
+_WITH_ROWS = frozenset(("add", "copy"))
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_MADE = "_fullshard_made"  # on the outputs of the units that made them
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Census(Ledger):
+    """A ledger that also notes every operation.
+
+    Attributes:
+        forward: By unit.
+        backward: By unit.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.forward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
+        self.backward: list[Counter[Operation]] = [Counter() for _ in range(num_units)]
+        self._open: list[int] = [ROOT]
+        self._unit = ROOT  # whose backward is under way
+
+    def watch(self, model: nn.Module, plan: Plan) -> None:
+        for unit in plan.units:
+            module = model.get_submodule(unit.name)
+            module.register_forward_pre_hook(self._entering(unit.index))
+            module.register_forward_hook(self._leaving(unit.index))
+
+    def _entering(self, index: int) -> Callable[..., None]:
+        return lambda *_: self._open.append(index)
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def begin(_: Any) -> None:
+            self._unit = index
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self._open.pop()
+            for leaf in _tensors(output):  # law 5: who hands a tensor on did not make it
+                if leaf.requires_grad and not hasattr(leaf, _MADE):
+                    setattr(leaf, _MADE, True)
+                    leaf.register_hook(begin)
+
+        return leave
+
+    def write(self, gy: torch.Tensor, x: torch.Tensor) -> None:
+        self._note_operation(_product(gy.t(), x))
+
+    def move(self, param: torch.Tensor) -> None:
+        if param.grad is not None:
+            self._note_operation(Operation("copy", _dtype(param), (2 * param.nbytes,)))
+
+    def _note_operation(self, operation: Operation) -> None:
+        if self.kind is Kind.GRADIENTS:
+            self.backward[self._unit][operation] += 1
+        else:
+            self.forward[self._open[-1]][operation] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "aten":
+            found = _operation(func, args, kwargs or {}, result)
+            self._note_operation(found)
+            if found.kind == EMBEDDING_BACKWARD:  # the rows without a gradient too
+                self._note_operation(Operation("fill", found.dtype, (result.nbytes,)))
+        return result
+
+
+def trace_work(
+    model: nn.Module, plan: Plan, config: ShardConfig, work: Work
+) -> dict[str, UnitWork]:
+    """What every unit computes in a micro-batch, by its name.
+
+    Args, Raises: As of `trace_step`.
+    """
+    census = Census(len(plan.units))
+    trace_step(model, plan, config, work, census)
+    found = zip(plan.units, census.forward, census.backward, strict=True)
+    return {unit.name: UnitWork(first, then) for unit, first, then in found}
+
+
+def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation:
+    name = func._schema.name.partition("::")[2]
+    given = _tensors((args, kwargs))
+    made = _tensors(result)
+    if name in _PRODUCTS:
+        left, right = _PRODUCTS[name]
+        return _product(args[left], args[right])
+    if name.startswith(_ATTENTION):
+        return _attention(name, args, kwargs)
+    theirs = {tensor.untyped_storage()._cdata for tensor in given}
+    is_view = not func._schema.is_mutable and all(
+        tensor.untyped_storage()._cdata in theirs for tensor in made
+    )
+    if is_view or not made:
+        return Operation(VIEW, "", ())
+    kind = KINDS.get(name, "add")
+    dtype = _dtype(made[0])
+    tensors = made if kind in ("fill", "embedding") else [*given, *made]
+    if kind == EMBEDDING_BACKWARD:
+        tensors = given
+    if (
+        name == "sum"
+        and len(args) > 1
+        and given[0].dim() - 1 not in (d % given[0].dim() for d in args[1])
+    ):
+        kind = COLUMNS
+    size = max(1, sum(map(_touched, tensors)))
+    if kind in _WITH_ROWS and _row([t for t in tensors if t.numel() >= made[0].numel() / 2]):
+        kind = f"{kind} {ROWS}"
+    return Operation(kind, dtype, (size,))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes that are there, however often they are read: expanded tensors are small."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> Operation:
+    """a b; matrices of a batch one after the other."""
+    times = a.shape[0] if a.dim() == 3 else 1
+    letters = "".join("n" if factor.stride(-1) == 1 else "t" for factor in (a, b))
+    kind = f"{MATMUL} {'tn' if letters == 'tt' else letters}"
+    size = (a.shape[-2], a.shape[-1], b.shape[-1])
+    return Operation(kind, _dtype(a), tuple(max(1, n) for n in size), times)
+
+
+def _attention(name: str, args: Any, kwargs: Any) -> Operation:
+    is_backward = name.endswith("backward")
+    query, key = args[1:3] if is_backward else args[:2]
+    place = 7 if is_backward else 4
+    is_causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+    kind = f"{ATTENTION}{' causal' if is_causal else ''}{' backward' if is_backward else ''}"
+    batch, heads, length, width = query.shape
+    return Operation(kind, _dtype(query), (length * key.shape[2], width), batch * heads)
+
+
+def _row(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether what lies together in memory in all of them are short rows."""
+    run = min((_run(tensor) for tensor in tensors), default=SHORT_ROW)
+    return run < SHORT_ROW and any(tensor.numel() > SHORT_ROW for tensor in tensors)
+
+
+def _run(tensor: torch.Tensor) -> int:
+    """Elements that lie together; the order of dimensions is that of the memory."""
+    run = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
+        if stride != run:
+            break
+        run *= size
+    return run if run > 1 else tensor.numel()
+
+
+# ---- the order of units
+
+
+def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
+    """The plan in the order in which forward enters its units on a sample.
+
+    Args:
+        model: Not yet sharded.
+        plan: In registration order.
+        sample: Arguments of forward: a mapping of keywords, a sequence, or one value.
+
+    Raises:
+        ConfigError: Forward does not run on the sample; its error is the cause.
+    """
+    forward: list[int] = []
+    handles = [
+        model.get_submodule(unit.name).register_forward_pre_hook(
+            partial(_note, forward, unit.index)
+        )
+        for unit in plan.units
+    ]
+    try:
+        _run_fake(model, sample)
+    except Exception as error:
+        raise ConfigError(
+            f"sample: expected arguments that {type(model).__name__}.forward takes; it raised "
+            f"{type(error).__name__}: {error}. Leave sample out to learn the order in step one."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    leaves = [index for what, index in nominal_trace(plan.units, forward) if what == "leave"]
+    reached = set(plan.order.backward)
+    backward = [index for index in reversed(leaves) if index in reached]
+    return plan.reordered(forward, backward, learned=False)
+
+
+def _note(forward: list[int], index: int, *_: Any) -> None:
+    forward.append(index)
+
+
+def _run_fake(model: nn.Module, sample: Any) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = tree_map_only(torch.Tensor, mode.from_tensor, sample)
+    rng = torch.get_rng_state()
+    held = [(table, dict(table)) for table in _tensor_tables(model)]
+    try:
+        for table, real in held:  # running statistics must not move
+            table.update({k: t if t is None else mode.from_tensor(t) for k, t in real.items()})
+        with mode, torch.no_grad():
+            if isinstance(fake, Mapping):
+                model(**fake)
+            elif isinstance(fake, Sequence) and not isinstance(fake, torch.Tensor | str):
+                model(*fake)
+            else:
+                model(fake)
+    finally:
+        for table, real in held:
+            table.update(real)
+        torch.set_rng_state(rng)
+
+
+def _tensor_tables(model: nn.Module) -> list[dict[str, Any]]:
+    """Where the model keeps its parameters and buffers."""
+    return [t for m in model.modules() for t in (m._parameters, m._buffers)]

@@ -1,0 +1,336 @@
+"""What devices can do and hold, and how people say which they have.
+
+[Note: what devices reach]
+`matmul` is what a good bf16 matmul of a good shape reaches, measured where somebody measured it;
+where nobody did, the share that is usual of that maker's devices. Links are in one direction.
+
+[Note: a machine's GPUs]
+
+    8xH100-80GB    4xA100-40GB    H200    8xH100    8    8x96GB    4xNEWGPU-288GB
+    ^ how many     ^ name ^ which variant
+
+[Note: a file of devices]
+Devices that our tables lack, or have with other numbers:
+
+    MI400:                   # as --gpus names it: 8xMI400
+      memory_gib: 402        # that a framework can use
+      bf16_tflops: 2300      # dense, on paper
+      memory_tb_s: 19.6
+      link_gb_s: 300         # to its neighbours in the host, one way
+      fabric_gb_s: 50        # to other hosts, a device
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from omegaconf import OmegaConf
+
+from fullshard.config.fields import Count, Number
+from fullshard.config.files import read_file
+from fullshard.config.model import Section
+from fullshard.config.problems import ConfigProblems, Problem, show
+
+TERA = 1e12
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, as a rank has it.
+
+    Attributes:
+        name: As people write it.
+        peak: bf16 operations a second, dense, on paper.
+        matmul: What of it a good matmul reaches.
+        bandwidth: Bandwidth of its memory, bytes a second.
+        memory_gib: What a framework can use of it.
+        link: To its neighbours in the host, bytes a second, one way.
+        fabric: To other hosts, bytes a second and device, where nobody says which fabric.
+        domain: Devices that the fast link joins.
+        is_tpu: Compiled as a whole by XLA; its links form a torus.
+        sold: Total memory in MiB as the driver reports it, a little below what the name says, by
+            nominal GB. The first variant is meant where a name stands alone.
+    """
+
+    name: str
+    peak: float
+    matmul: float
+    bandwidth: float
+    memory_gib: float
+    link: float
+    fabric: float
+    domain: int = 8
+    is_tpu: bool = False
+    sold: Mapping[int, int] = field(default_factory=dict[int, int], compare=False)
+
+    @property
+    def is_hopper(self) -> bool:
+        """Of the generation whose matmuls outgrew its clock and its first attention kernels."""
+        return self.name[:2] in ("H1", "H2", "H8", "GH")
+
+
+def _gpu(
+    name: str,
+    tflops: tuple[float, float],
+    memory: tuple[float, float],
+    wires: tuple[float, float],
+    domain: int = 8,
+    sold: Mapping[int, int] | None = None,
+) -> Device:
+    peak, matmul = tflops
+    bandwidth, gib = memory
+    link, fabric = wires
+    speeds = peak * TERA, matmul * TERA, bandwidth * TERA
+    return Device(name, *speeds, gib, link * GIGA, fabric * GIGA, domain, sold=sold or {})
+
+
+def _tpu(
+    name: str, tflops: float, memory: tuple[float, float], link: float, pod: int = 256
+) -> Device:
+    return replace(_gpu(name, (tflops, tflops), memory, (link, 3), pod), is_tpu=True)
+
+
+# (on paper, measured) TFLOPS, (TB/s, usable GiB), (link, fabric) GB/s. Sources: ml-engineering's
+# measured matmul maxima and vendors' sheets; docs.cloud.google.com/tpu for TPUs.
+_H100_SOLD = {80: 81559, 64: 65247, 94: 95830, 96: 97871}
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("V100", (125, 105), (0.90, 31.7), (150, 12.5), sold={32: 32768, 16: 16384}),
+        _gpu("A100-40", (312, 271.2), (1.555, 39.4), (300, 12.5)),
+        _gpu("A100", (312, 271.2), (2.039, 79.1), (300, 12.5), sold={80: 81920, 40: 40960}),
+        _gpu("A800", (312, 271.2), (2.039, 79.1), (200, 25)),
+        _gpu("H100-PCIE", (756, 600), (2.0, 79.1), (63, 25)),
+        _gpu("H100-96", (989, 740), (2.4, 95.04), (450, 50)),
+        _gpu("H100", (989, 794.5), (3.35, 79.1), (450, 50), sold=_H100_SOLD),
+        _gpu("H800", (989, 794.5), (3.35, 79.1), (200, 50), sold={80: 81559}),
+        _gpu("H200", (989, 794.5), (4.8, 139.8), (450, 50), sold={141: 143771}),
+        _gpu("GH200", (989, 828.6), (4.0, 94.5), (450, 50), sold={96: 97871, 144: 147456}),
+        _gpu("B200", (2250, 1745), (8.0, 178.4), (900, 50), sold={180: 183359, 192: 183359}),
+        _gpu("GB200", (2500, 1822), (8.0, 184.3), (900, 50), 72),
+        _gpu("GB300", (2500, 1822), (8.0, 275), (900, 100), 72),
+        _gpu("B300", (2250, 1769), (8.0, 268), (900, 100)),
+        _gpu("A10G", (70, 60), (0.60, 22.1), (12, 3), sold={24: 23028}),
+        _gpu("A10", (125, 62), (0.60, 22.1), (12, 3), sold={24: 23028}),
+        _gpu("L4", (121, 60), (0.30, 22.1), (12, 3), sold={24: 23034}),
+        _gpu("L40S", (362, 250), (0.864, 44.5), (25, 12.5), sold={48: 46068}),
+        _gpu("L40", (181, 150), (0.864, 44.5), (25, 12.5), sold={48: 46068}),
+        _gpu("A6000", (154.8, 120), (0.768, 47.5), (25, 12.5), sold={48: 49140}),
+        _gpu("RTX 3090", (71, 66), (0.936, 23.6), (7, 3), sold={24: 24576}),
+        _gpu("RTX 4090", (165.2, 155), (1.008, 23.6), (10, 3), sold={24: 24564}),
+        _gpu("RTX 5090", (209.5, 190), (1.79, 31.3), (20, 3), sold={32: 32607}),
+        _gpu("TITAN RTX", (130, 90), (0.672, 23.6), (10, 3)),
+        _gpu("T4", (65, 40), (0.32, 14.7), (10, 3), sold={16: 15360}),
+        _gpu("MI210", (181, 130), (1.6, 63.9), (150, 25)),
+        # One of its two dies, which is what a rank gets.
+        _gpu("MI250", (181, 130), (1.6, 63.9), (150, 25)),
+        _gpu("MI250X", (181, 130), (1.6, 63.9), (150, 25), sold={64: 65520}),
+        _gpu("MI300X", (1307, 668.4), (5.3, 191.5), (336, 50), sold={192: 196592}),
+        _gpu("MI325X", (1307, 784.9), (6.0, 255.5), (336, 50), sold={256: 262128}),
+        _gpu("MI355X", (2500, 1565), (8.0, 287.5), (400, 50), sold={288: 294896}),
+        _gpu("GAUDI2", (432, 400), (2.46, 94.6), (150, 37.5)),
+        _gpu("GAUDI3", (1835, 1400), (3.7, 126), (300, 75)),
+        _tpu("TPU v2", 46, (0.70, 15.5), 120, 512),
+        _tpu("TPU v3", 123, (0.90, 31), 160, 1024),
+        _tpu("TPU v4", 275, (1.20, 31), 270, 4096),
+        _tpu("TPU v5e", 197, (0.82, 15.5), 200),
+        _tpu("TPU v5p", 459, (2.765, 94), 600, 8960),
+        _tpu("TPU v6e", 918, (1.638, 31), 400),
+        _tpu("TPU7x", 2307, (7.4, 188), 600, 9216),  # a chip, of two devices
+    )
+}  # fmt: skip
+
+
+def find_device(text: str, memory_gb: float | None = None) -> Device:
+    """The device that a text names, in its variant with that memory.
+
+    Raises:
+        KeyError: nobody knows it.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", text.lower())
+    names = sorted(DEVICES, key=lambda name: -len(name))
+    for name in names:
+        if re.sub(r"[^a-z0-9]", "", name.lower()) in plain:
+            return _variant(DEVICES[name], plain, memory_gb)
+    raise KeyError(text)
+
+
+def _variant(device: Device, plain: str, memory_gb: float | None) -> Device:
+    said = re.search(r"(\d+)gb", plain)
+    size = memory_gb or (float(said[1]) if said else None)
+    if device.name == "A100" and size is not None and size <= 48:
+        return DEVICES["A100-40"]
+    if device.name == "H100" and size is not None and 90 < size < 100:
+        return DEVICES["H100-96"]
+    if device.name == "H100" and "pcie" in plain:
+        return DEVICES["H100-PCIE"]
+    return device
+
+
+# ---- what a user calls a machine's GPUs ----------------------------------------------------------
+
+MIB = 1 << 20
+
+GPU_MEMORY = {
+    name.replace(" ", ""): {gb: mib * MIB for gb, mib in device.sold.items()}
+    for name, device in DEVICES.items()
+    if device.sold
+}
+
+_FORM = re.compile(
+    r"(?:(?P<count>\d+)\s*[x*]\s*)?"
+    r"(?P<name>[a-z][a-z0-9 ]*?)?[-_ ]?(?:(?P<size>\d+)\s*(?P<unit>gib|gb))?",
+    re.IGNORECASE,
+)
+_EXPECTED = "a count and a GPU, such as 8xH100-80GB, 4xA100-40GB, H200 or 8"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """The GPUs of one machine.
+
+    Attributes:
+        count: How many.
+        name: Which, or "" where only their memory or their number is known.
+        memory_bytes: What one of them holds; None where only their number is known.
+    """
+
+    count: int
+    name: str
+    memory_bytes: int | None
+
+
+def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = None) -> Gpus:
+    """Read what a user calls a machine's GPUs.
+
+    Args:
+        text: See [Note: a machine's GPUs].
+        key: Under which errors speak of it.
+        own: Memory in bytes of devices that the user has described, by name in capitals.
+
+    Raises:
+        ConfigError: it cannot be read, or names a GPU or a variant that nobody knows.
+    """
+    text = text.strip()
+    if text.isdecimal() and int(text) > 0:
+        return Gpus(int(text), "", None)
+    match = _FORM.fullmatch(text)
+    if match is None or not (match["name"] or match["size"]) or match["count"] == "0":
+        raise ConfigProblems([Problem(key, _EXPECTED, repr(text))])
+    count = int(match["count"] or 1)
+    name = (match["name"] or "").replace(" ", "").upper()
+    size = int(match["size"]) if match["size"] else None
+    own = own or {}
+    if name in own:
+        if size is not None:
+            advice = f"--devices says what {name} holds: leave {size}{match['unit']} out"
+            raise ConfigProblems([Problem(key, f"{count}x{name}", repr(text), advice)])
+        return Gpus(count, name, own[name])
+    if name in GPU_MEMORY:
+        return Gpus(count, name, _memory_of(name, size, key))
+    close = difflib.get_close_matches(name, [*own, *GPU_MEMORY], n=3, cutoff=0.5)
+    if size is not None and not close:  # its memory alone is known
+        return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
+    advice = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+    advice += (
+        f"For another GPU give its memory alone ({count}x{size or 80}GB), or describe it in a file "
+        "(--devices)"
+    )
+    raise ConfigProblems([Problem(key, _EXPECTED, f"unknown GPU '{name}'", advice)])
+
+
+def _memory_of(name: str, size: int | None, key: str) -> int:
+    variants = GPU_MEMORY[name]
+    if size is None:
+        return next(iter(variants.values()))
+    if size not in variants:
+        expected = " or ".join(f"{name}-{known}GB" for known in variants)
+        raise ConfigProblems([Problem(key, expected, f"{name}-{size}GB")])
+    return variants[size]
+
+
+# ---- a file of devices ---------------------------------------------------------------------------
+
+USUAL_MATMUL = 0.78  # of the paper's peak that a good matmul reaches: the median of our table
+
+Rate = Annotated[float, Number(above=0)]
+
+
+class DeviceEntry(Section):
+    """One accelerator, in the units of data sheets."""
+
+    memory_gib: Rate | None = None
+    """What a framework can use of its memory."""
+
+    bf16_tflops: Rate | None = None
+    """bf16 operations a second on paper, without sparsity, in 10^12."""
+
+    matmul_tflops: Rate | None = None
+    """What of it a good matmul reaches. None: 0.78 of it."""
+
+    memory_tb_s: Rate | None = None
+    """Bandwidth of its memory, in 10^12 bytes a second."""
+
+    link_gb_s: Rate = 50.0
+    """To its neighbours in the host, in 10^9 bytes a second, one way."""
+
+    fabric_gb_s: Rate = 12.5
+    """To other hosts, in 10^9 bytes a second and device."""
+
+    domain: Count = 8
+    """Devices that the fast link joins."""
+
+
+NEEDED = ("memory_gib", "bf16_tflops", "memory_tb_s")
+
+
+def read_devices(path: Path) -> dict[str, Device]:
+    """Devices by their name in capitals, without spaces.
+
+    Raises:
+        ConfigError: The file cannot be read, misses a number, or has one that is none.
+    """
+    values = cast("Mapping[Any, Any]", OmegaConf.to_container(read_file(path).config))
+    found: dict[str, Device] = {}
+    for written, entry in values.items():
+        name = str(written).upper().replace(" ", "")
+        try:
+            if not re.fullmatch(r"[A-Z][A-Z0-9]*[A-Z0-9]", name) or re.search(r"\dG(I?)B$", name):
+                raise ConfigProblems([Problem("", "a name of letters and digits", show(written))])
+            if name in found:
+                raise ConfigProblems([Problem("", "each device once", f"{name} twice")])
+            found[name] = _device(name, entry)
+        except ConfigProblems as error:
+            where = f"{path}: {written}"
+            raise error.map(lambda one, w=where: _below(one, w)) from None
+    return found
+
+
+def _below(problem: Problem, where: str) -> Problem:
+    return replace(problem, key=f"{where}.{problem.key}" if problem.key else where)
+
+
+def _device(name: str, values: object) -> Device:
+    if not isinstance(values, dict):
+        raise ConfigProblems([Problem("", "a mapping of its numbers", show(values))])
+    entry = DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()})
+    missing = [key for key in NEEDED if getattr(entry, key) is None]
+    if missing:
+        advice = "Its data sheet has it"
+        raise ConfigProblems(
+            [Problem(key, "a number above 0", "nothing", advice) for key in missing]
+        )
+    peak, bandwidth = entry.bf16_tflops or 0.0, entry.memory_tb_s or 0.0
+    return _gpu(
+        name,
+        (peak, entry.matmul_tflops or USUAL_MATMUL * peak),
+        (bandwidth, entry.memory_gib or 0.0),
+        (entry.link_gb_s, entry.fabric_gb_s),
+        entry.domain,
+    )

@@ -1,0 +1,432 @@
+"""A plan's events played in time on one rank: what waits for what, and what is hidden.
+
+    wire      [ gather 1 ][ gather 2 ]        [ gather 1 ]
+    rank      [ 0 ]......[ 1 ]..[ 2 ][ 2 ]..........[ 1 ][ 0 ]      ... waits: exposed
+    wire                                 [ reduce 2 ]   [ 1 ][ 0 ]
+
+A gather begins when it is issued and the wire is free; a unit begins when it is there. A reduction
+begins when the gradients are, and is waited for where the plan accumulates it.
+
+What an event costs comes from one of two tables:
+
+    measured    every unit's traced operations at the rates of their shapes, its messages at those
+                of their sizes, on a calibrated machine
+    shared out  the seconds of a step by formula (outlook/speed.py), over units by their size
+
+A step is all of its micro-batches, clipping, the update, and what the host's loop takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from fullshard.config.values import GradSync, Transport
+from fullshard.outlook.calibration import Calibration, Ceilings
+from fullshard.outlook.speed import Times, traffic
+from fullshard.outlook.workload import Workload
+from fullshard.planner.events import Event, EventKind
+from fullshard.planner.memory import MemoryRow
+from fullshard.planner.plan import Plan
+from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.tracing import ATTENTION, MATMUL, Kind, Operation, Work
+from fullshard.planner.units import GroupPlan, UnitPlan
+
+
+class Lane(StrEnum):
+    """What works at a time."""
+
+    GATHER = "gather"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One unit's turn, in seconds from the step's begin."""
+
+    lane: Lane
+    unit: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of an event.
+
+    Attributes:
+        own_s: That the rank is busy; before a message starts.
+        wire_s: Time on the wire of its message.
+        beside_s: That the message takes from the rank's work while it is under way.
+    """
+
+    own_s: float = 0.0
+    wire_s: float = 0.0
+    beside_s: float = 0.0
+
+
+# What an event costs; whether it is one of a backward.
+CostOf = Callable[[Event, bool], Cost]
+
+_LANES = {EventKind.FORWARD: Lane.FORWARD, EventKind.BACKWARD: Lane.BACKWARD}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A micro-batch.
+
+    Attributes:
+        bars: In the order of events.
+        end_s: When all is done.
+        exposed_s: The part of it in which the rank waited for messages.
+    """
+
+    bars: tuple[Bar, ...]
+    end_s: float
+    exposed_s: float
+
+
+def play(events: Iterable[Event], cost_of: CostOf, *, issues_ahead: bool = False) -> Timeline:
+    """Play events in their order.
+
+    Args:
+        events: Events of a micro-batch.
+        cost_of: Their costs.
+        issues_ahead: Whether the rank is a device that its host runs ahead of: what is gathered
+            ahead is issued when the unit before begins, not when it ends, and what lands does so
+            beside the work.
+    """
+    player = _Player(cost_of, issues_ahead=issues_ahead)
+    for event in events:
+        player.take(event)
+    end = max(player.clock, *player.wires.values())
+    return Timeline(tuple(player.bars), end, player.exposed + end - player.clock)
+
+
+class _Player:
+    """Clocks of a rank and its wires."""
+
+    def __init__(self, cost_of: CostOf, *, issues_ahead: bool) -> None:
+        self._cost_of, self._ahead = cost_of, issues_ahead
+        self.clock = self.exposed = 0.0
+        self._begun = 0.0  # when the last unit began
+        self.wires = {Lane.GATHER: 0.0, Lane.REDUCE: 0.0}
+        self._there: dict[int, float] = {}
+        self._landed: dict[int, float] = {}
+        self._is_backward = False
+        self.bars: list[Bar] = []
+
+    def take(self, event: Event) -> None:
+        """Play one event."""
+        cost = self._cost_of(event, self._is_backward or event.kind is EventKind.BACKWARD)
+        match event.kind:
+            case EventKind.GATHER:
+                self._there[event.unit] = self._send(Lane.GATHER, event, cost)
+            case EventKind.FORWARD | EventKind.BACKWARD:
+                self._is_backward = event.kind is EventKind.BACKWARD
+                self._wait(self._there.get(event.unit, 0.0))
+                self._begun = self.clock
+                self.clock += cost.own_s
+                lane = _LANES[event.kind]
+                self.bars.append(Bar(lane, event.unit, self._begun, self.clock))
+            case EventKind.REDUCE:
+                self._landed[event.unit] = self._send(Lane.REDUCE, event, cost)
+            case EventKind.ACCUMULATE:
+                if not self._ahead:
+                    self._wait(self._landed.get(event.unit, 0.0))
+                self.clock += cost.own_s
+            case _:
+                self.clock += cost.own_s
+
+    def _send(self, lane: Lane, event: Event, cost: Cost) -> float:
+        """A message begins; returns when it has arrived."""
+        self.clock += cost.own_s
+        issued = self._begun if self._ahead and lane is Lane.GATHER else self.clock
+        start = max(self.wires[lane], issued)
+        end = self.wires[lane] = start + cost.wire_s
+        self.clock += cost.beside_s
+        self.bars.append(Bar(lane, event.unit, start, end))
+        return end
+
+    def _wait(self, until: float) -> None:
+        self.exposed += max(0.0, until - self.clock)
+        self.clock = max(self.clock, until)
+
+
+# ---- costs as they were measured -----------------------------------------------------------------
+
+LEAST_BYTES = 64  # of a message that only says that a rank is there
+_SYNC = frozenset((EventKind.REDUCE, EventKind.ACCUMULATE, EventKind.SETTLE))
+
+
+class StepTime(NamedTuple):
+    """A step of a calibrated machine: its parts, which add up; bars of its last micro-batch."""
+
+    times: Times
+    bars: tuple[Bar, ...]
+
+
+def step_time(
+    plan: Plan, work: Work, calibration: Calibration, accumulation: int = 1
+) -> StepTime | None:
+    """Seconds of a step; None where so many ranks were not measured, or are of several hosts.
+
+    Args:
+        plan: Plan of the run, with the transport that it will have.
+        work: Operations of one micro-batch.
+        calibration: Calibration of the machine.
+        accumulation: Micro-batches.
+    """
+    ceilings = calibration.of(plan.mesh.world_size)
+    if ceilings is None:
+        return None
+    costs = _Measured(plan, work, ceilings, calibration.cores)
+    last = costs.play(plan.events)
+    waits = plan.grad_sync is not GradSync.EVERY_MICRO_BATCH
+    early = costs.play([e for e in plan.events if e.kind not in _SYNC]) if waits else last
+    update = costs.update_s()
+    exposed = last.exposed_s + (accumulation - 1) * early.exposed_s
+    step = last.end_s + (accumulation - 1) * early.end_s + update + ceilings.host.step_s
+    parts = {name: accumulation * seconds for name, seconds in costs.parts().items()}
+    found = Times(
+        step=step,
+        matmul=parts["matmul"],
+        attention=parts["attention"],
+        passes=step - sum(parts.values()) - exposed - update - ceilings.host.step_s,
+        logits=0.0,
+        exposed=exposed,
+        launch=parts["launch"] + ceilings.host.step_s,
+        update=update,
+        bubble=0.0,
+    )
+    return StepTime(found, last.bars)
+
+
+class _Measured:
+    """What events cost on one rank.
+
+    Ranks of a host that has no core to spare pay for what their messages' threads compute, too.
+    """
+
+    def __init__(self, plan: Plan, work: Work, ceilings: Ceilings, cores: int) -> None:
+        self._plan, self._ceilings = plan, ceilings
+        self._work = {unit.index: work[unit.name] for unit in plan.units if unit.name in work}
+        ranks = ceilings.num_ranks
+        # Of a message's computing, what finds no idle core: every rank has a thread for messages.
+        self._contended = min(1.0, max(0.0, (2 * ranks - cores) / ranks))
+        self._transport = plan.transport.value
+        if plan.transport is Transport.AUTO:
+            self._transport = Transport.DIRECT.value
+
+    def play(self, events: tuple[Event, ...] | list[Event]) -> Timeline:
+        """A micro-batch; units that no event names compute at its end."""
+        found = play(events, self.of)
+        seen = {(event.kind, event.unit) for event in events}
+        rest = 0.0
+        for index, work in self._work.items():
+            if (EventKind.FORWARD, index) not in seen:
+                rest += self._compute_s(work.forward, is_backward=False)
+            if (EventKind.BACKWARD, index) not in seen:
+                rest += self._compute_s(work.backward, is_backward=True)
+        return replace(found, end_s=found.end_s + rest)
+
+    def of(self, event: Event, is_backward: bool) -> Cost:  # noqa: FBT001
+        """Of one event."""
+        unit = self._plan.units[event.unit] if event.unit >= 0 else None
+        match event.kind:
+            case EventKind.FORWARD | EventKind.BACKWARD:
+                work = self._work.get(event.unit)
+                done = work and (work.backward if is_backward else work.forward)
+                seconds = self._compute_s(done or {}, is_backward=is_backward)
+                return Cost(own_s=seconds + self._ceilings.host.unit_s)
+            case EventKind.GATHER if unit is not None:
+                return self._gather(unit)
+            case EventKind.REDUCE if unit is not None and self._is_sent(unit):
+                return self._message("reduce", _reduced_bytes(unit))
+            case EventKind.ACCUMULATE if unit is not None:
+                return Cost(own_s=self._land_s(unit))
+            case EventKind.PUBLISH:
+                return Cost(own_s=self._publish_s())
+            case EventKind.SETTLE:
+                return Cost(own_s=self._settle_s())
+            case _:
+                return Cost()
+
+    # ---- compute
+
+    def _compute_s(self, done: Mapping[Operation, int], *, is_backward: bool) -> float:
+        host = self._ceilings.host
+        extra = host.backward_s if is_backward else host.forward_s
+        return sum(count * (self._ceilings.seconds(one) + extra) for one, count in done.items())
+
+    def parts(self) -> dict[str, float]:
+        """Of a micro-batch, what its kernels and the host take, by what it is spent on."""
+        host = self._ceilings.host
+        found = {"matmul": 0.0, "attention": 0.0, "launch": 2 * len(self._work) * host.unit_s}
+        for work in self._work.values():
+            for done, extra in ((work.forward, host.forward_s), (work.backward, host.backward_s)):
+                for one, count in done.items():
+                    kind = one.kind.partition(" ")[0]
+                    if kind in (MATMUL, ATTENTION):
+                        found[kind] += count * self._ceilings.seconds(one)
+                    found["launch"] += count * extra
+        return found
+
+    def _passes_s(self, kind: str, groups: Iterable[GroupPlan], *dtypes: str) -> float:
+        """Passes over this rank's parts that read and write an element in each of these dtypes.
+
+        The last one is the dtype that they compute in.
+        """
+        found = 0.0
+        for group in groups:
+            each = [getattr(group.dtypes, name) for name in dtypes]
+            num_bytes = group.layout.part_numel * sum(ITEMSIZE[dtype] for dtype in each)
+            if num_bytes:
+                found += self._ceilings.seconds(Operation(kind, each[-1].value, (num_bytes,)))
+        return found
+
+    # ---- messages
+
+    def _message(self, what: str, num_bytes: int, *, own_s: float = 0.0) -> Cost:
+        name = f"{self._transport} {what}"
+        wire_s = self._ceilings.transfer_s(name, num_bytes)
+        processor_s = self._ceilings.transfer_s(f"{name} cpu", num_bytes)
+        return Cost(own_s, wire_s, min(wire_s, self._contended * processor_s))
+
+    def _is_sent(self, unit: UnitPlan) -> bool:
+        """Whether gradients travel while the rank computes; a shared home's are pulled."""
+        return unit.mesh.shard > 1 and self._plan.transport is not Transport.SHARED
+
+    def _gather(self, unit: UnitPlan) -> Cost:
+        gathered = [group for group in unit.groups if group.slot is not None]
+        own_s = self._passes_s("copy", gathered, "master", "compute")
+        if unit.mesh.shard == 1 or not gathered:
+            return Cost(own_s)
+        size = sum(g.layout.numel * ITEMSIZE[g.dtypes.compute] for g in gathered)
+        return self._message("fetch", size, own_s=own_s)
+
+    def _publish_s(self) -> float:
+        """All ranks meet; each has cast its part where compute is in another dtype."""
+        cast = [
+            group
+            for group in self._plan.groups
+            if group.shared and group.dtypes.compute is not group.dtypes.master
+        ]
+        meeting_s = self._ceilings.transfer_s("shared fetch", LEAST_BYTES)
+        return meeting_s + self._passes_s("copy", cast, "master", "compute")
+
+    def _land_s(self, unit: UnitPlan) -> float:
+        """The sum of this rank's part, over replicas too, and its mean."""
+        found = 0.0
+        if unit.mesh.shard > 1 and not self._is_sent(unit):
+            found += self._ceilings.transfer_s("shared reduce", _reduced_bytes(unit))
+        for group in _trained(unit):
+            if unit.mesh.shard == 1:  # out of the slot
+                found += self._passes_s("copy", [group], "accumulate", "accumulate")
+            if unit.mesh.replicate > 1:
+                size = group.layout.part_numel * ITEMSIZE[group.dtypes.accumulate]
+                found += self._ceilings.transfer_s("direct replicas", size)
+            found += self._passes_s("add", [group], "accumulate", "accumulate")
+        return found
+
+    # ---- the end of a step
+
+    def _settle_s(self) -> float:
+        """Norms of the gradients, and what the ranks tell each other."""
+        norms = self._passes_s("norm", self._all_trained(), "accumulate")
+        return norms + self._ceilings.transfer_s(f"{self._transport} settle", LEAST_BYTES)
+
+    def update_s(self) -> float:
+        """Clipping, which scales all gradients, the optimizer, and averages of the weights.
+
+        AdamW's update was measured; what keeps no state adds the gradient, as averages are added.
+        """
+        groups, kept = self._all_trained(), self._plan.optimizer
+        clip = self._passes_s("add", groups, "accumulate", "accumulate")
+        sums_s = self._passes_s("add", groups, "master", "master", "master")
+        found = clip + kept.num_averages * sums_s
+        if not kept.element_bytes(1):
+            return found + sums_s
+        numel = max(1, sum(group.layout.part_numel for group in groups))
+        return found + self._ceilings.seconds(Operation("update", "float32", (numel,)))
+
+    def _all_trained(self) -> list[GroupPlan]:
+        return [group for group in self._plan.groups if group.trainable]
+
+
+def _trained(unit: UnitPlan) -> list[GroupPlan]:
+    return [group for group in unit.groups if group.trainable]
+
+
+def _reduced_bytes(unit: UnitPlan) -> int:
+    return sum(g.layout.numel * ITEMSIZE[g.dtypes.reduce] for g in _trained(unit))
+
+
+# ---- a forecast's seconds, shared out ------------------------------------------------------------
+
+BACKWARD_SHARE = 2 / 3  # of a unit's work, without recompute
+NOTICED = 0.01  # of a micro-batch's time: shorter is not seen in a figure
+
+
+def share_out(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
+    """The bars of one micro-batch of a step that takes so long by formula."""
+    gather_s, regather_s, reduce_s, once_s = traffic(run)
+    total = sum(unit.numel for unit in plan.units) or 1
+    share = [unit.numel / total for unit in plan.units]
+    again = run.kernels.recompute / 3
+    work = times.matmul + times.attention + times.passes + times.logits + times.launch
+    work /= run.batch.accumulation * (1 + again)
+    forward_s, backward_s = work * (1 - BACKWARD_SHARE), work * (BACKWARD_SHARE + again)
+
+    def cost_of(event: Event, is_backward: bool) -> Cost:  # noqa: FBT001
+        part = share[event.unit] if event.unit >= 0 else 0.0
+        match event.kind:
+            case EventKind.GATHER:
+                return Cost(wire_s=part * (regather_s if is_backward else gather_s))
+            case EventKind.FORWARD | EventKind.BACKWARD:
+                return Cost(own_s=part * (backward_s if is_backward else forward_s))
+            case EventKind.REDUCE:
+                return Cost(wire_s=part * (reduce_s + once_s))
+            case _:
+                return Cost()
+
+    return play(plan.events, cost_of, issues_ahead=True).bars
+
+
+class HeldAt(NamedTuple):
+    """What is held at a time beside state: bytes by the row's name."""
+
+    time_s: float
+    held: Mapping[Kind, float]
+
+
+def held_over_time(rows: Iterable[MemoryRow], bars: Sequence[Bar]) -> list[HeldAt]:
+    """Activations grow through forward, logits stand at its end, backward gives all back.
+
+    Gradients on their way are there from the logits' own on.
+    """
+    sizes = {row.name: float(row.num_bytes) for row in rows}
+    forward = [bar for bar in bars if bar.lane is Lane.FORWARD and bar.end_s > bar.start_s]
+    backward = [bar for bar in bars if bar.lane is Lane.BACKWARD and bar.end_s > bar.start_s]
+    if not forward or not backward:
+        return []
+    turn, end = forward[-1].end_s, backward[-1].end_s
+    # The root's own backward may be nothing: what stands at the loss goes with the head's.
+    gone = next((bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end), end)
+    left = max(end - gone, 1e-12)
+
+    def at(time_s: float, share: float, *, at_loss: bool = False) -> HeldAt:
+        held = {kind: at_loss * sizes.get(kind, 0.0) for kind in Kind}
+        return HeldAt(time_s, held | {Kind.ACTIVATIONS: share * sizes.get(Kind.ACTIVATIONS, 0.0)})
+
+    return [
+        at(0.0, 0.0),
+        *(at(bar.end_s, bar.end_s / turn) for bar in forward),
+        at(turn, 1.0, at_loss=True),
+        at(gone, 1.0, at_loss=True),
+        *(at(bar.end_s, (end - bar.end_s) / left) for bar in backward if bar.end_s >= gone),
+    ]

@@ -1,0 +1,261 @@
+"""How long a step takes.
+
+    micro-batch   forward:  blocks' work   beside  gathers
+                  backward: recompute, twice the work   beside  gathers, reductions
+    step          accumulation x micro-batch, traffic of the step alone, the update
+
+Work is what a device does at the rates that it reaches: matmuls, attention, passes over memory, and
+no faster than the host can issue it. Work and traffic beside each other take the norm of both,
+since collectives take memory bandwidth and processors from the work that hides them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from fullshard.outlook.constants import FITTED, Constants
+from fullshard.outlook.workload import Compiler, Math, Stage, Tuning, Workload
+
+HOST_BANDWIDTH = 20e9  # of a device's link to the host, bytes a second, as copies reach it
+CPU_UPDATE = 3e9  # bytes a second and rank that an update on the host goes through
+UPDATE_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three
+FP32_SLOWDOWN = 0.45  # TF32 runs at half of bf16's rate; plain fp32 is slower still
+ALONE = 0.78  # of the links, of large collectives beside which nothing runs: nccl-tests
+HIDDEN = 0.5  # of it, where matmuls are cut so that it runs beside their parts: they get slower
+TORUS_HOP = 1e-6  # seconds between neighbours of a TPU, that no library adds to
+BACKWARD = 2.0  # of the forward's: with respect to inputs, and to weights
+ATTENTION_BACKWARD = 2.5  # its kernels compute the scores again
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a step, by what they are spent on; they add up to `step`."""
+
+    step: float
+    matmul: float
+    attention: float
+    passes: float
+    logits: float
+    exposed: float
+    launch: float
+    update: float
+    bubble: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Seconds of one kind of pass through all blocks, or through the ends."""
+
+    matmul: float
+    attention: float
+    passes: float
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.passes
+
+
+def step_times(run: Workload, k: Constants = FITTED) -> Times:
+    """The times of one optimizer step."""
+    mesh = run.mesh
+    blocks, launch = _forward(run, k), _launch(run, k)
+    head, logits = _ends(run, k)
+    again = run.kernels.recompute
+    weights = 1.0 if run.tuning is Tuning.FULL else 0.02  # frozen ones need no gradient of theirs
+    back = _Work(
+        blocks.matmul * (1 + weights + again),
+        blocks.attention * (ATTENTION_BACKWARD + again),
+        blocks.passes * (BACKWARD + again),
+    )
+    fwd_s = max(blocks.total, launch) + (head + logits) / 3
+    bwd_s = max(back.total, (BACKWARD + again) * launch) + (head + logits) * 2 / 3
+    gather, regather, reduce, once = traffic(run, k)
+    forward = _beside(fwd_s, gather, k.overlap)
+    backward = _beside(bwd_s, regather + reduce, k.overlap)
+    shared = _tensor_traffic(run, k) * (HIDDEN if run.cuts_matmuls else 1)
+    micro = forward + backward + shared
+    if run.device.is_tpu:  # XLA cuts matmuls so that their own traffic runs beside them
+        micro = _beside(forward + backward, shared, k.overlap)
+    pipeline = mesh.pipeline
+    count = run.batch.accumulation
+    # A micro-batch that is all of a step is cut into as many as there are stages.
+    bubble = micro * count * (pipeline - 1) / max(pipeline, count)
+    last = _beside(bwd_s, once, k.overlap) - bwd_s if once else 0.0
+    update = _update(run)
+    busy = count * micro + last + bubble + update
+    work = count * (blocks.total + back.total + head + logits)
+    return Times(
+        step=busy,
+        matmul=count * (blocks.matmul + back.matmul + head),
+        attention=count * (blocks.attention + back.attention),
+        passes=count * (blocks.passes + back.passes),
+        logits=count * logits,
+        exposed=count * (micro - fwd_s - bwd_s) + last,
+        launch=count * (fwd_s + bwd_s) - work,
+        update=update,
+        bubble=bubble,
+    )
+
+
+def tokens_per_s(run: Workload, k: Constants = FITTED) -> float:
+    """Of one device, all of its groups' devices counted."""
+    tokens = run.batch.accumulation * run.tokens_per_micro_batch
+    return tokens / run.mesh.model_ranks / step_times(run, k).step
+
+
+def _beside(one: float, other: float, norm: float) -> float:
+    if other <= 0:
+        return one
+    return (one**norm + other**norm) ** (1 / norm)
+
+
+# ---- work ----------------------------------------------------------------------------------------
+
+
+def _rate(run: Workload, k: Constants) -> float:
+    device = run.device
+    share = k.tpu_matmul_share if device.is_tpu else k.matmul_share
+    if device.is_hopper:
+        share *= k.hopper_matmul
+    if run.precision.math is Math.FLOAT32:
+        share *= FP32_SLOWDOWN
+    width = run.model.width / run.mesh.tensor**0.5
+    return device.matmul * share * width / (width + k.narrow_width)
+
+
+def _forward(run: Workload, k: Constants) -> _Work:
+    """One pass forward through the blocks that this device computes."""
+    model, mesh, device = run.model, run.mesh, run.device
+    tokens = run.tokens_per_micro_batch / mesh.context
+    layers = model.layers / mesh.pipeline
+    rate = _rate(run, k)
+    fast = k.fp8_speedup if run.precision.math is Math.FLOAT8 else 1.0
+    if model.is_sparse:
+        fast *= k.expert_share
+    matmul = 2 * model.block_params * tokens / mesh.tensor / (rate * fast)
+    share = k.attention_share
+    if device.is_hopper:
+        share *= k.hopper_attention
+    if run.kernels.is_tuned:
+        share *= k.tuned_attention
+    scores = 2 * run.batch.seq_len * model.query_width * tokens / mesh.tensor  # the causal half
+    width = _pass_width(run)
+    fused = min(_fused(run, k), k.compiled_passes if run.kernels.is_tuned else 1.0)
+    passes = k.elementwise_passes * fused * 2 * width * tokens / mesh.tensor / device.bandwidth
+    if run.tuning is Tuning.QLORA:
+        passes += 6 * model.block_params / device.bandwidth  # 4-bit weights are made 16-bit ones
+    return _Work(layers * matmul, layers * scores / (device.matmul * share), layers * passes)
+
+
+def _fused(run: Workload, k: Constants) -> float:
+    """Share of passes, and of kernels, that a compiler leaves."""
+    match run.kernels.compiler:
+        case Compiler.NONE:
+            return 1.0
+        case Compiler.TORCH:
+            return k.compiled_passes
+        case Compiler.XLA:
+            return k.xla_passes
+
+
+def _pass_width(run: Workload) -> float:
+    """Elements a token and block that kernels between matmuls read or write in forward.
+
+    Norms, residuals and the activation; what has gated mlps also has norms in float32 by several
+    kernels (RMSNorm) and rotates queries and keys.
+    """
+    model = run.model
+    if model.gated:
+        rotary = 6 * (model.query_width + model.kv_width)
+        return 24 * model.width + rotary + 5 * model.mlp_width
+    return 12 * model.width + 2 * model.mlp_width
+
+
+def _ends(run: Workload, k: Constants) -> tuple[float, float]:
+    """The head's matmuls, forward and backward, and the traffic of logits and loss."""
+    tokens = run.tokens_per_micro_batch / run.mesh.context / run.mesh.tensor
+    tokens /= run.mesh.pipeline  # of the last stage alone; the others work meanwhile
+    head = 3 * 2 * run.model.head_params * tokens / _rate(run, k)
+    return head, k.logits_bytes * _fused(run, k) * run.model.vocab * tokens / run.device.bandwidth
+
+
+def _launch(run: Workload, k: Constants) -> float:
+    """Host time of a forward through the blocks; whole programs are launched at once."""
+    if run.device.is_tpu:
+        return 0.0
+    return k.launch_s * _fused(run, k) * run.model.layers / run.mesh.pipeline
+
+
+def _update(run: Workload) -> float:
+    """The optimizer's: bound by memory, or by the host where state lives there."""
+    if run.tuning is not Tuning.FULL:
+        return 0.0
+    shard = run.mesh.shard if run.sharding is not Stage.NOTHING else 1
+    held = run.model.num_params / (run.mesh.tensor * run.mesh.pipeline) / shard
+    if run.offloads:
+        return held * 16 / CPU_UPDATE
+    return held * UPDATE_BYTES / run.device.bandwidth
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+
+
+def _collective(
+    run: Workload, num_bytes: float, ranks: int, stride: int, k: Constants, reach: float = 0.0
+) -> float:
+    """Seconds of an all-gather or a reduce-scatter of so many bytes over ranks `stride` apart."""
+    if ranks <= 1:
+        return 0.0
+    share = (ranks - 1) / ranks
+    inside = max(1, min(ranks, run.domain // stride))
+    link = run.device.link * (reach or k.link_share)
+    if inside >= ranks:
+        return share * num_bytes / link
+    fabric = run.fabric * k.fabric_share * inside
+    return share * num_bytes / min(link, fabric)
+
+
+def _wait(run: Workload, ranks: int, k: Constants) -> float:
+    """Seconds until a collective's slowest rank is there: of so many delays, the longest."""
+    return TORUS_HOP * ranks if run.device.is_tpu else k.wait_s * log2(ranks)
+
+
+def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, float]:
+    """Seconds of gathers in forward and in backward, of reductions, and of what a step has once."""
+    model, mesh, precision = run.model, run.mesh, run.precision
+    held = model.num_params / (mesh.tensor * mesh.pipeline)
+    stride = mesh.tensor
+    trained = held if run.tuning is Tuning.FULL else 0.01 * held
+    shard = mesh.state_ranks
+    waits = _wait(run, shard, k) * model.layers / mesh.pipeline
+    gather_bytes = 0.6 if run.tuning is Tuning.QLORA else precision.gather
+    gather = _collective(run, held * gather_bytes, shard, stride, k) + waits
+    reduce = _collective(run, trained * precision.reduce, shard, stride, k) + waits
+    across = 0.0
+    if mesh.replicate > 1:
+        part = trained / (mesh.shard if run.sharding.value >= Stage.OPTIMIZER.value else 1)
+        bytes_ = part * precision.reduce
+        across = 2 * _collective(run, bytes_, mesh.replicate, stride * mesh.shard, k)
+        across += 2 * _wait(run, mesh.replicate, k) * model.layers
+    match run.sharding:
+        case Stage.NOTHING:
+            return 0.0, 0.0, 0.0, across
+        case Stage.OPTIMIZER | Stage.GRADIENTS:
+            return 0.0, 0.0, 0.0, across + reduce + gather
+        case Stage.PARAMETERS:
+            host = held * 2 / mesh.shard / HOST_BANDWIDTH if run.offloads else 0.0
+            return gather + host, (gather if run.reshards else 0.0) + host, reduce + across, 0.0
+
+
+def _tensor_traffic(run: Workload, k: Constants) -> float:
+    """Seconds that activations travel between ranks that share a sample; nothing hides it."""
+    mesh, model = run.mesh, run.model
+    tokens = run.tokens_per_micro_batch / mesh.context
+    layers = model.layers / mesh.pipeline
+    rounds = 4 + 2 * run.kernels.recompute
+    size = tokens * model.width * 2
+    tensor = layers * rounds * 2 * _collective(run, size, mesh.tensor, 1, k, ALONE)
+    keys = tokens * model.kv_width * 2 * 2 * mesh.context
+    context = layers * rounds / 2 * _collective(run, keys, mesh.context, mesh.tensor, k)
+    return tensor + context / 2

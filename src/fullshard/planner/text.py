@@ -1,0 +1,162 @@
+"""Plans as text: a tree for people, and JSON and back (dataclasses by field, enums by value)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from enum import Enum
+from functools import cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fullshard.planner.mesh import Mesh
+from fullshard.planner.units import UnitPlan
+
+if TYPE_CHECKING:
+    from fullshard.planner.plan import Plan
+
+SCHEMA_VERSION = 1
+WIDTH = 100  # of a line of JSON, where its values permit
+
+T = TypeVar("T")
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the binary unit that reads best."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def render_tree(plan: Plan) -> str:
+    """Mesh, dtype contract, units (like neighbours folded), rings, memory."""
+    mesh = plan.mesh
+    lines = [
+        f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
+        f"{mesh.world_size} ranks (replicate {mesh.replicate} x shard {mesh.shard})",
+        f"dtypes: {_contracts(plan)}",
+        f"units: {len(plan.units)}, padding {_padding(plan):.3%}, prefetch "
+        f"{plan.depths.forward} forward, {plan.depths.backward} backward",
+    ]
+    for _, run in groupby(plan.units, key=_likeness):
+        lines.append("  " + _unit_line(list(run), mesh))
+    lines.append("rings:")
+    for ring in plan.rings:
+        lines.append(
+            f"  {ring.name}: {ring.count} x {ring.numel:,} {ring.dtype}"
+            f" = {human_bytes(ring.num_bytes)}"
+        )
+    lines.append("memory of a rank (state only):")
+    for row in plan.memory:
+        lines.append(f"  {row.name}: {human_bytes(row.num_bytes)}")
+    return "\n".join(lines)
+
+
+def _likeness(unit: UnitPlan) -> tuple[object, ...]:
+    groups = tuple((g.trainable, *(p.shape for p in g.layout.placements)) for g in unit.groups)
+    return unit.kind, unit.role, unit.parent, groups
+
+
+def _unit_line(run: list[UnitPlan], mesh: Mesh) -> str:
+    first, last = run[0], run[-1]
+    title = first.title if len(run) == 1 else f"{first.title} .. {last.title} ({len(run)})"
+    frozen = "" if first.trainable or not first.groups else ", frozen"
+    slots = sorted({g.slot.ring.rpartition(".")[0] for g in first.groups if g.slot})
+    copied = f", on {first.mesh.replicate} x {first.mesh.shard}" if first.mesh != mesh else ""
+    where = f"ring {', '.join(slots)}" if slots else "read in place"
+    return (
+        f"{title}: {first.kind}, {first.role}, {first.numel:,} elements "
+        f"(padding {first.padding:,}), {where}{frozen}{copied}"
+    )
+
+
+def _contracts(plan: Plan) -> str:
+    found = {
+        f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
+        for unit in plan.units
+        for d in (group.dtypes for group in unit.groups)
+    }
+    return "; ".join(sorted(found)) or "no parameters"
+
+
+def _padding(plan: Plan) -> float:
+    total = sum(unit.numel for unit in plan.units)
+    return sum(unit.padding for unit in plan.units) / total if total else 0.0
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+
+
+def encode_plan(plan: Any) -> dict[str, Any]:
+    """The plan as JSON values, with the schema's version."""
+    return {"schema_version": SCHEMA_VERSION, **_encode(plan)}
+
+
+def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
+    """Build a plan from what `encode_plan` made.
+
+    Raises:
+        ValueError: Another schema version. A missing or strange field raises KeyError or TypeError.
+    """
+    fields = dict(data)
+    version = fields.pop("schema_version", None)
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version {version} instead of {SCHEMA_VERSION}")
+    return _decode(cls, fields)
+
+
+def format_json(value: Any, depth: int = 0) -> str:
+    """JSON in which what fits into a line stands on one, so that a plan reads as a table."""
+    line = json.dumps(value)
+    if not isinstance(value, dict | list) or not value or len(line) + depth <= WIDTH:
+        return line
+    margin = "\n" + " " * depth
+    if isinstance(value, dict):
+        members = typing.cast("dict[str, Any]", value).items()
+        inside = [f"{json.dumps(key)}: {format_json(item, depth + 1)}" for key, item in members]
+        return "{" + ",".join(f"{margin} {item}" for item in inside) + margin + "}"
+    inside = [format_json(item, depth + 1) for item in typing.cast("list[Any]", value)]
+    return "[" + ",".join(f"{margin} {item}" for item in inside) + margin + "]"
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {
+            f.name: _encode(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if getattr(value, f.name) != f.metadata.get("omitted", dataclasses.MISSING)
+        }
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in typing.cast("list[Any]", value)]
+    if isinstance(value, Enum):
+        return value.value
+    return value
+
+
+@cache
+def _fields(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _decode(hint: Any, value: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        return tuple(_decode(item, entry) for entry in value)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        inner = next(a for a in typing.get_args(hint) if a is not type(None))
+        return _decode(inner, value)
+    if dataclasses.is_dataclass(hint):
+        fields = _fields(hint)
+        decoded = {name: _decode(fields[name], entry) for name, entry in value.items()}
+        return typing.cast("type[Any]", hint)(**decoded)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    return value

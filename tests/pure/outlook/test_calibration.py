@@ -1,0 +1,139 @@
+"""What a calibration's tables say between measured sizes, and what its file may hold."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.outlook.calibration import (
+    Calibration,
+    Ceilings,
+    Host,
+    Table,
+    read_calibration,
+    to_json,
+)
+from fullshard.planner.tracing import Operation
+
+LINE = Table((((10,), 1.0), ((1000,), 100.0)))  # 0.1 s an element at both ends
+KNEE = Table((((100,), 1.0), ((400,), 1.0), ((1600,), 8.0)))
+
+
+def ceilings(operations=None, transfers=None, host=None):
+    return Ceilings(2, operations or {}, transfers or {}, host or Host())
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(10, 1.0), (100, 10.0), (1000, 100.0)])
+def test_equal_costs_at_two_sizes_hold_between_them(size, seconds):
+    assert LINE.seconds((size,)) == pytest.approx(seconds)
+
+
+def test_costs_between_sizes_lie_on_a_line_of_logarithms():
+    # An element costs 1/100 at 100 and 1/400 at 400: at 200, in the middle, 1/200.
+    assert KNEE.seconds((200,)) == pytest.approx(1.0)
+    # 1/400 at 400 and 1/200 at 1600: at 800 the geometric mean.
+    assert KNEE.seconds((800,)) == pytest.approx(800 * (1 / 400 * 1 / 200) ** 0.5)
+
+
+def test_below_the_grid_takes_as_long_as_at_its_edge_and_above_it_grows_in_proportion():
+    assert KNEE.seconds((3,)) == pytest.approx(1.0)
+    assert KNEE.seconds((3200,)) == pytest.approx(16.0)
+
+
+def test_a_grid_of_two_axes_is_interpolated_on_both():
+    grid = Table((((1, 1), 1.0), ((1, 4), 4.0), ((4, 1), 16.0), ((4, 4), 64.0)))
+    assert grid.seconds((2, 1)) == pytest.approx(2 * 2.0)  # an element: 1 at 1, 4 at 4
+    assert grid.seconds((2, 2)) == pytest.approx(4 * 2.0)
+    assert grid.seconds((8, 8)) == pytest.approx(64 * 4.0)
+
+
+def test_a_grid_with_a_hole_is_not_whole():
+    assert not Table((((1, 1), 1.0), ((1, 4), 4.0), ((4, 1), 16.0))).is_whole
+    assert not Table((((1,), 1.0), ((1,), 2.0))).is_whole
+    assert KNEE.is_whole
+
+
+def test_an_operation_takes_its_own_table_else_that_of_its_like():
+    own, plain, add = (Table((((1,), seconds),)) for seconds in (1.0, 2.0, 3.0))
+    found = ceilings({"copy rows float32": own, "copy float32": plain, "add float32": add})
+    assert found.seconds(Operation("copy rows", "float32", (1,))) == 1.0
+    assert found.seconds(Operation("copy rows", "bfloat16", (1,))) == 1.0
+    assert found.seconds(Operation("copy", "float32", (1,))) == 2.0
+    assert found.seconds(Operation("unheard of", "float32", (2,))) == pytest.approx(6.0)
+    assert found.seconds(Operation("matmul nn", "float32", (2, 2, 2))) == 0.0  # no such table
+    assert found.seconds(Operation("view", "", ())) == 0.0
+
+
+def test_operations_of_a_batch_take_their_times():
+    found = ceilings({"add float32": Table((((1,), 2.0),))})
+    assert found.seconds(Operation("add", "float32", (1,), times=5)) == 10.0
+
+
+@pytest.fixture
+def written(tmp_path):
+    host = Host(1e-6, 2e-6, 3e-5, 4e-4)
+    measured = ceilings({"add float32": KNEE}, {"shared reduce": LINE}, host)
+    path = tmp_path / "calibration.json"
+    path.write_text(to_json(Calibration({"cores": 2}, {2: measured}), {"command": "x"}))
+    return path
+
+
+def test_what_is_written_is_read(written):
+    found = read_calibration(written)
+    assert found.cores == 2
+    assert found.of(3) is None
+    host = found.of(2)
+    assert host is not None
+    assert host.host == Host(1e-6, 2e-6, 3e-5, 4e-4)
+    assert host.operations == {"add float32": KNEE}
+    assert host.transfer_s("shared reduce", 100) == pytest.approx(10.0)
+    assert host.transfer_s("c10d reduce", 100) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        (("schema_version",), 7, "schema_version: expected 1, got 7"),
+        (("machine",), None, "machine: expected a mapping, got null"),
+        (("ranks",), {"two": {}}, "ranks.two: expected a number of ranks, got 'two'"),
+        (("ranks", "2", "host", "unit_s"), -1, "ranks.2.host.unit_s: expected seconds, got -1"),
+        (
+            ("ranks", "2", "tables", "operations add float32"),
+            [[[4], 0]],
+            "ranks.2.tables.operations add float32: expected seconds, got 0",
+        ),
+        (
+            ("ranks", "2", "tables", "operations add float32"),
+            [[[4, 4], 1], [[8, 8], 1]],
+            "every combination of its sizes, once; got 2 points",
+        ),
+        (
+            ("ranks", "2", "tables", "operations add float32"),
+            [4, 1],
+            "expected a list of [size, seconds]; got 4",
+        ),
+        (("ranks", "2", "tables"), {"rates x": []}, "expected operations or transfers first"),
+    ],
+)
+def test_a_file_with_a_wrong_value_is_refused_with_its_key(written, keys, value, says):
+    values = json.loads(written.read_text())
+    at = values
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    written.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        read_calibration(written)
+    assert str(written) in str(caught.value)
+    assert "bench calibrate" in str(caught.value)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="expected a file of fullshard bench calibrate, got"):
+        read_calibration(tmp_path / "missing.json")
+    (tmp_path / "text.json").write_text("schema_version: 1")
+    with pytest.raises(ConfigError, match="expected JSON, got something else"):
+        read_calibration(tmp_path / "text.json")

@@ -1,0 +1,139 @@
+"""What the forecast says of memory follows from what frameworks are known to hold."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from fullshard.outlook.constants import FITTED
+from fullshard.outlook.memory import GIB, PeakMemory, peak_memory
+from fullshard.outlook.published.rows import read_workload
+from fullshard.outlook.workload import Metric
+
+DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "planner_public.csv"
+TOKENS, LAYERS, WIDTH, KV, MLP, VOCAB = 8192, 32, 4096, 1024, 14336, 128256
+LLAMA_8B = {
+    "params_b": "8.03",
+    "n_layers": str(LAYERS),
+    "d_model": str(WIDTH),
+    "n_heads": "32",
+    "n_kv_heads": "8",
+    "d_ff": str(MLP),
+    "vocab": str(VOCAB),
+    "seq_len": str(TOKENS),
+    "gpus": "8",
+    "gpu_model": "H100-SXM5-80GB",
+    "nodes": "1",
+    "strategy": "FSDP2",
+    "precision": "bf16/fp32/bf16",
+    "activation_checkpointing": "full",
+    "torch_compile": "no",
+    "micro_batch_per_gpu": "1",
+    "grad_accum": "1",
+    "optimizer": "AdamW",
+    "mem_metric": "reserved",
+    "master_dtype": "fp32",
+}
+
+
+def held(**changes: str) -> PeakMemory:
+    return peak_memory(read_workload({**LLAMA_8B, **changes}))
+
+
+def test_kept_tensors_are_those_of_a_block_without_recompute():
+    """Two norms of four widths, attention of four, four of the mlp; a compiler leaves fewer."""
+    token = 2 * LAYERS * TOKENS
+    eager = held(activation_checkpointing="none")
+    assert eager.kept == pytest.approx(token * (12 * WIDTH + 4 * MLP))
+    compiled = held(activation_checkpointing="none", torch_compile="yes")
+    assert compiled.kept == pytest.approx(token * (4 * WIDTH + 2 * (WIDTH + KV) + 3 * MLP))
+
+
+@pytest.mark.parametrize("compiled", ["no", "yes"])
+def test_recompute_by_operation_keeps_inputs_attention_and_every_other_matmul(compiled):
+    some = held(activation_checkpointing="selective", torch_compile=compiled)
+    each = WIDTH + WIDTH + WIDTH + KV + MLP + WIDTH  # input, attention; q, v, gate, down
+    assert some.kept == pytest.approx(2 * LAYERS * TOKENS * each)
+
+
+def test_recompute_of_blocks_keeps_their_inputs():
+    assert held().kept == pytest.approx(2 * LAYERS * TOKENS * WIDTH)
+    amp = held(precision="bf16/fp32/bf16 (amp)")
+    assert amp.kept == pytest.approx(2 * held().kept)  # the residual stream stays float32
+
+
+def test_ranks_that_share_a_sample_cut_state_like_others():
+    apart, together = held(), held(strategy="FSDP2=4 x CP=2")
+    for part in ("weights", "optimizer", "gradients"):
+        assert getattr(together, part) == pytest.approx(getattr(apart, part))
+    assert together.kept == pytest.approx(apart.kept / 2)
+
+
+def test_a_pipeline_holds_its_stage_whole_and_reduces_gradients_once():
+    alone = held(strategy="FSDP2=4 x TP=2", gpus="8")
+    staged = held(strategy="FSDP2=4 x PP=2", gpus="8")
+    half = 8.03e9 / 2
+    assert staged.weights == pytest.approx(alone.weights + 2 * half)
+    assert staged.gradients == pytest.approx(alone.gradients + 4 * half)
+
+
+def test_whole_gradients_are_there_at_the_loss_and_slices_only_if_they_accumulate():
+    shape = {"activation_checkpointing": "none", "gpu_model": "B300", "micro_batch_per_gpu": "4"}
+    accumulated = {**shape, "grad_accum": "4"}
+    whole = held(strategy="DDP", **shape)
+    assert held(strategy="DDP", **accumulated).active == pytest.approx(whole.active)
+    cut = held(**shape)
+    assert held(**accumulated).active == pytest.approx(cut.active + cut.gradients)
+
+
+def test_a_model_that_is_gathered_to_be_saved_is_counted_where_the_counter_runs_on():
+    lora = {"strategy": "FSDP1 FULL_SHARD LoRA", "mem_metric": "max allocated"}
+    saved = held(**lora)
+    assert saved.active == pytest.approx(
+        saved.weights + saved.optimizer + saved.gathered + 4 * 8.03e9
+    )
+    assert held(**{**lora, "mem_metric": "reserved"}).active < 4 * 8.03e9
+    assert held(**{**lora, "strategy": "FSDP2 LoRA"}).active < 4 * 8.03e9
+
+
+def test_a_compiled_loss_holds_less_and_a_cut_one_is_not_compiled():
+    size = VOCAB * TOKENS
+    assert held().logits == pytest.approx(FITTED.logits_held * size)
+    head_gradient = 2 * VOCAB * WIDTH
+    compiled = held(torch_compile="yes")
+    assert compiled.logits == pytest.approx(FITTED.fused_logits * size + head_gradient)
+    cut = held(torch_compile="yes", strategy="FSDP2=4 x TP=2")
+    assert cut.logits == pytest.approx(FITTED.logits_held * size / 2)
+
+
+def test_a_head_that_is_the_embedding_is_held_once():
+    shape = {"n_layers": "28", "d_model": "3072", "n_heads": "24", "d_ff": "8192"}
+    tied = read_workload({**LLAMA_8B, **shape, "params_b": "3.213"}).model
+    untied = read_workload({**LLAMA_8B, **shape, "params_b": "3.607"}).model
+    assert tied.end_params == pytest.approx(VOCAB * 3072)
+    assert untied.end_params == pytest.approx(2 * VOCAB * 3072)
+
+
+def test_the_allocator_holds_what_is_active_and_no_more_than_the_device_has():
+    with DATA.open(encoding="utf-8", newline="") as file:
+        runs = [read_workload(row) for row in csv.DictReader(file)]
+    for run in runs:
+        found = peak_memory(run)
+        assert found.active <= found.reserved
+        assert found.reserved <= max(found.active, run.device.memory_gib * GIB)
+        assert found.of(Metric.ACTIVE) <= found.of(Metric.UNKNOWN) <= found.of(Metric.RESERVED)
+
+
+def test_published_memory_is_met_as_well_as_the_results_say():
+    misses = []
+    with DATA.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["peak_mem_gib"] and row["status"] == "ok":
+                run = read_workload(row)
+                said = peak_memory(run).of(run.metric) / GIB
+                misses.append(abs(said / float(row["peak_mem_gib"]) - 1))
+    assert len(misses) == 143
+    assert median(misses) < 0.06
