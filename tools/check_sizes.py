@@ -26,7 +26,12 @@ EXEMPT = ("src/fullshard/compat/",)
 # Lines of code that a package, and all of them together, may have. The goal is 30,000: lower a
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
-BUDGETS = {"bench": 2_040, "planner + outlook": 4_356, "in all": 39_000}
+BUDGETS = {
+    "bench": 2_040,
+    "planner + outlook": 4_356,
+    "data + models + recipes + run + verify": 7_490,
+    "in all": 39_000,
+}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _NO_CODE = {
