@@ -18,9 +18,8 @@ from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
 from fullshard.cli.words import JsonFlag
+from fullshard.data.text import DatasetSettings, embedded_corpus, make_dataset
 from fullshard.observe.chart import Axes, Series, line_chart, standalone
-from fullshard.train.dataset import DatasetSettings, make_dataset
-from fullshard.train.text import embedded_corpus
 
 NAME = "benchmarks.long_parity"
 MEASURE = "benchmarks.long_parity_rank:measure"

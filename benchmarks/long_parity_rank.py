@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.long_parity import CASE, ENGINES, LEARNING_RATE, MAX_NORM, SEED, Job
 from fullshard.bench.engines import BUILDERS, Setup
-from fullshard.train.order import BatchShape, SampleOrder
+from fullshard.data.order import BatchShape, SampleOrder
 
 
 def curve(engine: str, sequences: np.ndarray, num_steps: int) -> list[float]:

@@ -123,7 +123,7 @@ def _accepted(model: dict[str, Any]) -> dict[str, Any]:
     """What the architecture's configuration takes; names differ."""
     from transformers import CONFIG_MAPPING
 
-    from fullshard.train.model import accepted_keys
+    from fullshard.models.config import accepted_keys
 
     known = accepted_keys(CONFIG_MAPPING[model["model_type"]])
     return {key: value for key, value in model.items() if key in known or key == "model_type"}

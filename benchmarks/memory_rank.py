@@ -15,13 +15,12 @@ import fullshard as fs
 from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.homes import Place
-from fullshard.train.build import build_sharded
-from fullshard.train.loss import causal_lm_loss
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at
-from fullshard.train.prepare import given_model_config
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.run.optim import build_optimizer
+from fullshard.run.outlook import look_at
 
 NUM_STEPS = 3  # optimizer state and receive buffers are there from the second on
 
@@ -57,7 +56,7 @@ def train(config: RunConfig) -> object:
     """Takes a few steps as the loop of `fullshard train` does."""
     training = config.training
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
-    optimizer = build_optimizer(model, OptimizerSettings.of(training))
+    optimizer = build_optimizer(model, training)
     vocabulary = given_model_config(config).vocab_size
     for _ in range(NUM_STEPS):
         shape = (training.per_device_train_batch_size, training.max_seq_length)

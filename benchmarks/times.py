@@ -153,7 +153,7 @@ def find_cases(names: Sequence[str]) -> list[TimedCase]:
 def planned(case: TimedCase, calibration: Calibration) -> Outlook:
     """What `fullshard plan --calibration` says."""
     from fullshard.planner.mesh import Topology
-    from fullshard.train.outlook import look_at, transport_here
+    from fullshard.run.outlook import look_at, transport_here
 
     config = case.config()
     sharding = transport_here(config.sharding, Topology(case.num_ranks))
@@ -164,7 +164,7 @@ def planned(case: TimedCase, calibration: Calibration) -> Outlook:
 def measured(case: TimedCase, num_steps: int, folder: Path) -> list[float]:
     """Seconds of the steps of a run, without the first ones."""
     from fullshard.observe.metrics import read_rows
-    from fullshard.train.compare import train
+    from fullshard.train import train
 
     words = {**case.words(num_steps), "training.output_dir": str(folder)}
     words.pop("training.max_steps")

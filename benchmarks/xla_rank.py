@@ -20,8 +20,8 @@ from benchmarks.xla import ENGINES, ONE, PEERS, Job
 from benchmarks.xla_auto import auto_step
 from fullshard.bench.step_rank import timed
 from fullshard.launch import rendezvous
-from fullshard.train.model import config_from_settings
-from fullshard.train.xla_pretrain import COORDINATOR
+from fullshard.models.config import config_from_settings
+from fullshard.run.on_xla import COORDINATOR
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
 from fullshard.xla.mesh import make_mesh

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import fullshard as fs
-from fullshard.train.ema import Average
+from fullshard.run.optim import Average
 from support.models import perturbed
 from support.scripts import NUM_TOKENS, Tiny, differences, error_of
 

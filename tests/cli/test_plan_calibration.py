@@ -21,7 +21,7 @@ from fullshard.outlook.calibration import (
     to_json,
 )
 from fullshard.planner.mesh import Topology
-from fullshard.train.outlook import model_of, view_of
+from fullshard.run.outlook import model_of, view_of
 
 ROOT = Path(__file__).parents[2]
 # Every operation of the trace that is no product takes this, whatever its size; products nothing.

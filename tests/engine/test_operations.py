@@ -13,8 +13,8 @@ from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import trace_work
 from fullshard.planner.tracing import Operation
-from fullshard.train.loss import causal_lm_loss
-from fullshard.train.tracing import Tracer
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.run.tracing import Tracer
 
 BATCH, LENGTH, WIDTH, INNER, HEADS, WORDS = 2, 24, 32, 48, 4, 96
 SIZES = {

@@ -111,7 +111,7 @@ def run(command: list[str], *, timeout: float, **options: Any) -> CompletedProce
 def launching() -> Iterator[None]:
     """Ranks and references that fullshard starts are forked."""
     from fullshard.launch import spawn
-    from fullshard.train import verify
+    from fullshard.verify import check as verify
 
     names = types.SimpleNamespace(**{**vars(subprocess), "Popen": Popen})
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 import transformers.models.llama.modeling_llama
 
 import fullshard
-import fullshard.train.job
+import fullshard.run.on_torch
 
 __all__ = ["fullshard", "torch", "transformers"]
 SERVER = os.getpid()  # the process that imported this

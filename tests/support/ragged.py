@@ -10,12 +10,11 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.values import LrSchedule
 from fullshard.engine.engine import engine_of
-from fullshard.train.loop import Batch, Loop, Trainee
-from fullshard.train.loss import IGNORED, causal_lm_loss
-from fullshard.train.scaling import LossScaler
-from fullshard.train.schedule import Schedule
-from fullshard.train.steps import LoopSettings
-from fullshard.train.team import RankTeam, Seat
+from fullshard.recipes.base import IGNORED, Batch, RankTeam, Seat, causal_lm_loss
+from fullshard.run.loop import Loop, LoopSettings
+from fullshard.run.on_torch import TorchTrainee
+from fullshard.run.optim import LossScaler
+from fullshard.run.schedule import Schedule
 
 VOCAB, LENGTH, GLOBAL_BATCH, NUM_STEPS = 11, 6, 8, 3
 RATE = 0.5
@@ -112,7 +111,7 @@ def make_loop(
     model = fs.shard(tiny_model(), poison=True, wrap=["Sequential"], **options)
     engine = engine_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    trainee = Trainee(
+    trainee = TorchTrainee(
         model,
         optimizer,
         communication_seconds=lambda: 0.0,

@@ -12,16 +12,15 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Command
+from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import Fit
 from fullshard.outlook.predict import Machine, Outlook, look
 from fullshard.outlook.search import Advice, advise
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.train import outlook as train_outlook
-from fullshard.train import start
-from fullshard.train.build import model_on_meta
-from fullshard.train.outlook import job_of, view_of
-from fullshard.train.prepare import given_model_config
+from fullshard.run import outlook as train_outlook
+from fullshard.run import start
+from fullshard.run.outlook import job_of, view_of
 
 TOLERANCE = 0.03
 PLENTY = 1 << 40

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fullshard.train.run_folder import begin
+from fullshard.run.folder import begin
 
 pytestmark = pytest.mark.timeout(240)  # the first test imports transformers
 

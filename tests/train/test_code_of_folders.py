@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.data.tokenizer import train_tokenizer
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,7 +8,7 @@ import re
 from rich.console import Console
 
 from fullshard.observe.metrics import EvalRow, StepRow
-from fullshard.train.console import RunConsole
+from fullshard.run.console import RunConsole
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

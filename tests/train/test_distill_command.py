@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from fullshard.config.files import JOBS
 from fullshard.config.load import load_config
 from fullshard.config.values import IntervalStrategy
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
-from fullshard.train.tokenizer import train_tokenizer
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(400)

@@ -12,8 +12,8 @@ import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.planner.optimizers import ADAMW
 from fullshard.planner.optimizers import SGD as NO_STATES
-from fullshard.train.ema import Average
-from fullshard.train.loop import Loop
+from fullshard.run.loop import Loop
+from fullshard.run.optim import Average
 from support.ragged import NUM_STEPS, RATE, Rows, make_loop, tiny_model
 
 DECAY = 0.75
@@ -38,10 +38,10 @@ def train_with_an_average(folder, optimizer_class):
         def stepped(self, row) -> None:
             seen.append(fs.full_state_dict(model, rank0_only=False))
 
-    trainee = replace(loop._trainee, optimizer=optimizer, average=average)
+    trainee = replace(loop.trainee, optimizer=optimizer, average=average)
     scaler = type(trainee.scaler)(optimizer, torch.device("cpu"), enabled=False)
     trainee = replace(trainee, scaler=scaler)
-    Loop(trainee, recipe, loop._settings, loop._team, Watching()).run()
+    Loop(trainee, recipe, loop.settings, loop.team, Watching()).run()
     states = {AdamW: ADAMW, SGD: NO_STATES}[optimizer_class]
     plan = engine_of(model).plan.trained_by(replace(states, num_averages=1))
     rows = {row.name: row.num_bytes for row in plan.memory}

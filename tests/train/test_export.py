@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fullshard as fs
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import CheckpointError
-from fullshard.train.export import save_model
-from fullshard.train.model import (
+from fullshard.models.config import (
     build_model,
     config_from_settings,
     fit_to_tokenizer,
     quiet_libraries,
 )
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.models.export import save_model
 
 MODELS = {
     "tied llama": {"model_type": "llama", "tie_word_embeddings": True},

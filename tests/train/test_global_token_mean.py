@@ -11,9 +11,10 @@ import torch
 import fullshard as fs
 from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DataError, DivergedError
-from fullshard.train.loop import Loop, Trainee
-from fullshard.train.loss import IGNORED, causal_lm_loss, num_label_tokens
-from fullshard.train.scaling import LossScaler
+from fullshard.recipes.base import IGNORED, causal_lm_loss, num_label_tokens
+from fullshard.run.loop import Loop
+from fullshard.run.on_torch import TorchTrainee
+from fullshard.run.optim import LossScaler
 from support.ragged import (
     GLOBAL_BATCH,
     NUM_STEPS,
@@ -161,7 +162,7 @@ class UnevenRecipe(RaggedRecipe):
 
 
 def with_recipe(loop: Loop, recipe) -> Loop:
-    loop._recipe = recipe
+    loop.recipe = recipe
     return loop
 
 
@@ -219,10 +220,10 @@ def scaled_loop():
     rows = Rows()
     options = {"param_dtype": "fp16", "master_dtype": "fp32"}
     _, loop, recipe = make_loop(0, 1, 1, options, rows)
-    trainee = loop._trainee
+    trainee = loop.trainee
     scaler = LossScaler(trainee.optimizer, torch.device("cpu"), enabled=True)
     loop = Loop(
-        Trainee(
+        TorchTrainee(
             trainee.model,
             trainee.optimizer,
             trainee.communication_seconds,
@@ -230,8 +231,8 @@ def scaled_loop():
             scaler,
         ),
         recipe,
-        loop._settings,
-        loop._team,
+        loop.settings,
+        loop.team,
         rows,
     )
     return loop, rows

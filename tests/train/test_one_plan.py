@@ -20,11 +20,10 @@ from fullshard.cli.app import invoke
 from fullshard.config import host_memory
 from fullshard.config.load import load_config
 from fullshard.config.values import Backend
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
+from fullshard.models.build import model_config_of, model_on_meta
 from fullshard.planner.optimizers import states_of
-from fullshard.train.build import model_on_meta
-from fullshard.train.prepare import model_config_of
-from fullshard.train.tokenizer import train_tokenizer
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -127,7 +126,7 @@ def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatc
     monkeypatch.setattr(host_memory, "total_bytes", lambda: limit)
     output = place / f"refused-{limit}"
     words = ("data.path=text.txt", f"output_dir={output}")
-    monkeypatch.setattr("fullshard.train.start.prepare", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr("fullshard.run.start.prepare", lambda *_: pytest.fail("data was read"))
     dry, code = said("train", *words, "--dry-run")
     assert (code, output.exists()) == (3, False)
     found, code = said("train", *words)

@@ -15,15 +15,13 @@ from transformers.optimization import Adafactor
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.outlook.predict import Machine
 from fullshard.planner.memory import WHOLES
 from fullshard.planner.optimizers import states_of
-from fullshard.train.build import build_sharded
-from fullshard.train.ema import Average
-from fullshard.train.loss import causal_lm_loss
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at
-from fullshard.train.prepare import given_model_config
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.run.optim import Average, build_optimizer
+from fullshard.run.outlook import look_at
 from support.models import ODD_LLAMA
 
 
@@ -51,7 +49,7 @@ def kept(words: list[str]) -> tuple[int, int, int, int]:
     whole tensors during the step, and the plan's."""
     config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     seen = [0]
     if hasattr(optimizer, "_inner") and config.sharding.strategy != "no_shard":
         watch_wholes(optimizer, seen)

@@ -14,10 +14,9 @@ from fullshard.config.values import Command
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import OutOfMemoryError
 from fullshard.planner.mesh import Topology
-from fullshard.train import job
-from fullshard.train.out_of_memory import answered
-from fullshard.train.outlook import view_of
-from fullshard.train.team import Seat
+from fullshard.recipes.base import RecipeKind, Seat
+from fullshard.run import on_torch, session
+from fullshard.run.outlook import answered, view_of
 
 SHAPE = LlamaConfig(
     vocab_size=512,
@@ -51,23 +50,28 @@ def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilt
 
 
 def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):
-    run = SimpleNamespace(
-        view=view(),
-        config=None,
-        model_config=None,
-        folder=None,
+    config = RunConfig(model="x", strategy="full_shard")
+    found = SimpleNamespace(
+        config=config,
+        folder=SimpleNamespace(path=None),
+        model_config=SHAPE,
         seat=Seat(1, 2, torch.device("cpu")),
         command=Command.TRAIN,
-        recipe=lambda: None,
+        batches=lambda: None,
+        steps=None,
     )
 
     def build(*_):
         raise MemoryError
 
-    monkeypatch.setattr(job._Run, "read", lambda *_: run)
-    monkeypatch.setattr(job, "build_sharded", build)
+    kind = RecipeKind(build=build)
+    monkeypatch.setattr(session.Session, "read", lambda *_: found)
+    monkeypatch.setattr(session, "RECIPES", {Command.TRAIN: kind})
+    monkeypatch.setattr(on_torch, "RECIPES", {Command.TRAIN: kind})
+    monkeypatch.setattr(on_torch, "view_of", lambda *_: view())
+    monkeypatch.setattr(on_torch, "model_on_meta", lambda *_: None)
     with pytest.raises(OutOfMemoryError, match="what would help:"):
-        job._train(run.config, run.folder, run.seat)
+        session.train(config, found.folder, found.seat)
 
 
 def test_other_errors_pass_as_they_are_and_the_plan_is_not_asked():

@@ -15,10 +15,9 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.values import Optimizer
 from fullshard.errors import ConfigError
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.observe.metrics import read_rows
-from fullshard.train.build import build_sharded
-from fullshard.train.optim import OptimizerSettings, build_optimizer, check_optimizer
-from fullshard.train.prepare import given_model_config
+from fullshard.run.optim import build_optimizer, check_optimizer
 from support.models import ODD_LLAMA
 from support.text import seeded_text
 
@@ -57,7 +56,7 @@ def has_the_bits(optim: str, words: list[str]) -> None:
     whole = nn.Module()
     whole.named_parameters = lambda: iter(params.items())  # type: ignore[method-assign]
     others = alone(whole, optim)
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         for name, param in model.named_parameters():

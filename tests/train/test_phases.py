@@ -15,13 +15,12 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
+from fullshard.models.build import build_sharded, given_model_config
 from fullshard.outlook.memory import Source, checkpoint_bytes
 from fullshard.outlook.predict import Machine
-from fullshard.train.build import build_sharded
-from fullshard.train.loss import causal_lm_loss
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at, storage_of
-from fullshard.train.prepare import given_model_config
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.run.optim import build_optimizer
+from fullshard.run.outlook import look_at, storage_of
 
 TOLERANCE = 0.03
 
@@ -52,7 +51,7 @@ def forward(config) -> Any:
 
 def resume(config, checkpoint: Path) -> Any:
     model = build(config)
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     fs.load(checkpoint, model, optimizer)
     return model, optimizer
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 import fullshard as fs
 from fullshard.cli.app import invoke
 from fullshard.config.load import load_config
+from fullshard.models.build import given_model_config
 from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
-from fullshard.train.outlook import look_at
-from fullshard.train.prepare import given_model_config
+from fullshard.run.outlook import look_at
 
 RANK, WIDTH, INNER, NUM_LAYERS = 4, 128, 344, 4
 ADAPTERS = NUM_LAYERS * RANK * ((WIDTH + WIDTH) + (INNER + WIDTH))  # of q_proj, of down_proj

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
-from fullshard.train.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,9 +11,9 @@ import torch
 import fullshard as fs
 from fullshard.errors import DivergedError, PreemptedError
 from fullshard.observe.metrics import EvalRow
-from fullshard.train.loop import Batch, Loop
-from fullshard.train.patience import Patience
-from fullshard.train.scaling import LossScaler
+from fullshard.recipes.base import Batch
+from fullshard.run.loop import Loop, Patience
+from fullshard.run.optim import LossScaler
 from support.ragged import NUM_STEPS, RaggedRecipe, Rows, make_loop
 from support.ranks import RankError
 
@@ -47,11 +47,12 @@ def stopped_while_it_evaluates():
 
     def loop(keeper):
         return Loop(
-            replace(bare._trainee, keeper=keeper),
+            bare.trainee,
             ThreeBatchesHeldOut(rank, 2, 1),
-            replace(bare._settings, eval_every=1),
-            bare._team,
+            replace(bare.settings, eval_every=1),
+            bare.team,
             rows,
+            keeper,
         )
 
     keeper = StopsAtTheSecondQuestion(rank, rows)
@@ -91,8 +92,8 @@ def end_early(patience):
             kept.append((step, last))
             return step % 2 == 0
 
-    settings = replace(bare._settings, num_steps=5, eval_every=1, patience=patience)
-    loop = GetsNoBetter(replace(bare._trainee, keeper=Keeps()), recipe, settings, bare._team, rows)
+    settings = replace(bare.settings, num_steps=5, eval_every=1, patience=patience)
+    loop = GetsNoBetter(bare.trainee, recipe, settings, bare.team, rows, Keeps())
     loop.run()
     loop.run(done=kept[-1][0])  # goes on where it ended, and ends at once
     assert [row.step for row in rows.saves] == [2, 4]
@@ -128,8 +129,8 @@ def count_what_was_made_up_for_before_a_crash():
     _, bare, recipe = make_loop(torch.distributed.get_rank(), 2, 1, {}, rows)
     patience = Patience(2)
     patience.load_state_dict({"best": 2.0, "waited": 1, "step": 1})
-    settings = replace(bare._settings, num_steps=3, eval_every=1, patience=patience)
-    GetsNoBetter(bare._trainee, recipe, settings, bare._team, rows).run(done=2)
+    settings = replace(bare.settings, num_steps=3, eval_every=1, patience=patience)
+    GetsNoBetter(bare.trainee, recipe, settings, bare.team, rows).run(done=2)
     return len(rows.steps), patience.state_dict()
 
 
@@ -177,9 +178,9 @@ def train_past_an_infinity(max_skipped_steps):
             super().stepped(row)
             weights.append(fs.full_state_dict(model, rank0_only=False)["head.weight"])
 
-    settings = replace(bare._settings, max_skipped_steps=max_skipped_steps)
+    settings = replace(bare.settings, max_skipped_steps=max_skipped_steps)
     rows = Watching()
-    loop = Loop(bare._trainee, SpoiledAtTheSecondStep(rank, 2, 1), settings, bare._team, rows)
+    loop = Loop(bare.trainee, SpoiledAtTheSecondStep(rank, 2, 1), settings, bare.team, rows)
     loop.run()
     return [(row.loss, row.grad_norm) for row in rows.steps], weights
 
@@ -216,11 +217,12 @@ def stopped_while_it_makes_up():
     rank, rows, keeper = torch.distributed.get_rank(), Rows(), AsksAlways()
     _, bare, _ = make_loop(rank, 2, 1, {}, rows)
     loop = Loop(
-        replace(bare._trainee, keeper=keeper),
+        bare.trainee,
         ThreeBatchesHeldOut(rank, 2, 1),
-        replace(bare._settings, eval_every=1),
-        bare._team,
+        replace(bare.settings, eval_every=1),
+        bare.team,
         rows,
+        keeper,
     )
     with pytest.raises(PreemptedError):
         loop.run(done=1)
@@ -235,11 +237,11 @@ def train_a_bad_loss_in_fp16():
     rows = Rows()
     options = {"param_dtype": "fp16", "master_dtype": "fp32"}
     _, bare, _ = make_loop(0, 1, 1, options, rows)
-    scaler = LossScaler(bare._trainee.optimizer, torch.device("cpu"), enabled=True)
-    trainee = replace(bare._trainee, scaler=scaler)
+    scaler = LossScaler(bare.trainee.optimizer, torch.device("cpu"), enabled=True)
+    trainee = replace(bare.trainee, scaler=scaler)
     recipe = SpoiledAtTheSecondStep(0, 1, 1)
     recipe.spoiled_rank = 0
-    Loop(trainee, recipe, bare._settings, bare._team, rows).run()
+    Loop(trainee, recipe, bare.settings, bare.team, rows).run()
 
 
 def test_no_scale_of_fp16_mends_a_loss_that_is_infinite():

@@ -16,17 +16,15 @@ import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.config.supported import check_command
 from fullshard.config.values import Command
+from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
 from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.train.build import model_on_meta
-from fullshard.train.loop import Recipe
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.outlook import look_at, view_of
-from fullshard.train.prepare import given_model_config
-from fullshard.train.teaching import Teaching, build_teacher
-from fullshard.train.team import Seat
+from fullshard.recipes.base import Recipe, Seat
+from fullshard.recipes.distill.teacher import Teaching, build_teacher
+from fullshard.run.optim import build_optimizer
+from fullshard.run.outlook import look_at, view_of
 
 TOLERANCE = 0.03
 
@@ -64,7 +62,7 @@ def learn(config: Any) -> Any:
     teaching = Teaching(config, data, build_teacher(config, seat, Path()))
     model = teaching.student(given_model_config(config), seat)
     recipe = teaching.recipe()
-    optimizer = build_optimizer(model, OptimizerSettings.of(training))
+    optimizer = build_optimizer(model, training)
     for _ in range(NUM_STEPS):
         ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
         loss, num_tokens = recipe.loss(model, {"input_ids": ids, "labels": ids.clone()})

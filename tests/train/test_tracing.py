@@ -11,8 +11,8 @@ from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.tracing import MOST_OPERATIONS, trace_step
 from fullshard.planner.tracing import peak
-from fullshard.train import tracing
-from fullshard.train.tracing import Tracer
+from fullshard.run import tracing
+from fullshard.run.tracing import Tracer
 
 SIZES = {
     "vocab_size": 96,

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fullshard.planner.render import human_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullshard.config.load import load_config
 from fullshard.launch.run_lock import LOCK
 from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.planner.plan import Plan
-from fullshard.train.loss import causal_lm_loss
+from fullshard.planner.text import human_bytes
+from fullshard.recipes.base import causal_lm_loss
 from support.processes import wait_until
 from support.text import seeded_text
 

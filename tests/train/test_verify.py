@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from fullshard.config.load import load_config
-from fullshard.train import verify
-from fullshard.train.model import config_from_settings
-from fullshard.train.verify_compare import _number_error
-from fullshard.train.verify_faults import Fault
+from fullshard.models.config import config_from_settings
+from fullshard.verify import check as verify
+from fullshard.verify.compare import _number_error
+from fullshard.verify.faults import Fault
 
 MODEL = (
     "model={config: {model_type: qwen2, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from fullshard.config.load import load_config
-from fullshard.train import verify
-from fullshard.train.verify_faults import Fault
-from fullshard.train.verify_rank import run_passes
+from fullshard.verify import check as verify
+from fullshard.verify.faults import Fault
+from fullshard.verify.rank import run_passes
 from support import forked as subprocess
 
 SMALL = "hidden_size: 64, num_hidden_layers: 6, num_attention_heads: 4, vocab_size: 300"

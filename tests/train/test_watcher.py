@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fullshard.config.schema import RunConfig
 from fullshard.observe.metrics import EvalRow, read_rows
-from fullshard.train.console import RunConsole
-from fullshard.train.run_folder import RunFolder
-from fullshard.train.watcher import RunWatcher
+from fullshard.run.console import RunConsole
+from fullshard.run.folder import RunFolder
+from fullshard.run.watcher import RunWatcher
 
 
 def test_an_evaluation_that_is_made_up_for_once_more_has_one_row(tmp_path, capsys):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
-from fullshard.train.tokenizer import train_tokenizer
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(600)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.observe.metrics import read_rows
-from fullshard.train.loss import IGNORED
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.recipes.base import IGNORED
 
 # A large epsilon: rounding noise of gradients that should be zero must not decide a step.
 WORDS = [
@@ -71,7 +71,7 @@ def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, pack
 
 
 def test_rows_are_filled_up_with_a_document_of_its_own():
-    from fullshard.train.xla_loop import _filled
+    from fullshard.run.on_xla import _filled
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
     labels = torch.tensor([[IGNORED, 6, 7, 8], [IGNORED, 6, IGNORED, IGNORED]])

@@ -40,10 +40,10 @@ def in_torch(case, folder):
     """Losses, gradient norms and evaluation of torch's recipe; the first weights go to folders."""
     import torch
 
-    from fullshard.train.distill import Distillation, Teacher
-    from fullshard.train.divergence import Mix
-    from fullshard.train.head import PROJECTION, Head
-    from fullshard.train.top_k import TopK
+    from fullshard.models.lora import PROJECTION
+    from fullshard.recipes.distill.head import Head
+    from fullshard.recipes.distill.logits import TopK
+    from fullshard.recipes.distill.loss import Distillation, Teacher
     from support import decoders
 
     loss, alpha, dtype, cached = case
@@ -53,10 +53,9 @@ def in_torch(case, folder):
     if loss == "hidden":
         own.add_module(PROJECTION, projection(torch, dtype))
     s = settings_of(loss, alpha)
-    mix = Mix(s.loss, s.temperature, s.alpha, s.beta)
     teacher = Teacher(other.eval().requires_grad_(requires_grad=False), Head(other))
     kept = TopK(None, None, None) if cached else teacher
-    recipe = Distillation(None, Head(own), kept, mix, s.chunk_size)
+    recipe = Distillation(None, Head(own), kept, s)
     optimizer = torch.optim.AdamW(own.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.1)
     losses, norms, brought = [], [], []
     for ids, labels in decoders.batches(NUM_STEPS):
@@ -89,7 +88,7 @@ def in_jax(case, shard, folder, batches):
 
     import fullshard.jax as fj
     from fullshard.config.values import DType
-    from fullshard.train.xla_weights import state_beside
+    from fullshard.run.on_xla import state_beside
     from fullshard.xla import optim
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
     from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation

@@ -11,8 +11,8 @@ import pytest
 
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
-from fullshard.train import verify
-from fullshard.train.verify_faults import Fault
+from fullshard.verify import check as verify
+from fullshard.verify.faults import Fault
 
 MODEL = (
     "model={config: {model_type: qwen3, vocab_size: 500, hidden_size: 96, intermediate_size: 200, "
@@ -44,7 +44,7 @@ def in_reference(folder):
 def on_devices(folder):
     import jax
 
-    from fullshard.train.xla_verify_rank import run_passes
+    from fullshard.verify.xla import run_passes
 
     before = jax.config.jax_enable_x64
     try:

@@ -232,7 +232,7 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
 def _traced(depth: int, world_size: int) -> tuple[Plan, Work]:
     """The plan of a tiny model on the ranks of a host, and what it computes."""
     from fullshard.outlook.predict import Machine
-    from fullshard.train.outlook import look_at
+    from fullshard.run.outlook import look_at
 
     config = host_config(depth)
     outlook = look_at(config, world_size, Machine(None, None))

@@ -21,13 +21,12 @@ from fullshard.bench.comm_rank import Exchange, plan_buffer, resolve
 from fullshard.bench.idle import make_idle
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
+from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.config import build_model
 from fullshard.outlook.calibration import Point
 from fullshard.planner.mesh import Mesh
-from fullshard.train.build import build_sharded
-from fullshard.train.loss import causal_lm_loss
-from fullshard.train.model import build_model
-from fullshard.train.optim import OptimizerSettings, build_optimizer
-from fullshard.train.prepare import given_model_config
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.run.optim import build_optimizer
 from fullshard.transport import make_transport
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -131,7 +130,7 @@ def _step_s(depth: int, ids: torch.Tensor) -> float:
     config = host_config(depth)
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     make_idle(engine_of(model))
-    optimizer = build_optimizer(model, OptimizerSettings.of(config.training))
+    optimizer = build_optimizer(model, config.training)
     limit = config.training.max_grad_norm or math.inf
     times: list[float] = []
     for turn in range(-WARM_UP, HOST_STEPS):

@@ -216,7 +216,7 @@ def _compare(
     what: str, shardings: dict[str, dict[str, Any]], max_steps: int, out: Path | None
 ) -> Outcome:
     from fullshard.bench.figures import draw_comparison
-    from fullshard.train.compare import create_fsdp_config, print_comparison_table, train
+    from fullshard.train import create_fsdp_config, print_comparison_table, train
 
     results: dict[str, dict[str, Any]] = {}
     for name, sharding in shardings.items():

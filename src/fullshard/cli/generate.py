@@ -35,7 +35,7 @@ def generate(  # noqa: PLR0913  (one parameter an option)
     as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
 ) -> Outcome:
     """Generate text with a trained model."""
-    from fullshard.train import generate as sampling
+    from fullshard.models import generate as sampling
 
     settings = sampling.SamplingSettings(max_new_tokens, temperature, seed)
     model_folder = sampling.model_folder_of(folder)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fullshard.outlook.devices import Device, Gpus
     from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.train.outlook import View
+    from fullshard.run.outlook import View
 
 app = typer.Typer()
 
@@ -127,7 +127,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
 
 def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> Resolved:
     """The configuration, whose model is there."""
-    from fullshard.train.paths import check_paths
+    from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
     resolved.check_supported(planning=True)
@@ -137,8 +137,8 @@ def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> 
 
 def _fitted(resolved: Resolved) -> RunConfig:
     """The configuration with the length that a run of it has, whose weights are whole."""
-    from fullshard.train.build import check_weights
-    from fullshard.train.prepare import with_fitting_length
+    from fullshard.models.build import check_weights
+    from fullshard.run.prepare import with_fitting_length
 
     config = with_fitting_length(resolved).config
     check_weights(config)
@@ -162,7 +162,7 @@ def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
     from fullshard.cli.plan_told import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.outlook.search import compare
-    from fullshard.train.outlook import leaves_something
+    from fullshard.run.outlook import leaves_something
 
     study, lack = view.study(), view.lack()
     print_plan(study, hardware, lack)
@@ -278,7 +278,7 @@ def _machine(
     world: Topology, hardware: Gpus | None, own: Mapping[str, Device], nodes: int | None
 ) -> Machine:
     """What a rank runs on: what --gpus describes; this machine without --gpus and --nodes."""
-    from fullshard.train.outlook import machine_of, this_machine
+    from fullshard.run.outlook import machine_of, this_machine
 
     if hardware is None and nodes is None:
         return this_machine(world.ranks_per_host)
@@ -297,7 +297,7 @@ def _view(
         optimizer_bytes: An own optimizer's, an element.
     """
     from fullshard.planner.optimizers import of_bytes
-    from fullshard.train.outlook import model_of, view_of
+    from fullshard.run.outlook import model_of, view_of
 
     optimizer = None if optimizer_bytes is None else of_bytes(optimizer_bytes)
     return view_of(config, model_of(config), world, machine, optimizer)

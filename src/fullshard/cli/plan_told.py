@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fullshard.outlook.devices import Gpus
     from fullshard.outlook.predict import Outlook
     from fullshard.outlook.search import Study
-    from fullshard.train.outlook import Lack
+    from fullshard.run.outlook import Lack
 
 
 def to_dict(study: Study) -> dict[str, Any]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fullshard.outlook.memory import Fit
     from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.train.xla_outlook import XlaOutlook
+    from fullshard.run.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
 
@@ -36,9 +36,10 @@ def plan_on_xla(
         ConfigError: The decoder does not compute this model, or the devices are not to be had.
     """
     from fullshard.launch.exit_codes import ExitCode
+    from fullshard.models.build import model_config_of
+    from fullshard.models.config import quiet_libraries
     from fullshard.outlook.memory import Fit, judge_fit
-    from fullshard.train.prepare import model_config_of, quiet_libraries
-    from fullshard.train.xla_outlook import compiled_step, look
+    from fullshard.run.xla_outlook import compiled_step, look
 
     quiet_libraries()
     model_config = model_config_of(config)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fullshard.config.environment import LaunchEnvironment
     from fullshard.config.load import Resolved
     from fullshard.config.values import Command
-    from fullshard.train.run_folder import RunFolder
-    from fullshard.train.start import CheckedRun
+    from fullshard.run.folder import RunFolder
+    from fullshard.run.start import CheckedRun
 
 FLAGS = ("--config", "--config_file", "--dry-run", "--json", "--max-restarts", "--resume")
 
@@ -80,7 +80,7 @@ def _check_first(
 ) -> LaunchEnvironment | None:
     """Check what needs no torch; the launcher that has started us."""
     from fullshard.config.environment import read_launch_environment
-    from fullshard.train.paths import check_paths
+    from fullshard.run.paths import check_paths
 
     launch = None if how.is_local else read_launch_environment()
     resolved.check_command(command)
@@ -93,7 +93,7 @@ def _check_first(
 def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
     """Run a recipe on local ranks, or as a rank where a launcher has started us."""
     launch = _check_first(command, resolved, how)
-    from fullshard.train import start  # imports torch
+    from fullshard.run import start  # imports torch
 
     world_size = start.world_size_of(resolved, launch)
     resolved = resolved.for_ranks(world_size)
@@ -133,9 +133,9 @@ def _be_a_rank(
     """Under torchrun or srun: rank 0 prepares while the others wait for it at the rendezvous."""
     from fullshard.launch.rank_entry import run_rank
     from fullshard.launch.run_lock import wait_until_free
-    from fullshard.train import start
-    from fullshard.train.job import run
-    from fullshard.train.run_folder import RunFolder
+    from fullshard.run import start
+    from fullshard.run.folder import RunFolder
+    from fullshard.run.session import run
 
     folder = RunFolder(start.output_dir_of(resolved, command))
 
@@ -165,7 +165,7 @@ def _checked(
     command: Command, resolved: Resolved, world_size: int, resume: str | None
 ) -> CheckedRun:
     """Check a run; the plan of one that cannot fit is left in its folder."""
-    from fullshard.train import start
+    from fullshard.run import start
 
     try:
         return start.check(resolved, world_size, command, resume)
@@ -176,7 +176,7 @@ def _checked(
 
 def _show_plan(checked: CheckedRun) -> Outcome:
     """What would be run."""
-    from fullshard.train.result import planned
+    from fullshard.run.result import planned
 
     prepared = checked.prepared
     facts = prepared.dataset.facts

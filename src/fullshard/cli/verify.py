@@ -23,7 +23,7 @@ from fullshard.cli.words import (
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fullshard.train.verify import Prepared, Verdict
+    from fullshard.verify.check import Prepared, Verdict
 
 app = typer.Typer()
 
@@ -52,12 +52,12 @@ def verify(
     ranks and trained for a few steps in float64; an independent process without fullshard does the
     same unsharded. Exit code 0: equal. 8: not.
     """
-    from fullshard.train.paths import check_paths
+    from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, flags=FLAGS)
     check_paths(resolved, data=False)
-    from fullshard.train import verify as check  # imports torch
-    from fullshard.train.verify_faults import parse_fault
+    from fullshard.verify import check
+    from fullshard.verify.faults import parse_fault
 
     fault = parse_fault(inject)
     try:

@@ -1,4 +1,4 @@
-"""How far a student's distribution is from its teacher's: the formulas of train/divergence.py."""
+"""How far a student's distribution is from its teacher's: as in recipes/distill/loss.py."""
 
 from __future__ import annotations
 

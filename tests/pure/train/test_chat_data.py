@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.schema import ModelConfig
+from fullshard.data import chat_template
+from fullshard.data.chat import Examples, Pair, Turns, read_examples
+from fullshard.data.chat_rows import ChatSettings, best_fit, dealt, make_chat_dataset
+from fullshard.data.chat_template import Learned, encode, set_template
+from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
-from fullshard.train import chat_template
-from fullshard.train.chat_dataset import ChatSettings, make_chat_dataset
-from fullshard.train.chat_packing import best_fit, dealt
-from fullshard.train.chat_template import Learned, encode, set_template
-from fullshard.train.conversations import Examples, Pair, Turns, read_examples
-from fullshard.train.order import BatchShape, SampleOrder
-from fullshard.train.recipes import load_data
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.recipes.registry import load_data
 
 # Marks nothing, and writes a turn in another way once there is a later one.
 UNMARKED = (

@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, Qwen3MoeConfig
 
+from fullshard.data.chat import Examples, Pair
+from fullshard.data.chat_rows import ChatSettings, make_chat_dataset
+from fullshard.data.chat_template import Learned, encode
+from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.train.chat_dataset import ChatSettings, make_chat_dataset
-from fullshard.train.chat_template import Learned, encode
-from fullshard.train.chats import Chats
-from fullshard.train.conversations import Examples, Pair
-from fullshard.train.document_check import check_documents
-from fullshard.train.order import BatchShape, SampleOrder
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.models.small import check_documents
+from fullshard.recipes.base import Seat
+from fullshard.recipes.sft import Chats
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "vocab_size": 300}
@@ -72,8 +73,8 @@ def test_any_split_of_a_step_gives_the_gradient_of_its_examples_alone(
     data = dataset(tokenizer, packing=packing)
     shape = BatchShape.of_batch(len(data.train), 2, world_size)
     order = SampleOrder(len(data.train), shape, seed=1)
-    device = torch.device("cpu")
-    recipes = [Chats(data, order, 2, rank, device) for rank in range(world_size)]
+    seats = [Seat(rank, world_size, torch.device("cpu")) for rank in range(world_size)]
+    recipes = [Chats(data, 2, order, seat) for seat in seats]
     batches = list(itertools.chain.from_iterable(r.micro_batches(0) for r in recipes))
     assert any("position_ids" in batch for batch in batches) == packing
     model.zero_grad()

@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from fullshard.config.values import LrSchedule
-from fullshard.train.schedule import Schedule, warmup_steps
+from fullshard.run.schedule import Schedule, warmup_steps
 
 
 @pytest.mark.parametrize("kind", list(LrSchedule))

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.config.load import load_config
 from fullshard.config.schema import ModelConfig
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
-from fullshard.train.generate import SamplingSettings, generate
-from fullshard.train.model import (
+from fullshard.models.config import (
     build_model,
     check_model_folder,
     config_from_folder,
@@ -21,8 +21,8 @@ from fullshard.train.model import (
     fit_to_tokenizer,
     freeze,
 )
-from fullshard.train.prepare import with_fitting_length
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.models.generate import SamplingSettings, generate
+from fullshard.run.prepare import with_fitting_length
 
 SETTINGS = {
     "model_type": "llama",

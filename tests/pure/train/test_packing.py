@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.config.schema import ModelConfig
+from fullshard.data.text import Corpus, hold_out, pack
+from fullshard.data.tokenizer import encode, join, load_tokenizer, token_dtype, train_tokenizer
 from fullshard.errors import ConfigError, DataError
-from fullshard.train.packing import hold_out, join, pack, token_dtype
-from fullshard.train.text import Corpus
-from fullshard.train.tokenizer import encode, load_tokenizer, train_tokenizer
 from support.text import seeded_text
 
 texts = st.text(alphabet="ab\n", min_size=1, max_size=40)
@@ -85,8 +84,8 @@ def test_long_documents_are_encoded_in_pieces_that_end_with_a_line(monkeypatch):
     text = seeded_text(40)
     tokenizer = train_tokenizer([text], 300)
     (whole,) = encode(tokenizer, [text])
-    monkeypatch.setattr("fullshard.train.tokenizer.PIECE_CHARACTERS", 100)
-    monkeypatch.setattr("fullshard.train.tokenizer.DOCUMENTS_AT_ONCE", 2)
+    monkeypatch.setattr("fullshard.data.tokenizer.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("fullshard.data.tokenizer.DOCUMENTS_AT_ONCE", 2)
     documents = [text, "short", text]
     pieces = list(encode(tokenizer, documents))
     assert len(pieces) > 40

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fullshard.checkpoint.commit import Documents, claim, conclude, join, report
 from fullshard.config.training import TrainingConfig
+from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.errors import CheckpointError
-from fullshard.train.order import BatchShape, SampleOrder
-from fullshard.train.resume import Resume, find_resume, goes_on, own_resume
-from fullshard.train.run_folder import RunFolder
+from fullshard.run.folder import RunFolder
+from fullshard.run.resume import Resume, find_resume, goes_on, own_resume
 
 
 def run_folder(path: Path, **record: object) -> RunFolder:

@@ -16,8 +16,8 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
 from fullshard.observe.report import write_report
-from fullshard.train import start as run_start
-from fullshard.train.run_folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
+from fullshard.run import start as run_start
+from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 
 
 def finish(folder: RunFolder) -> None:
@@ -39,7 +39,7 @@ def in_another_process(code: str, *args: object) -> subprocess.Popen[str]:
 HOLD = """
 import sys
 from pathlib import Path
-from fullshard.train.run_folder import begin
+from fullshard.run.folder import begin
 from fullshard.errors import ConfigError
 sys.stdin.readline()
 try:

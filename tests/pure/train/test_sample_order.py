@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.data.order import BatchShape, SampleOrder, evaluation_samples
 from fullshard.errors import DataError
-from fullshard.train.order import BatchShape, SampleOrder, evaluation_samples
 
 shapes = st.builds(BatchShape, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from fullshard.config.schema import DistillConfig, ModelConfig
+from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.train.prepare import check_teacher
-from fullshard.train.student import (
+from fullshard.models.student import (
     Kept,
     choose,
     counting,
@@ -17,7 +20,7 @@ from fullshard.train.student import (
     student_config,
     write_student,
 )
-from fullshard.train.tokenizer import train_tokenizer
+from fullshard.recipes.distill.teacher import check_teacher
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
@@ -112,7 +115,9 @@ def test_another_tokenizer_is_refused(tmp_path):
     train_tokenizer(["some text"], 300).save_pretrained(tmp_path)
     same, other = train_tokenizer(["some text"], 300), train_tokenizer(["quite another"], 300)
     teacher = ModelConfig(name_or_path=str(tmp_path))
-    check_teacher(teacher, same, DistillConfig())
+    config: Any = SimpleNamespace(teacher=teacher, distill=None)
+    check_teacher(config, same)
     with pytest.raises(ConfigError, match="expected the student's tokenizer"):
-        check_teacher(teacher, other, DistillConfig())
-    check_teacher(teacher, other, DistillConfig(loss="hidden"))
+        check_teacher(config, other)
+    config.distill = DistillConfig(loss="hidden")
+    check_teacher(config, other)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.data.text import embedded_corpus, read_corpus
 from fullshard.errors import DataError
-from fullshard.train.text import embedded_corpus, read_corpus
 from support.text import seeded_text
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.train.model import config_from_settings
-from fullshard.train.verify_shrink import Limits, fit_globs, shrink, shrunk
+from fullshard.models.config import config_from_settings
+from fullshard.models.small import Limits, fit_globs, shrink, shrunk
 
 
 def small_of(settings, **limits):
@@ -101,7 +101,7 @@ def test_layers_that_are_gone_stand_for_the_last_one():
     "model_type", ["deepseek_v3", "mamba2", "bloom", "gpt_neo", "gptj", "jamba"]
 )
 def test_unusual_models_still_train_a_step(model_type):
-    from fullshard.train.verify import trained_once
+    from fullshard.models.small import trained_once
 
     config = config_from_settings({"model_type": model_type})
     found = shrunk(config, Limits(), depth=True, width=True)

@@ -1,0 +1,238 @@
+"""Chat data in the forms that people keep it in, as one form.
+
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}        ShareGPT
+    {"instruction": ..., "input": ..., "output": ...}                                 Alpaca
+    {"prompt": ..., "completion": ...}                  texts, or lists of messages
+    {"question": ..., "answer": ...}
+
+The keys of a record tell its form, so one file may mix them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import random
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from fullshard.data.records import Files, Kind, Record, files_at
+from fullshard.errors import DataError
+
+Message = Mapping[str, Any]
+
+ASSISTANT = "assistant"
+_ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
+_ROLES |= {"observation": "tool", "function_response": "tool", "ipython": "tool"}
+_PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"))
+SHORTEST, LONGEST = 20, 160  # characters of an answer of ours: one sentence
+SEED = 0
+_FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A conversation, which a chat template writes down.
+
+    Attributes:
+        messages: With `role` and `content`, and what else a template may read.
+        num_prompt: Messages at the front that are never learned.
+        is_completion: Whether it came as a prompt and its completion.
+        place: For messages about it.
+    """
+
+    messages: tuple[Message, ...]
+    num_prompt: int
+    is_completion: bool
+    place: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and its completion, as plain text."""
+
+    prompt: str
+    completion: str
+    place: str
+
+
+Example = Turns | Pair
+
+
+@dataclass(frozen=True)
+class Examples:
+    """All examples of a data set, and what they were read from."""
+
+    examples: tuple[Example, ...]
+    origin: str
+    files: Files | None
+
+
+def read_examples(path: Path | None) -> Examples:
+    """Reads chat data; None: the docstrings of Python's library.
+
+    Raises:
+        DataError: Nothing is there, or a record has no form that is known; names its place.
+    """
+    if path is None:
+        pairs = question_answers()
+        found = tuple(_exchange(q, a, "docstrings", is_completion=False) for q, a in pairs)
+        return Examples(found, "docstrings of Python's library (ship with Python)", None)
+    files = files_at(path)
+    if files.kind is Kind.TEXT:
+        raise DataError(
+            f"data.path: expected chat data (JSONL, JSON, parquet, a datasets folder), got text in "
+            f"'{path}'. Use `fullshard train` for plain text."
+        )
+    found = tuple(_read_all(files))
+    if not found:
+        raise DataError(f"data.path: expected records, got none in '{path}'. Name another file.")
+    return Examples(found, files.origin, files)
+
+
+def is_chat(path: Path) -> bool:
+    """Whether the first record there is one of chat data; plain text has none."""
+    files = files_at(path)
+    if files.kind is Kind.TEXT:
+        return False
+    first = next(files.records(), None)
+    return first is not None and isinstance(first.value, dict) and _reader(first.value) is not None
+
+
+def _read_all(files: Files) -> Iterator[Example]:
+    for record in files.records():
+        if not isinstance(record.value, dict):
+            raise DataError(
+                f"data.path: expected a JSON object, got {type(record.value).__name__} at "
+                f'{record.place}. Write {{"messages": [...]}}.'
+            )
+        reader = _reader(record.value)
+        if reader is None:
+            columns = ", ".join(f"'{name}'" for name in record.value) or "none"
+            raise DataError(
+                f"data.path: expected columns among {_FORMS}; got {columns} at {record.place}. "
+                "Rename them; plain text is what `fullshard train` takes."
+            )
+        yield reader(record)
+
+
+def _reader(value: Mapping[str, Any]) -> Any:
+    """What reads a record of these keys; None where no form has them."""
+    there = {key for key, held in value.items() if held is not None}
+    if "messages" in there:
+        return lambda record: _turns(record, "messages", "role", "content")
+    if "conversations" in there:
+        return _share_gpt
+    if {"prompt", "completion"} <= there:
+        return _prompt_completion
+    if {"instruction", "output"} <= there:
+        return _alpaca
+    for question, answer in _PAIRS:
+        if {question, answer} <= there:
+            return lambda record: _exchange(
+                _text(record, question), _text(record, answer), record.place, is_completion=True
+            )
+    return None
+
+
+def _share_gpt(record: Record) -> Turns:
+    turns = record.value["conversations"]
+    has_roles = isinstance(turns, list) and turns and "role" in cast("Any", turns[0])
+    keys = ("role", "content") if has_roles else ("from", "value")
+    return _turns(record, "conversations", *keys)
+
+
+def _turns(record: Record, column: str, role: str, content: str) -> Turns:
+    messages = _messages(record.value[column], role, content, f"{record.place}, {column}")
+    system = record.value.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": system}, *messages)
+    return Turns(messages, 0, is_completion=False, place=record.place)
+
+
+def _messages(value: object, role: str, content: str, place: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(f"data.path: expected a list of messages at {place}. Mend the record.")
+    found: list[Message] = []
+    for number, message in enumerate(cast("Sequence[Any]", value)):
+        if not isinstance(message, Mapping) or role not in message or content not in message:
+            raise DataError(
+                f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}]. "
+                "Mend the record."
+            )
+        rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
+        name = str(message[role]).lower()
+        said = message[content]
+        found.append({"role": _ROLES.get(name, name), "content": "" if said is None else said})
+        found[-1] = {**rest, **found[-1]}
+    return tuple(found)
+
+
+def _prompt_completion(record: Record) -> Example:
+    prompt, completion = record.value["prompt"], record.value["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Pair(prompt, completion, record.place)
+    before = _messages(prompt, "role", "content", f"{record.place}, prompt")
+    after = _messages(completion, "role", "content", f"{record.place}, completion")
+    return Turns((*before, *after), len(before), is_completion=True, place=record.place)
+
+
+def _alpaca(record: Record) -> Turns:
+    asked = "\n\n".join(
+        part
+        for part in (_text(record, "instruction"), record.value.get("input") or "")
+        if isinstance(part, str) and part
+    )
+    return _exchange(asked, _text(record, "output"), record.place, is_completion=True)
+
+
+def _exchange(asked: str, answer: str, place: str, *, is_completion: bool) -> Turns:
+    messages = ({"role": "user", "content": asked}, {"role": ASSISTANT, "content": answer})
+    return Turns(messages, 1, is_completion=is_completion, place=place)
+
+
+def _text(record: Record, column: str) -> str:
+    value = record.value[column]
+    if not isinstance(value, str):
+        raise DataError(
+            f"data.path: expected text in '{column}', got {type(value).__name__} at "
+            f"{record.place}. Mend the record."
+        )
+    return value
+
+
+def question_answers() -> list[tuple[str, str]]:
+    """("What does textwrap.dedent do?", its docstring's first sentence), shuffled; a few
+    thousand, which ship with every Python. Its library is parsed and never imported, since
+    importing some modules does things.
+    """
+    found = sorted(set(_questions()))
+    random.Random(SEED).shuffle(found)
+    return found
+
+
+def _questions() -> Iterator[tuple[str, str]]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(library.glob("*.py")):
+        if file.name.startswith("_"):
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        yield from _questions_of(tree.body, file.stem)
+
+
+def _questions_of(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        name = f"{prefix}.{node.name}"
+        text = inspect.cleandoc(ast.get_docstring(node) or "")
+        answer = " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".") + "."
+        if SHORTEST <= len(answer) <= LONGEST:
+            what = "is" if isinstance(node, ast.ClassDef) else "does"
+            yield f"What {what} {name}{'' if what == 'is' else ' do'}?", answer
+        if isinstance(node, ast.ClassDef):
+            yield from _questions_of(node.body, name)

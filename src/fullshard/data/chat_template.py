@@ -1,0 +1,254 @@
+"""Examples as tokens, and which of them are learned.
+
+    user: 2 + 2?   assistant: 4 <eos>   user: sure?   assistant: yes <eos>
+    ..............            ^^^^^^^                            ^^^^^^^^^   learned
+
+A template that marks what the assistant generates (`{% generation %}`) says so itself. For others
+the conversation is written up to each answer, and up to its end: what was added is the answer.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fullshard.config.schema import ModelConfig
+from fullshard.data.chat import ASSISTANT, Example, Message, Pair, Turns
+from fullshard.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# For tokenizers without a template: no token of its own but the end of a text. The space before an
+# answer is the answer's, since byte-level tokenizers make one token of it and the word.
+PLAIN = """\
+{% for message in messages %}\
+{% if message['role'] == 'assistant' %}\
+Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}
+{% else %}\
+{{ {'user': 'Question'}.get(message['role'], message['role'] | capitalize) }}: \
+{{ message['content'] }}
+{% endif %}\
+{% endfor %}\
+{% if add_generation_prompt %}Answer:{% endif %}"""
+TEMPLATE_LIMIT_S = 10.0  # of one conversation; ordinary ones take milliseconds
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Which tokens the loss counts.
+
+    Attributes:
+        completions_only: Learn the completions only, not the prompts.
+        assistant_only: Learn the assistant's turns only.
+    """
+
+    completions_only: bool = True
+    assistant_only: bool = True
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An example as tokens, and which of them the loss counts."""
+
+    ids: list[int]
+    learned: list[bool]
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: ModelConfig) -> None:
+    """Gives a tokenizer its chat template: of a file, of another tokenizer, else its own or ours.
+
+    Args:
+        tokenizer: Changed in place.
+        path: A Jinja file, or a folder with a tokenizer; None: no other template.
+        model: Says whether code of a tokenizer's folder may run.
+
+    Raises:
+        ConfigError: The path holds none.
+    """
+    if path is None:
+        tokenizer.chat_template = tokenizer.chat_template or PLAIN
+        return
+    files = (path / "chat_template.jinja",) if path.is_dir() else (path,)
+    if files[0].is_file():
+        tokenizer.chat_template = files[0].read_text(encoding="utf-8")
+        return
+    from fullshard.data.tokenizer import load_tokenizer
+
+    other = load_tokenizer(model, "sft.chat_template_path", path) if path.is_dir() else None
+    if other is None or other.chat_template is None:
+        raise ConfigError(
+            f"sft.chat_template_path: expected a Jinja file or a folder with a chat template, got "
+            f"'{path}'. Name the file, or leave it out."
+        )
+    tokenizer.chat_template = other.chat_template
+
+
+def encode(example: Example, tokenizer: PreTrainedTokenizerBase, learned: Learned) -> Encoded:
+    """An example's tokens.
+
+    Raises:
+        DataError: The template refuses it, or hides where its answers are.
+    """
+    if isinstance(example, Pair):
+        return _encode_pair(example, tokenizer, learned)
+    only = learned.completions_only if example.is_completion else learned.assistant_only
+    if not only:
+        ids = _ids(_render(tokenizer, example.messages, example.place), tokenizer)
+        return Encoded(ids, [True] * len(ids))
+    if _MARKS.search(_template(tokenizer)) and example.num_prompt <= 1:
+        return _encode_marked(example, tokenizer)
+    text = _render(tokenizer, example.messages, example.place)
+    return _encode_spans(text, list(_answers(example, tokenizer, text)), tokenizer)
+
+
+def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """An example up to its last answer, and that answer."""
+    if isinstance(example, Pair):
+        return example.prompt, example.completion
+    last = max((i for i, m in enumerate(example.messages) if m["role"] == ASSISTANT), default=0)
+    before = example.messages[:last] or example.messages
+    prompt = _render(tokenizer, before, example.place, add_generation_prompt=True)
+    return prompt, str(example.messages[last]["content"])
+
+
+def texts_of(example: Example) -> Iterator[str]:
+    """All that an example says, for training a tokenizer."""
+    if isinstance(example, Pair):
+        yield from (example.prompt, example.completion)
+    else:
+        yield from (str(message["content"]) for message in example.messages)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    template: Any = tokenizer.chat_template
+    return template.get("default", "") if isinstance(template, dict) else template or ""
+
+
+def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learned) -> Encoded:
+    prompt = cast("list[int]", tokenizer(pair.prompt)["input_ids"])
+    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    if end and prompt[-1:] == end and len(prompt) > 1:
+        prompt = prompt[:-1]  # some tokenizers end every text
+    completion = [*_ids(pair.completion, tokenizer), *end]
+    first = not learned.completions_only
+    return Encoded(prompt + completion, [first] * len(prompt) + [True] * len(completion))
+
+
+def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    try:
+        with _time_limit():
+            found: Any = tokenizer.apply_chat_template(
+                cast("Any", list(example.messages)),
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+    except Exception as error:  # templates raise what they like
+        raise _refused(example.place, error) from error
+    return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
+
+
+def _answers(
+    example: Turns, tokenizer: PreTrainedTokenizerBase, text: str
+) -> Iterator[tuple[int, int]]:
+    """Where each answer stands in the text of the whole conversation."""
+    cursor = 0
+    for index, message in enumerate(example.messages):
+        is_answer = example.is_completion or message["role"] == ASSISTANT
+        if index < example.num_prompt or not is_answer:
+            continue
+        before = _render(
+            tokenizer, example.messages[:index], example.place, add_generation_prompt=True
+        )
+        upto = _render(tokenizer, example.messages[: index + 1], example.place)
+        content = str(message["content"])
+        if text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
+            span = len(before), len(upto)
+        else:  # templates that write an earlier turn in another way once there is a later one
+            begin = text.find(content, cursor)
+            if begin < 0:
+                raise DataError(
+                    f"data.path: expected the answer of message {index} in what the chat template "
+                    f"makes of {example.place}; it is not there. Give a template with "
+                    "{% generation %} marks: sft.chat_template_path."
+                )
+            span = begin, begin + len(content)
+        cursor = span[1]
+        yield span
+
+
+def _encode_spans(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase
+) -> Encoded:
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            "data.tokenizer: expected a fast tokenizer, which knows where its tokens stand in a "
+            "text; got a slow one. Use the tokenizer.json of the same model."
+        )
+    found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    learned = [
+        any(begin <= start < stop for begin, stop in spans) for start, _ in found["offset_mapping"]
+    ]
+    return Encoded(list(found["input_ids"]), learned)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    place: str,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    try:
+        with _time_limit():
+            text = tokenizer.apply_chat_template(
+                cast("Any", list(messages)),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+    except Exception as error:  # templates raise what they like
+        raise _refused(place, error) from error
+    assert isinstance(text, str), "one conversation is one text"
+    return text
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Ends a template that loops for too long; only the main thread can be interrupted.
+
+    Raises:
+        TimeoutError: Inside the block, after TEMPLATE_LIMIT_S.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_alarm(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"it did not end within {TEMPLATE_LIMIT_S:.0f} s")
+
+    handler = signal.signal(signal.SIGALRM, on_alarm)
+    timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _refused(place: str, error: Exception) -> DataError:
+    return DataError(
+        f"data.path: expected a conversation that the chat template takes, got one at {place} that "
+        f"it refuses ({error}). Mend the record, or give sft.chat_template_path."
+    )
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return cast("list[int]", tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,1 @@
+"""The model of a run: its configuration, weights, adapters, a small copy, and its folder."""

@@ -1,0 +1,224 @@
+"""The model of a run: its configuration and vocabulary, on meta, with what is added, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import DistillLoss, DType
+from fullshard.data.tokenizer import load_tokenizer
+from fullshard.engine.hugging_face import build_on_meta
+from fullshard.engine.initial import check_weights_of, has_weights_of
+from fullshard.errors import ConfigError
+from fullshard.models.config import (
+    build_model,
+    check_model_folder,
+    check_vocabulary,
+    config_from_folder,
+    config_from_settings,
+    fit_to_tokenizer,
+    freeze,
+)
+from fullshard.models.lora import PROJECTION, AdaptedWeights, add_adapters
+from fullshard.models.student import is_cut, student_config
+from fullshard.outlook.memory import Source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
+
+
+def given_model_config(config: RunConfig) -> PretrainedConfig:
+    """The model's configuration before it meets a tokenizer.
+
+    Raises:
+        ConfigError: It cannot be read, or a student cannot be cut out of it.
+    """
+    if config.model.name_or_path is not None:
+        whole = config_from_folder(config.model)
+        if config.distill is not None and is_cut(config.distill):
+            return student_config(whole, config.distill)
+        return whole
+    assert config.model.config is not None, "the schema demands one of the two"
+    return config_from_settings(config.model.config)
+
+
+def model_config_of(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PretrainedConfig:
+    """The model's configuration with the run's vocabulary; the same in every process.
+
+    The vocabulary is known without data: that of the configuration or of a given tokenizer, else
+    the most entries that a tokenizer trained on the data may have.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: The run's tokenizer, whose special tokens the model takes; None: not known.
+
+    Raises:
+        ConfigError: The tokenizer has more entries than the model's or the teacher's vocabulary.
+    """
+    model_config, own = given_model_config(config), given_tokenizer(config)
+    given = ("vocab_size",)  # a new tokenizer, whose special tokens the model must know
+    if config.model.config is not None:
+        given = tuple(config.model.config)
+    elif own is not None:
+        given = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+    if "vocab_size" not in given:
+        entries = vocab_size(config, model_config) if own is None else len(own)
+        model_config.get_text_config().vocab_size = entries
+    if tokenizer is not None:
+        fit_to_tokenizer(model_config, tokenizer, (*given, "vocab_size"))
+        if config.teacher is not None and config.teacher.name_or_path is not None:
+            theirs = config_from_folder(config.teacher, "teacher").get_text_config()
+            check_vocabulary("teacher", theirs.vocab_size, tokenizer)
+    return model_config
+
+
+def weights_folder(config: RunConfig) -> Path | None:
+    """Where the initial weights come from; None: random ones."""
+    folder = _model_folder(config)
+    if folder is None:
+        return None
+    # An index stands for weights, also where its files are missing: that is an error later.
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+    return folder if any(path for pattern in patterns for path in folder.glob(pattern)) else None
+
+
+def given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
+    """data.tokenizer, else the model's own, else the teacher's; None: one is trained."""
+    if config.data.tokenizer is not None:
+        folder = Path(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.model, "data.tokenizer", folder)
+        if tokenizer is None:
+            raise ConfigError(
+                f"data.tokenizer: expected a local folder with a tokenizer, got '{folder}'. "
+                "Name the folder that holds tokenizer.json."
+            )
+        return tokenizer
+    folder = _model_folder(config)
+    if folder is not None:
+        check_model_folder(folder)
+    found = None if folder is None else load_tokenizer(config.model, folder=folder)
+    if found is None and config.teacher is not None and config.teacher.name_or_path:
+        found = load_tokenizer(config.teacher, "teacher.name_or_path")
+    return found
+
+
+def vocab_size(config: RunConfig, model_config: PretrainedConfig) -> int:
+    """Most entries of a tokenizer that is trained on the data."""
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    if config.model.config is not None and "vocab_size" not in config.model.config:
+        return DEFAULT_VOCAB_SIZE
+    return model_config.get_text_config().vocab_size
+
+
+def _model_folder(config: RunConfig) -> Path | None:
+    return Path(config.model.name_or_path) if config.model.name_or_path else None
+
+
+def model_on_meta(config: RunConfig, model_config: PretrainedConfig) -> nn.Module:
+    """The model as it will be trained, without storage.
+
+    Raises:
+        ConfigError: A glob or a layer's name matches nothing, or adapters have no weights.
+    """
+    return trainable(build_on_meta(model_config), config)
+
+
+def build_sharded(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    before: Callable[[nn.Module], None] = lambda _: None,
+) -> nn.Module:
+    """The sharded model, of which no rank ever holds the whole.
+
+    Folders whose tensors have other names than the model's, which transformers converts as it
+    loads them, are loaded whole on every rank and then cut.
+
+    Args:
+        config: Configuration of the run.
+        model_config: Configuration of the model.
+        device: Device of this rank.
+        before: Is shown the model before it is sharded.
+    """
+    dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
+    folder, seed = weights_folder(config), config.training.seed
+    weights: object = folder
+    model = build_on_meta(model_config, dtype)
+    source = weights_source(config, lambda: model)
+    if source is Source.WHOLE:
+        model = build_model(model_config, folder, dtype, seed).to(device)
+        weights = None
+    elif folder is not None and _adds(config):
+        weights = AdaptedWeights(folder, getattr(model, "base_model_prefix", ""), seed)
+    torch.manual_seed(seed)
+    before(trainable(model, config))
+    return fs.shard(model, config.sharding, weights=weights)
+
+
+def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> Source:
+    """Where the first weights come from.
+
+    Args:
+        config: Configuration of the run.
+        bare: Gives the model without what the run adds to it, where there is a folder.
+    """
+    folder = weights_folder(config)
+    if folder is None:
+        return Source.WHOLE if _adds(config) else Source.INITIAL
+    return Source.FOLDER if has_weights_of(bare(), folder) else Source.WHOLE
+
+
+def check_weights(config: RunConfig) -> None:
+    """Reads the headers of all files of weights that a run begins with: its own and the teacher's.
+
+    Raises:
+        ConfigError: A file is not whole, or a tensor has another shape than the model's.
+    """
+    own, teacher = weights_folder(config), config.teacher
+    if own is not None and not (config.distill is not None and is_cut(config.distill)):
+        check_weights_of(build_on_meta(given_model_config(config)), own)
+    if teacher is not None and teacher.name_or_path:
+        model = build_on_meta(config_from_folder(teacher, "teacher"))
+        check_weights_of(model, Path(teacher.name_or_path))
+
+
+def _adds(config: RunConfig) -> bool:
+    """Whether the model has parameters that no folder has."""
+    return config.lora is not None or _projects(config)
+
+
+def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
+    """The model with what a run adds to it, and without gradients of what it freezes."""
+    if config.lora is not None:
+        if weights_folder(config) is None:
+            raise ConfigError(
+                "lora: expected a model with weights, to which adapters are added; got random ones."
+                " Give model a folder with weights, or leave lora out."
+            )
+        add_adapters(model, config.lora)
+    freeze(model, config.freeze)
+    if _projects(config):
+        assert config.teacher is not None, "the loss needs one"
+        theirs = config_from_folder(config.teacher, "teacher").get_text_config().hidden_size
+        like = next(model.parameters())
+        own = model.config.get_text_config().hidden_size  # type: ignore[union-attr]
+        if own != theirs:
+            with torch.device(like.device):
+                model.add_module(PROJECTION, nn.Linear(own, theirs, bias=False, dtype=like.dtype))
+    return model
+
+
+def _projects(config: RunConfig) -> bool:
+    """Whether hidden states are compared, of widths that may differ."""
+    return config.distill is not None and config.distill.loss is DistillLoss.HIDDEN

@@ -1,0 +1,167 @@
+"""Low-rank adapters by peft: put into a model on meta, given values, saved alone and merged.
+
+weight of the folder  (out, in)     frozen, read by each rank's byte ranges
+lora_A                (r, in)       uniform within 1 / sqrt(in), the same on every rank
+lora_B                (out, r)      zeros: training begins at the folder's model
+
+merged weight = weight + lora_alpha / r * lora_B @ lora_A
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.schema import LoraConfig
+from fullshard.doors.source import Entry, Source
+from fullshard.engine.folder import FolderWeights
+from fullshard.errors import ConfigError
+
+ADAPTER = "default"
+PROJECTION = "distill_projection"  # a module of a student whose width is not its teacher's
+_A, _B, _BASE = ".lora_A.", ".lora_B.", ".base_layer."
+
+
+def peft_config(lora: LoraConfig, base: Path | None = None) -> Any:
+    """peft's own configuration.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            "lora: adapters need peft, which is not installed. Run pip install 'fullshard[lora]'."
+        ) from error
+    return peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(lora.target_modules) or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base) if base else None,
+    )
+
+
+def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
+    """Puts adapters into a model and freezes all else.
+
+    Raises:
+        ConfigError: No layer has such a name.
+    """
+    import peft
+
+    try:
+        peft.inject_adapter_in_model(peft_config(lora), model)
+    except ValueError as error:
+        names = sorted(
+            {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        )
+        raise ConfigError(
+            f"lora.target_modules: expected ends of layers' names, got "
+            f"{', '.join(lora.target_modules)} ({error}). Linear layers end in {', '.join(names)}."
+        ) from error
+
+
+class AdaptedWeights(FolderWeights):
+    """A folder's weights for a model with more parameters, and the first values of these.
+
+    Args:
+        folder: Folder of the model.
+        prefix: See FolderWeights.
+        seed: Seed of lora_A, and of a student's projection.
+    """
+
+    def __init__(self, folder: Path, prefix: str, seed: int) -> None:
+        super().__init__(folder, prefix)
+        self._seed = seed
+
+    def parts(self, names: Sequence[str]) -> tuple[str, ...]:
+        """peft moves a layer that gets an adapter to `base_layer`; adapters are in no file."""
+        if _is_adapter(names[0]):
+            return (names[0],)
+        return super().parts([name.replace(_BASE, ".") for name in names])
+
+    def check(self, names: Sequence[str], shape: tuple[int, ...]) -> None:
+        """As FolderWeights.check."""
+        if not _is_adapter(names[0]):
+            super().check(names, shape)
+
+    def read(
+        self, names: Sequence[str], shape: tuple[int, ...], start: int, stop: int
+    ) -> torch.Tensor:
+        """As FolderWeights.read."""
+        if not _is_adapter(names[0]):
+            return super().read(names, shape, start, stop)
+        return first_values(names[0], shape, self._seed).reshape(-1)[start:stop].clone()
+
+
+def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A whole adapter matrix, float32."""
+    if _B in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def adapters_of(source: Source) -> dict[str, Entry]:
+    """The adapters among a model's tensors."""
+    return {name: entry for name, entry in source.tensors.items() if _A in name or _B in name}
+
+
+def merged(source: Source, lora: LoraConfig) -> Source:
+    """A model with adapters as one without them; each weight is merged when it is read."""
+    whole: dict[str, Entry] = {}
+    scale = lora.lora_alpha / lora.r
+    for name, entry in source.tensors.items():
+        if _is_adapter(name):
+            continue
+        if name.endswith(f"{_BASE}weight"):
+            path = name.removesuffix(f"{_BASE}weight")
+            a, b = (source.tensors[f"{path}{part}{ADAPTER}.weight"] for part in (_A, _B))
+            entry = replace(entry, load=partial(_merged, entry, a, b, scale))
+        whole[name.replace(_BASE, ".")] = entry
+    tied = {one.replace(_BASE, "."): two.replace(_BASE, ".") for one, two in source.tied.items()}
+    return replace(source, tensors=whole, tied=tied)
+
+
+def _merged(base: Entry, a: Entry, b: Entry, scale: float) -> torch.Tensor:
+    weight = base.read()
+    return weight + scale * (b.read().to(weight.dtype) @ a.read().to(weight.dtype))
+
+
+def save_adapters(
+    state: Mapping[str, torch.Tensor], lora: LoraConfig, base: Path | None, folder: Path
+) -> None:
+    """Writes the adapters alone, as peft reads them.
+
+    Args:
+        state: State of the whole model, with adapters.
+        lora: Their configuration.
+        base: Folder of the model that they belong to.
+        folder: Where; made if it is missing.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": value.contiguous()
+        for name, value in state.items()
+        if _is_adapter(name)
+    }
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config(lora, base).save_pretrained(folder)
+
+
+def _is_adapter(name: str) -> bool:
+    return _A in name or _B in name or name.startswith(PROJECTION)

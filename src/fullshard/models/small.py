@@ -1,0 +1,411 @@
+"""A small model of the same class: fewer layers, narrower, a smaller vocabulary.
+
+What a field of a configuration means is read from its name, of which Hugging Face has several for
+each; ratios are kept (heads to key-value heads, feed-forward to width, a layer of every kind). A
+shrunk model must build and train a step, else less is shrunk:
+
+    depth and width  ->  width alone  ->  depth alone  ->  nothing but dropout
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fullshard.engine.hugging_face import build, build_on_meta
+from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+Settings = dict[str, Any]
+
+MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
+NUM_LAYERS = 4
+VOCAB_SIZE = 96
+HEAD_DIM = 16
+NUM_HEADS = 4
+
+_DEPTH = re.compile(r"(num_)?(hidden|encoder|decoder)?_?layers?|n_layers?")
+_HIDDEN = (
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "dim",
+    "embedding_size",
+    "word_embed_proj_dim",
+    "lru_width",
+)
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_OTHER_HEADS = re.compile(r"(encoder|decoder)_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_HEAD_DIM = ("head_dim", "d_kv", "attention_head_size", "kv_channels", "d_head")
+_FFN = re.compile(r".*(intermediate_size|ffn_dim|d_?ff|n_inner|d_inner|ffn_hidden_size)(_mlp)?")
+_EXPERTS = re.compile(r"(n_routed|moe_num|num_local|num_moe|num)_experts")
+_CHOSEN = re.compile(r"num_experts_per_(tok|token)|moe_(topk|top_k|k)|experts_per_token")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+# Sizes whose ratio to others does not matter, with the largest value that is kept.
+_AT_MOST = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+    "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A field that the small model has another value in."""
+
+    key: str
+    was: Any
+    now: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """The small configuration and how it differs.
+
+    Attributes:
+        config: Configuration of the same class.
+        changes: Field by field.
+        layers: Which of the model's layers the remaining ones stand for.
+    """
+
+    config: PretrainedConfig
+    changes: tuple[Change, ...]
+    layers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How small."""
+
+    num_layers: int = NUM_LAYERS
+    vocab_size: int = VOCAB_SIZE
+
+
+def model_arguments(config: PretrainedConfig) -> dict[str, Any]:
+    """Experts in a loop: the grouped matmul has no float64."""
+    return {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
+
+
+def trained_once(config: PretrainedConfig) -> nn.Module:
+    """The model in float64, after a forward and backward that gave numbers.
+
+    Raises:
+        ValueError: It is too large, or they were none.
+    """
+    num_parameters = sum(param.numel() for param in build_on_meta(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"{num_parameters:,} parameters are too many for this check")
+    torch.manual_seed(0)
+    arguments = model_arguments(config)
+    model = build(config, dtype=torch.float32, **arguments).double()
+    loss = logits_of(model).logsumexp(-1).mean()
+    loss.backward()
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss is not finite")
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    vocab_size = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    ids = torch.arange(24).reshape(2, 12) % vocab_size
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def shrink(
+    config: PretrainedConfig,
+    limits: Limits,
+    build: Callable[[PretrainedConfig], nn.Module] = trained_once,
+) -> tuple[Shrunk, nn.Module]:
+    """The smallest model that still builds and trains a step.
+
+    Args:
+        config: The user's.
+        limits: How small.
+        build: Makes the model and trains a step with it; raises where that is impossible.
+
+    Raises:
+        ConfigError: Not even the whole model does that.
+    """
+    error: Exception | None = None
+    for depth, width in ((True, True), (False, True), (True, False), (False, False)):
+        try:
+            small = shrunk(config, limits, depth=depth, width=width)
+            return small, build(small.config)
+        except Exception as fault:  # noqa: BLE001  whatever a model says to unusual numbers
+            error = error or fault
+    raise ConfigError(
+        f"model: expected one that trains a step in one process in float64, got "
+        f"{type(error).__name__}: {error}."
+    ) from error
+
+
+def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool) -> Shrunk:
+    """The configuration with smaller numbers; nothing is built.
+
+    Args:
+        config: The user's.
+        limits: How small.
+        depth: Leave out layers.
+        width: Narrow them, and shrink vocabulary and experts.
+    """
+    settings = config.to_dict()
+    changes: Settings = {}
+    layers: tuple[int, ...] = ()
+    for prefix, section in _sections(settings):
+        found = _without_randomness(section)
+        if depth:
+            chosen = _choose_layers(section, limits.num_layers)
+            found |= _fewer_layers(section, chosen)
+            layers = layers or chosen
+        if width:
+            found |= _narrower({**section, **found})
+            found |= _smaller_vocabulary(section, limits.vocab_size)
+        changes |= {f"{prefix}{key}": value for key, value in found.items()}
+    told = tuple(
+        Change(key, _get(settings, key), value)
+        for key, value in changes.items()
+        if _get(settings, key) != value and not isinstance(value, list)
+    )
+    for key, value in changes.items():
+        _set(settings, key, value)
+    settings.pop("quantization_config", None)
+    return Shrunk(type(config).from_dict(settings), told, layers)
+
+
+def _sections(settings: Settings) -> list[tuple[str, Settings]]:
+    """The configuration, and those inside it of parts of the model."""
+    inner = [
+        (f"{key}.", value)
+        for key, value in settings.items()
+        if isinstance(value, dict) and "model_type" in value
+    ]
+    return [("", settings), *inner]
+
+
+def _without_randomness(section: Settings) -> Settings:
+    return {
+        key: 0.0
+        for key, value in section.items()
+        if re.search("dropout|pdrop|layerdrop|drop_rate", key)
+        and isinstance(value, float)
+        and value > 0
+    }
+
+
+def _choose_layers(section: Settings, limit: int) -> tuple[int, ...]:
+    """Layers of every kind, the first of each, then the second of each, as many as there is room.
+
+    Of sliding, sliding, full, sliding, sliding, full four are 0, 1, 2, 5.
+    """
+    depth = next((v for k, v in section.items() if _DEPTH.fullmatch(k) and _is_count(v)), 0)
+    columns = [v for v in section.values() if isinstance(v, list) and len(v) == depth]
+    kinds: dict[str, int] = {}
+    turns = []
+    for index in range(depth):
+        kind = repr([column[index] for column in columns])
+        kinds[kind] = kinds.get(kind, -1) + 1
+        turns.append((kinds[kind], index))
+    room = max(limit, min(len(kinds), 2 * limit))
+    return tuple(sorted(index for _, index in sorted(turns)[:room]))
+
+
+def _fewer_layers(section: Settings, layers: tuple[int, ...]) -> Settings:
+    found: Settings = {}
+    for key, value in section.items():
+        if _DEPTH.fullmatch(key) and _is_count(value):
+            found[key] = min(value, len(layers))
+            for name, column in section.items():
+                if isinstance(column, list) and len(column) == value:
+                    found[name] = [column[index] for index in layers if index < value]
+        elif key.endswith(("_period", "_interval", "sparse_step")) and _is_count(value):
+            found[key] = min(value, 2)
+        elif key.endswith("_offset") and _is_count(value):
+            found[key] = min(value, 1)
+        elif key == "attention_types":  # [[["global", "local"], repeats]]
+            found[key] = [
+                [kinds, max(1, len(layers) // len(kinds) // len(value))] for kinds, _ in value
+            ]
+    return found
+
+
+def _narrower(section: Settings) -> Settings:
+    """Fewer heads, narrower ones, and all that follows from them."""
+    hidden = _first(section, _HIDDEN)[1]
+    if not hidden:
+        return {}
+    found = _fewer_heads(section)
+    heads_key, heads = _first(section, _HEADS)
+    head_key, head_dim = _first(section, _HEAD_DIM)
+    latent = "qk_rope_head_dim" in section  # its heads are not as wide as any one key says
+    head_dim = (0 if latent else head_dim) or (hidden // heads if heads else 64)
+    narrow = min(head_dim, HEAD_DIM)
+    width = NUM_HEADS * HEAD_DIM
+    if heads:
+        width = found[heads_key] * narrow * hidden / (hidden if latent else heads * head_dim)
+    width = min(hidden, max(narrow, round(width / narrow) * narrow))
+    if head_key:
+        found[head_key] = min(narrow, _AT_MOST["qk_rope_head_dim"]) if latent else narrow
+    for name, value in section.items():
+        if _is_count(value) and (now := _narrow_size(name, value, (hidden, width))):
+            found[name] = min(value, now)
+    rotated = section.get("rotary_dim")
+    if isinstance(rotated, int):
+        found["rotary_dim"] = min(rotated, max(2, 2 * (rotated * narrow // head_dim // 2)))
+    if not any(name.startswith("rope_") for name in section):  # a learned table
+        found |= {k: min(section[k], 64) for k in _POSITIONS if _is_count(section.get(k))}
+    return found | _mamba_heads(section, width) | _fewer_experts(section)
+
+
+def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
+    """What a size becomes where the width goes from the first to the second; None: as it is."""
+    hidden, width = widths
+    if name in _HIDDEN and value == hidden:
+        return width
+    if name in _HIDDEN or _FFN.fullmatch(name):
+        return max(8, 8 * round(value * width / hidden / 8))
+    if name in ("time_step_rank", "mamba_dt_rank"):
+        return math.ceil(width / 16)
+    return _AT_MOST.get(name)
+
+
+def _fewer_heads(section: Settings) -> Settings:
+    """The ratio of heads to key-value heads stays, up to four."""
+    _, heads = _first(section, _HEADS)
+    kv_key, kv_heads = _first(section, _KV_HEADS)
+    kv_heads = kv_heads or heads
+    group = min(max(1, heads // kv_heads), NUM_HEADS) if heads else 1
+    few = min(kv_heads, NUM_HEADS if group == 1 else 2)
+    found = {key: few * group for key in _HEADS if _is_count(section.get(key))}
+    found |= {key: few * group for key, v in section.items() if _OTHER_HEADS.fullmatch(key) and v}
+    return found | ({kv_key: few} if kv_key else {})
+
+
+def _fewer_experts(section: Settings) -> Settings:
+    found: Settings = {}
+    for key, value in section.items():
+        if _EXPERTS.fullmatch(key) and _is_count(value):
+            found[key] = min(value, 4)
+        elif _CHOSEN.fullmatch(key) and _is_count(value):
+            found[key] = min(value, 2)
+    return found
+
+
+def _mamba_heads(section: Settings, hidden: int) -> Settings:
+    """State-space heads fill the inner width, which is a multiple of the model's."""
+    names = ("mamba_expand", "mamba_n_heads", "mamba_d_head")
+    if "expand" in section and "head_dim" in section:
+        names = ("expand", "num_heads", "head_dim")
+    expand, num_heads, head_dim = names
+    if not all(section.get(name) for name in names):
+        return {}
+    return {head_dim: HEAD_DIM // 2, num_heads: int(section[expand] * hidden) // (HEAD_DIM // 2)}
+
+
+def _smaller_vocabulary(section: Settings, size: int) -> Settings:
+    found: Settings = {}
+    if _is_count(section.get("vocab_size")):
+        found["vocab_size"] = min(section["vocab_size"], size)
+    for key, value in section.items():
+        if key.endswith("_token_id") and isinstance(value, int) and value >= size:
+            found[key] = size - 1
+        elif key.endswith("_token_id") and isinstance(value, list):
+            found[key] = [min(v, size - 1) for v in value]
+    return found
+
+
+def fit_globs(globs: Iterable[str], num_layers: int) -> tuple[str, ...]:
+    """Globs of the user's names for the small model's: a layer that is gone means the last one."""
+
+    def fit(found: re.Match[str]) -> str:
+        return str(min(int(found[0]), max(num_layers - 1, 0)))
+
+    return tuple(re.sub(r"(?<=\.)\d+(?=\.|$)", fit, glob) for glob in globs)
+
+
+def _first(section: Mapping[str, Any], names: Iterable[str]) -> tuple[str, int]:
+    return next(((n, section[n]) for n in names if _is_count(section.get(n))), ("", 0))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _get(settings: Settings, dotted: str) -> Any:
+    for key in dotted.split("."):
+        settings = settings.get(key, {})
+    return settings
+
+
+def _set(settings: Settings, dotted: str, value: Any) -> None:
+    *path, last = dotted.split(".")
+    for key in path:
+        settings = settings[key]
+    settings[last] = value
+
+
+# ---- does a model keep packed documents apart? ---------------------------------------------------
+#
+#     logits([a a a b b b])  ==  logits([a a a]), logits([b b b])
+#
+# Most models of transformers do, by `position_ids` (see [Note: documents]); some have no such
+# argument, or layers that mix along the whole row.
+
+LENGTHS = (5, 7)
+TOLERANCE = 1e-5  # some models make their logits float32
+
+
+def check_documents(config: PretrainedConfig) -> None:
+    """Refuses to pack for a model that would mix documents.
+
+    Raises:
+        ConfigError: It would, or takes no `position_ids`.
+    """
+    try:
+        small, model = shrink(config, Limits(num_layers=2))
+        difference = _difference(model.eval(), small.config)
+    except (ConfigError, TypeError) as error:
+        raise _refused(config, f"which does not take positions ({error})") from error
+    if not difference < TOLERANCE:
+        raise _refused(config, "whose tokens see the documents before their own")
+
+
+@torch.no_grad()
+def _difference(model: Any, config: PretrainedConfig) -> float:
+    vocab = config.get_text_config().vocab_size
+    ids = torch.randint(0, vocab, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    together = model(input_ids=ids, position_ids=places, use_cache=False).logits
+    parts = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
+    return float((together - torch.cat(parts, dim=1)).abs().max())
+
+
+def _refused(config: PretrainedConfig, why: str) -> ConfigError:
+    return ConfigError(
+        f"sft.packing: expected a model that keeps documents apart, got {config.model_type}, {why}."
+        " Set sft.packing: false."
+    )

@@ -1,0 +1,259 @@
+"""What a recipe is: batches, and the loss of one; and the ranks that share a step.
+
+[Note: global token mean]
+The loss that a step minimises is the mean over all label tokens of the global batch,
+
+    L = (1 / N) * sum over ranks r, micro-batches a of S_ra        N = sum of n_ra
+
+with S_ra the summed loss and n_ra the number of label tokens of one micro-batch. Each rank calls
+backward on `scale * S_ra`; the engine adds the micro-batches of a rank and takes the mean (or the
+sum) over W ranks, so
+
+    grad_reduction mean:   (1 / W) * sum_ra scale * dS_ra = dL    where scale = W / N
+    grad_reduction sum:              sum_ra scale * dS_ra = dL    where scale = 1 / N
+
+N must be known before the first backward of the step. A mean per micro-batch, averaged over ranks
+and micro-batches, is a different number as soon as the counts differ: micro-batches with few label
+tokens weigh too much.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import GradReduction
+from fullshard.data.dataset import DatasetFacts
+from fullshard.data.order import Indices, SampleOrder, evaluation_samples
+from fullshard.models.build import build_sharded
+from fullshard.transport import Transport
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+Batch = dict[str, torch.Tensor]
+
+
+class Recipe(Protocol):
+    """What one kind of training adds to the loop: its data and its loss."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one update, over all ranks."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Label tokens of any update, over all ranks, or None where updates differ."""
+        ...
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`.
+
+        Ranks may have different numbers of them where `tokens_per_step` is None.
+        """
+        ...
+
+    def held_out(self) -> Iterable[Batch]:
+        """This rank's evaluation batches; every rank has the same number of them."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Loss summed over the label tokens of a batch, and their number."""
+        ...
+
+
+class Team(Protocol):
+    """The ranks of a run, for the few numbers that the loop shares."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; all ranks call it together."""
+        ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+class RankTeam:
+    """Exchanges numbers over the transport of a sharded model.
+
+    Args:
+        transport: Sums small vectors over all ranks.
+        seat: This rank's; its device is the one that the transport serves.
+    """
+
+    def __init__(self, transport: Transport, seat: Seat) -> None:
+        self._transport, self._device = transport, seat.device
+        self.rank, self.world_size = seat.rank, seat.world_size
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; all ranks call it together.
+
+        rank 0 fills row 0, rank 1 row 1, all else is zero: their sum is everybody's values
+        """
+        table = torch.zeros(self.world_size, len(values), dtype=torch.float64)
+        table[self.rank] = torch.tensor(list(values), dtype=torch.float64)
+        flat = table.reshape(-1).to(self._device)
+        self._transport.all_reduce(flat)
+        return flat.cpu().reshape(self.world_size, len(values)).tolist()
+
+
+class RowBatches(ABC):
+    """Batches of one rank and the loss of their next tokens; a kind of data adds what a row is.
+
+    Args:
+        num_held_out: Held-out rows.
+        per_device_eval: Those that a rank takes at a time.
+        order: Which rows each step sees.
+        seat: Rank, and the device that batches go to.
+    """
+
+    tokens_per_step: int | None = None
+    row_length: int | None = None  # what rows of several lengths are filled up to on XLA
+
+    def __init__(
+        self, num_held_out: int, per_device_eval: int, order: SampleOrder, seat: Seat
+    ) -> None:
+        self._order = order
+        self._seat = seat
+        world_size = order.shape.world_size
+        self._evaluation = evaluation_samples(num_held_out, per_device_eval, world_size)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self._order.shape.global_batch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._order.steps_per_epoch
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        return [self.train_rows(chosen) for chosen in self._of_step(step)[:, self._seat.rank]]
+
+    def held_out(self) -> Iterable[Batch]:
+        for chosen in self._evaluation[:, self._seat.rank]:
+            yield self._batch(chosen, held_out=True)
+
+    def train_rows(self, chosen: Indices) -> Batch:
+        """Some rows as a batch; -1 is an empty place."""
+        return self._batch(chosen, held_out=False)
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+
+    def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
+        arrays = {**self._arrays(chosen, held_out=held_out), "rows": chosen.copy()}
+        return {name: torch.from_numpy(a).to(self._seat.device) for name, a in arrays.items()}
+
+    def _of_step(self, step: int) -> Indices:
+        """Rows of an update: (accumulation, world_size, per_device)."""
+        return self._order.of_step(step)
+
+    @property
+    @abstractmethod
+    def train_lengths(self) -> Indices:
+        """Tokens of each training row."""
+
+    @abstractmethod
+    def _arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """Arrays of a batch, by name; rows of -1 have labels that count nothing."""
+
+
+def _build(
+    config: RunConfig, model_config: PretrainedConfig, data: Recipe, seat: Seat, _: Path
+) -> tuple[nn.Module, Recipe]:
+    return build_sharded(config, model_config, seat.device), data
+
+
+@dataclass(frozen=True)
+class RecipeKind:
+    """What a command trains and on which data; as it stands, pre-training on text.
+
+    A recipe names what is different and has one line in the registry.
+
+    Attributes:
+        uses_chats: (configuration) -> whether the run's data is chat data.
+        check: (configuration, tokenizer) -> None; raises ConfigError before data is read.
+        check_data: (configuration, facts of the data) -> None; raises DataError.
+        write: (configuration, facts, batches, seat) -> None, a collective: what is written in place
+            of a trained model.
+        build: (configuration, the model's, batches, seat, the run's folder) -> the sharded model
+            and the recipe around the batches. A collective.
+        xla_shapes: (configuration, width of a decoder) -> further arrays that are trained on XLA.
+        on_xla: (configuration, decoder) -> what it learns from on XLA besides its batches.
+    """
+
+    uses_chats: Callable[[RunConfig], bool] = lambda _: False
+    check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
+    check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
+    write: Callable[[RunConfig, DatasetFacts, RowBatches, Seat], None] | None = None
+    build: Callable[..., tuple[nn.Module, Recipe]] = _build
+    xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
+    on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
+
+
+IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
+
+
+def inputs_of(batch: Batch) -> Batch:
+    """What of a batch a model takes; the rest is the recipe's."""
+    return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+
+
+def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Sum of the next-token cross-entropy, and how many tokens it was summed over.
+
+    Args:
+        logits: (batch, length, vocabulary), any float dtype; position t predicts token t + 1.
+        labels: (batch, length) token ids, -100 where nothing is to be predicted.
+
+    Returns:
+        The sum in float32 (float64 logits: float64) and the count.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    targets = labels[:, 1:].reshape(-1)
+    predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).to(dtype)
+    total = F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
+    return total, num_label_tokens(labels)
+
+
+def num_label_tokens(labels: torch.Tensor) -> int:
+    """Tokens that a batch's labels ask for: the first position of a sequence predicts nothing."""
+    return int((labels[:, 1:] != IGNORED).sum())
+
+
+def backward_scale(num_tokens: int, world_size: int, reduction: GradReduction) -> float:
+    """Factor of every micro-batch's summed loss; see [Note: global token mean].
+
+    Args:
+        num_tokens: N, label tokens of the whole global batch.
+        world_size: W, ranks that the engine reduces over.
+        reduction: What the engine makes of the ranks' gradients.
+    """
+    if num_tokens == 0:
+        return 0.0
+    return (world_size if reduction is GradReduction.MEAN else 1) / num_tokens

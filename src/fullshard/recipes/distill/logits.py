@@ -1,0 +1,129 @@
+"""A teacher's logits on disk: the largest k of every training token, for runs without it.
+
+CACHE/values.npy   (num_tokens, k) float16     row after row of the training data
+CACHE/ids.npy      (num_tokens, k) int32
+CACHE/bounds.npy   (num_rows + 1,)             where each row begins
+CACHE/cache.json   what they were made of: a run with other data or another tokenizer is refused
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullshard.data.dataset import DatasetFacts
+from fullshard.errors import DataError
+from fullshard.recipes.base import Batch
+
+FACTS = "cache.json"
+TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before
+ROWS = "rows"  # of a batch: which training rows it holds, -1 where it holds none
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Kept logits; the arrays are those of the module's docstring."""
+
+    values: Any
+    ids: Any
+    bounds: Any
+
+    @classmethod
+    def load(cls, folder: Path) -> TopK:
+        """Maps a cache.
+
+        Raises:
+            DataError: There is none, or it is not whole.
+        """
+        if not (folder / FACTS).is_file():
+            raise DataError(
+                f"distill.cache: expected what `fullshard distill cache` wrote, got '{folder}' "
+                f"without {FACTS}. Write it first, or name its folder."
+            )
+        names = ("values", "ids", "bounds")
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+
+    @classmethod
+    def create(cls, folder: Path, lengths: Any, top_k: int) -> None:
+        """Empty arrays of the right size, to be written by all ranks."""
+        folder.mkdir(parents=True, exist_ok=True)
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        np.save(folder / "bounds.npy", bounds)
+        for name, dtype in (("values", np.float16), ("ids", np.int32)):
+            made = np.lib.format.open_memmap(
+                folder / f"{name}.npy", "w+", dtype=dtype, shape=(int(bounds[-1]), top_k)
+            )
+            made.flush()
+
+    @classmethod
+    def open(cls, folder: Path) -> TopK:
+        """Arrays to write into."""
+        values, ids = (
+            np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("values", "ids")
+        )
+        return cls(values, ids, np.load(folder / "bounds.npy"))
+
+    def put(
+        self,
+        row: int,
+        hidden: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        chunk_size: int,
+    ) -> None:
+        """Keeps the largest logits of a row, chunk by chunk."""
+        begin, end = (int(bound) for bound in self.bounds[row : row + 2])
+        for start in range(begin, end, chunk_size):
+            stop = min(start + chunk_size, end)
+            top = head(hidden[start - begin : stop - begin]).topk(self.values.shape[1])
+            self.values[start:stop] = top.values.float().cpu().numpy()
+            self.ids[start:stop] = top.indices.cpu().numpy()
+
+    def flush(self) -> None:
+        """Everything is on disk afterwards."""
+        self.values.flush()
+        self.ids.flush()
+
+
+def write_facts(folder: Path, facts: DatasetFacts) -> None:
+    """Says, last of all, what a cache was made of."""
+    text = json.dumps(_told(facts), indent=2) + "\n"
+    (folder / FACTS).write_text(text, encoding="utf-8")
+
+
+def check_facts(folder: Path, facts: DatasetFacts) -> None:
+    """Raises DataError where a cache was made of other data than a run has."""
+    TopK.load(folder)
+    found = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    for key, value in _told(facts).items():
+        if found.get(key) != value:
+            raise DataError(
+                f"distill.cache: expected logits of this run's data, with {key} {value}; got some "
+                f"with {found.get(key)} in '{folder}'. Write the cache anew (fullshard distill "
+                "cache), from the same data and seed."
+            )
+
+
+def _told(facts: DatasetFacts) -> dict[str, Any]:
+    names = ("sequence_length", "num_train_sequences", "num_train_tokens", "vocab_size")
+    names = (*names, *(("fingerprint",) if facts.fingerprint else ()))
+    return {name: getattr(facts, name) for name in names}
+
+
+def with_logits(batch: Batch, kept: TopK) -> Batch:
+    """A batch that brings the teacher's logits along; rows that are none get zeros."""
+    shape = (*batch["input_ids"].shape, kept.values.shape[1])
+    values, ids = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+    for at, row in enumerate(batch[ROWS].tolist()):
+        if row >= 0:
+            begin, end = kept.bounds[row : row + 2]
+            values[at, : end - begin] = kept.values[begin:end]
+            ids[at, : end - begin] = kept.ids[begin:end]
+    device = batch["input_ids"].device
+    arrays = {TOP_VALUES: values, TOP_IDS: ids}
+    return batch | {name: torch.from_numpy(a).to(device) for name, a in arrays.items()}

@@ -1,0 +1,229 @@
+"""Distillation on one rank: the teacher, the student that is cut out of it, the loss."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
+from fullshard.config.values import Command, DistillLoss, DType, Home, Transport
+from fullshard.data.dataset import DatasetFacts
+from fullshard.data.order import evaluation_samples
+from fullshard.data.tokenizer import load_tokenizer
+from fullshard.engine.engine import engine_of
+from fullshard.engine.folder import INDEX
+from fullshard.engine.hugging_face import build_on_meta
+from fullshard.engine.initial import has_weights_of
+from fullshard.errors import ConfigError
+from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.config import build_model, check_model_folder, config_from_folder
+from fullshard.models.student import choose, counting, is_cut, write_student
+from fullshard.recipes.base import RankTeam, Recipe, RowBatches, Seat, inputs_of
+from fullshard.recipes.distill.head import Head
+from fullshard.recipes.distill.logits import TopK, write_facts
+from fullshard.recipes.distill.loss import Distillation, Teacher
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+COUNTED_STEPS = 8  # of training data, on which the use of experts is measured
+
+
+@dataclass
+class Teaching:
+    """Distillation on one rank, set up before the student is built.
+
+    Attributes:
+        config: Configuration of the run; its model is where the student's weights come from.
+        data: Recipe of the batches.
+        teacher: A model, or the logits that one left.
+        heads: The student's, once it is built.
+    """
+
+    config: RunConfig
+    data: Recipe
+    teacher: Teacher | TopK
+    heads: list[Head] = field(default_factory=list[Head])
+
+    def student(self, model_config: PretrainedConfig, seat: Seat) -> nn.Module:
+        """The sharded student, of whose head the recipe takes hold."""
+
+        def before(model: nn.Module) -> None:
+            self.heads.append(Head(model))
+
+        return build_sharded(self.config, model_config, seat.device, before)
+
+    def recipe(self) -> Distillation:
+        """The data's recipe with the loss of distillation."""
+        (head,) = self.heads
+        return Distillation(self.data, head, self.teacher, settings_of(self.config))
+
+
+def settings_of(config: RunConfig) -> DistillConfig:
+    """The section, or its defaults."""
+    return config.distill or DistillConfig()
+
+
+def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raises ConfigError where a student cannot learn from its teacher."""
+    teacher, settings = config.teacher, settings_of(config)
+    if teacher is None:
+        return
+    folder = Path(teacher.name_or_path or "")
+    if teacher.name_or_path is None:
+        raise ConfigError(
+            "teacher: expected a folder with weights, got a configuration, whose weights would be "
+            "random. Train it first (fullshard train), and name RUN/model."
+        )
+    check_model_folder(folder, "teacher")
+    theirs = load_tokenizer(teacher, "teacher")
+    if tokenizer is None or theirs is None or settings.loss is DistillLoss.HIDDEN:
+        return
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    if ours != other:
+        word = next((w for w in sorted({*ours, *other}) if ours.get(w) != other.get(w)), "")
+        raise ConfigError(
+            f"teacher: expected the student's tokenizer, since token by token their predictions "
+            f"are compared; got another one ({len(other):,} entries, the student's has "
+            f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
+            "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
+        )
+
+
+def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teaching:
+    """Build the teacher, and cut the student out of it where that is asked for. A collective."""
+    settings = settings_of(config)
+    if settings.cache is not None:
+        return Teaching(config, data, TopK.load(Path(settings.cache)))
+    teacher = build_teacher(config, seat, folder)
+    if is_cut(settings):
+        student = folder / "student"
+        _cut(config, teacher, data, student, seat)
+        whole = settings.model_copy(update={"experts": None, "layers": None})
+        model = ModelConfig(name_or_path=str(student))
+        config = config.model_copy(update={"model": model, "distill": whole})
+    return Teaching(config, data, teacher)
+
+
+def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
+    """The teacher, sharded for forwards alone, in its own dtype and strategy.
+
+    Args:
+        config: Configuration of the run.
+        seat: Rank and world size.
+        run: The run's folder, where a teacher that is streamed from disk has its bytes.
+    """
+    settings = settings_of(config)
+    assert config.teacher is not None, "checked before"
+    folder = Path(config.teacher.name_or_path or "")
+    dtype = teacher_dtype(settings, on_gpu=seat.device.type == "cuda")
+    model_config = config_from_folder(config.teacher, "teacher")
+    model: Any = build_on_meta(model_config, dtype)
+    weights: Path | None = folder
+    if not has_weights_of(model, folder):
+        model, weights = build_model(model_config, folder, dtype, 0).to(seat.device), None
+    model.requires_grad_(requires_grad=False)
+    head = Head(model)
+    fs.shard(model.eval(), teacher_sharding(config, settings, dtype, run), weights=weights)
+    return Teacher(model, head)
+
+
+def teacher_dtype(settings: DistillConfig, *, on_gpu: bool) -> torch.dtype:
+    """Of its weights."""
+    default = DType.BFLOAT16 if on_gpu else DType.FLOAT32
+    return getattr(torch, settings.teacher_dtype or default)
+
+
+def teacher_sharding(
+    config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
+) -> ShardConfig:
+    """The student's, but for what concerns training, and where state lives."""
+    own = ("mesh", "transport", "forward_prefetch", "wrap", "replicate", "shard")
+    shared = {
+        name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
+    }
+    if settings.teacher_offload is not None:
+        if config.sharding.transport is Transport.SHARED:  # it would be in the ranks' memory
+            del shared["transport"]
+        folder = str(run) if settings.teacher_offload is Home.NVME else None
+        shared["offload"] = Offload(parameters=settings.teacher_offload, folder=folder)
+    strategy = settings.teacher_strategy or config.sharding.strategy
+    return ShardConfig.of(shared, strategy=strategy, master_dtype=str(dtype))
+
+
+@torch.no_grad()
+def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat) -> None:
+    """Measure the use of experts and write the student's folder, unless it is there."""
+    settings, engine = settings_of(config), engine_of(teacher.model)
+    team = RankTeam(engine.transport, seat)
+    if all(there for (there,) in team.exchange([(student / INDEX).is_file()])):
+        return
+    with counting(teacher.model) as counts:
+        for step in range(COUNTED_STEPS):
+            for batch in data.micro_batches(step):
+                with teacher.head.asked(lambda h, _w, _b: h.new_zeros(1, 1, 1)):
+                    teacher.model(**inputs_of(batch), use_cache=False)
+    layers = sorted(counts)
+    own = [float(n) for layer in layers for n in counts[layer]]
+    sums = [sum(column) for column in zip(*team.exchange(own), strict=True)]
+    width = len(sums) // max(1, len(layers))
+    used = {layer: sums[at * width : (at + 1) * width] for at, layer in enumerate(layers)}
+    whole = config.teacher or config.model
+    origin, full = Path(whole.name_or_path or ""), config_from_folder(whole)
+    kept = choose(used, full.num_hidden_layers, settings)
+    if seat.is_first:
+        write_student(origin, student, given_model_config(config), kept)
+        for line in kept.lines():
+            logger.info("student: %s", line)
+    team.exchange([0.0])  # nobody reads before it is there
+
+
+# ---- logits for runs without the teacher ---------------------------------------------------------
+
+
+@torch.no_grad()
+def write_cache(config: RunConfig, facts: DatasetFacts, data: RowBatches, seat: Seat) -> None:
+    """Keeps the teacher's largest logits of every training token. A collective."""
+    settings = settings_of(config)
+    folder = cache_folder(config)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    teacher = build_teacher(config, seat, folder.parent)
+    team = RankTeam(engine_of(teacher.model).transport, seat)
+    lengths = data.train_lengths
+    if seat.is_first:
+        TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
+    team.exchange([0.0])  # nobody opens it before it is there
+    kept = TopK.open(folder)
+    per_device = config.training.per_device_eval_batch_size
+    for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
+        batch = data.train_rows(chosen)
+
+        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+            for at, row in enumerate(chosen.tolist()):  # noqa: B023  (asked at once)
+                if row >= 0:
+                    kept.put(row, h[at], partial(F.linear, weight=w, bias=b), settings.chunk_size)
+            return h.new_zeros(1, 1, 1)
+
+        with teacher.head.asked(answer):
+            teacher.model(**inputs_of(batch), use_cache=False)
+    kept.flush()
+    team.exchange([0.0])
+    if seat.is_first:
+        write_facts(folder, facts)
+        logger.info("the teacher's logits are in %s: distill.cache=%s", folder, folder)
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """Where `distill cache` writes."""
+    default = Path(config.training.output_dir or f"runs/{Command.CACHE}", "logits")
+    return Path(settings_of(config).cache or default)

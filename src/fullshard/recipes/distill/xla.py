@@ -1,0 +1,165 @@
+"""Distillation on XLA, on one rank: the teacher beside the student, or the logits that it left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from fullshard.config.schema import DistillConfig, RunConfig
+from fullshard.config.values import DistillLoss, DType
+from fullshard.errors import ConfigError
+from fullshard.models.config import config_from_folder
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.text import human_bytes
+from fullshard.recipes.base import Batch
+from fullshard.recipes.distill.logits import TopK, with_logits
+from fullshard.recipes.distill.teacher import settings_of
+from fullshard.xla.decoder import DecoderConfig
+from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation
+from fullshard.xla.plan import Tree, XlaPlan
+from fullshard.xla.step import Given, LossFn
+from fullshard.xla.teacher import teacher_table
+from fullshard.xla_state import read
+
+
+@dataclass(frozen=True)
+class XlaTeaching:
+    """What a run learns from.
+
+    Attributes:
+        settings: Settings of the loss.
+        student: The model that is trained.
+        teacher: None where a cache stands for it.
+        folder: The teacher's weights, or the cache.
+    """
+
+    settings: DistillConfig
+    student: Decoder
+    teacher: Decoder | None
+    folder: Path
+
+    @classmethod
+    def of(cls, config: RunConfig, student: Decoder) -> XlaTeaching:
+        """Where the student's plan is made.
+
+        Raises:
+            ConfigError: The teacher's strategy wants another mesh.
+        """
+        settings = settings_of(config)
+        if settings.cache is not None:
+            return cls(settings, student, None, Path(settings.cache))
+        decoder, table = _decoder(config), _table(config, student.plan.table, _default_dtype())
+        structure = jax.tree.structure(_shapes(decoder, settings))
+        placed = XlaPlan(table, student.plan.mesh, structure)
+        return cls(settings, student, Decoder(decoder, placed), _folder(config))
+
+    @property
+    def loss(self) -> LossFn:
+        """What a step minimises."""
+        return distillation(self.student, self.teacher, self.settings)
+
+    @property
+    def told(self) -> LossFn:
+        """What evaluation says: the student's cross-entropy alone."""
+        return cross_entropy(self.student, self.settings)
+
+    def given(self) -> Given | None:
+        """The teacher's arrays, each process the bytes of its devices. A collective."""
+        if self.teacher is None:
+            return None
+        return Given(self.teacher.plan, read.load(self.teacher.plan, self.folder)[0].params)
+
+    def beside(self, batch: Batch) -> Batch:
+        """A batch with the logits that a teacher left for it."""
+        return batch if self._kept is None else with_logits(batch, self._kept)
+
+    @cached_property
+    def _kept(self) -> TopK | None:
+        return None if self.teacher is not None else TopK.load(self.folder)
+
+    def lines(self, num_micro_batches: int) -> Iterator[tuple[str, str]]:
+        """For the banner."""
+        if self.teacher is None:
+            yield "teacher", f"its logits in {self.folder}"
+            return
+        table = self.teacher.plan.table
+        moved = table.forward_gathers(num_micro_batches)
+        yield (
+            "teacher",
+            f"{table.num_parameters:,} parameters of {self.folder}, {table.strategy}, "
+            f"{table.arrays[0].dtypes.compute}, {human_bytes(table.state_bytes)} a device; a step: "
+            f"all-gather {moved.count:,} x ({human_bytes(moved.num_bytes)} in all)",
+        )
+
+
+def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
+    """Refuse, before a rank starts, a teacher that cannot be computed here.
+
+    Raises:
+        ConfigError: The decoder does not know it, or its strategy wants another mesh.
+    """
+    if config.teacher is None or settings_of(config).cache is not None:
+        return
+    dtype = settings_of(config).teacher_dtype
+    if dtype is DType.FLOAT64 and config.sharding.master_dtype is not DType.FLOAT64:
+        raise ConfigError(
+            "distill.teacher_dtype: expected float32 or less with backend: jax, which computes in "
+            "float64 all through or not at all; got float64. Set master_dtype to float64 too, or "
+            "leave it out."
+        )
+    _table(config, student, DType.FLOAT32)
+
+
+def projection_shapes(config: RunConfig, width: int) -> Tree:
+    """A student's further arrays: a projection where hidden states have another width.
+
+    Args:
+        config: Configuration of the run.
+        width: Width of the student's hidden states.
+    """
+    if config.teacher is None or settings_of(config).loss is not DistillLoss.HIDDEN:
+        return {}
+    theirs = _decoder(config).hidden_size
+    if theirs == width:
+        return {}
+    return {PROJECTION: {"weight": jax.ShapeDtypeStruct((theirs, width), jnp.float32)}}
+
+
+def _table(config: RunConfig, student: ArraysPlan, default: DType) -> ArraysPlan:
+    settings = settings_of(config)
+    strategy, dtype = settings.teacher_strategy or student.strategy, settings.teacher_dtype
+    shapes = _shapes(_decoder(config), settings)
+    return teacher_table(shapes, strategy, dtype or default, student)
+
+
+def _shapes(teacher: DecoderConfig, settings: DistillConfig) -> Tree:
+    """A teacher whose hidden states are compared needs no head."""
+    shapes = teacher.shapes()
+    if settings.loss is DistillLoss.HIDDEN:
+        shapes.pop("lm_head", None)
+    return shapes
+
+
+def _decoder(config: RunConfig) -> DecoderConfig:
+    try:
+        assert config.teacher is not None, "checked before"
+        return DecoderConfig.of(config_from_folder(config.teacher, "teacher"), "teacher")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} `fullshard distill cache` with backend: torch keeps its logits, from which "
+            "(distill.cache) backend: jax learns."
+        ) from error
+
+
+def _folder(config: RunConfig) -> Path:
+    assert config.teacher is not None, "checked before"
+    return Path(config.teacher.name_or_path or "")
+
+
+def _default_dtype() -> DType:
+    return DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16

@@ -1,0 +1,153 @@
+"""A run's checkpoints: what is saved when, and how a run goes on.
+
+[Note: data position]
+state.json holds {global_batch, samples_seen, epoch, seed}. Which samples a step sees depends on
+the global batch, the seed and the number of the step alone (see data/order.py), so "step" is the
+whole position: no sample is seen twice or left out, however many ranks go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fullshard import saving
+from fullshard.config.environment import read_launch_environment
+from fullshard.data.dataset import tokenizer_texts
+from fullshard.errors import ConfigError, PreemptedError
+from fullshard.launch.signals import Caught
+from fullshard.observe import watchdog
+from fullshard.run.folder import RunFolder
+from fullshard.run.loop import Patience
+from fullshard.run.resume import POSITION, Resume
+from fullshard.run.schedule import StepPlan
+from fullshard.saving import SaveSettings
+
+logger = logging.getLogger(__name__)
+
+SCALER, PATIENCE = "scaler", "patience"
+
+
+class Saved(Protocol):
+    """What checkpoints hold, on either engine."""
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """Further files of a checkpoint, beside the tokenizer's and config.yaml."""
+        ...
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Save it, and values beside it. A collective."""
+        ...
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Load the newest usable checkpoint; its values with "step", its place. A collective."""
+        ...
+
+
+class RunCheckpoints:
+    """Saves a run's checkpoints in the background; a Keeper of the loop.
+
+    Args:
+        folder: Folder of the run.
+        saved: What they hold; the tokenizer's files make it one that can be exported.
+        steps: When they are due.
+        limit: Complete ones to keep; None: all.
+        caught: Signals that tell this rank to save and end.
+        patience: With held-out losses; goes on with the run.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        saved: Saved,
+        steps: StepPlan,
+        limit: int | None,
+        caught: Caught,
+        patience: Patience,
+    ) -> None:
+        self._folder = folder
+        self._saved = saved
+        self._steps = steps
+        self._limit = limit
+        self._caught = caught
+        self._patience = patience
+        self._texts = {**tokenizer_texts(folder.data), **saved.texts}
+
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was told to save and end."""
+        return bool(self._caught.numbers)
+
+    def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
+        """Save where it is due; returns whether it was.
+
+        Raises:
+            CheckpointError: This save could not begin, or the one before failed.
+            PreemptedError: The run was asked to stop; it is saved unless it never saves.
+        """
+        saving.SAVES.check()
+        every = self._steps.save_every
+        due = every is not None and (stopping or last or step % every == 0)
+        if due:
+            watchdog.phase("saving", step)
+            self._save(step, wait=stopping or last)
+        if stopping:
+            way_out = (
+                "which is saved. Start it again to resume."
+                if every is not None
+                else "and saved nothing (save_strategy: no). It begins anew; leave save_strategy "
+                "out to be able to resume."
+            )
+            raise PreemptedError(
+                f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "
+                f"step {step}, {way_out}"
+            )
+        return due
+
+    def resume(self, resume: Resume) -> int:
+        """Load the newest usable checkpoint; returns the number of finished steps. A collective.
+
+        A run that left no checkpoint in its own folder has no path, and starts at the beginning.
+
+        Raises:
+            CheckpointError: None can be read, or it is of another model or optimizer.
+        """
+        if resume.path is None:
+            return 0
+        state, path = self._saved.load(resume.path)
+        # Losses of another run, perhaps of other data, say nothing here.
+        self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
+        launch = read_launch_environment()
+        if launch is None or launch.rank == 0:
+            logger.info("resumed after step %s from %s", state["step"], path)
+        return self._check_done(int(state["step"] or 0), path, resume)
+
+    def _check_done(self, done: int, path: Path, resume: Resume) -> int:
+        """The finished steps, of which there are fewer than the run shall have."""
+        num_steps = self._steps.num_steps
+        if done > num_steps or (done == num_steps and resume.required):
+            raise ConfigError(
+                f"training.max_steps: expected more than the {done} steps of {path}; got "
+                f"{num_steps}. Ask for more steps, or begin from an earlier checkpoint."
+            )
+        return done
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        texts = dict(self._texts)
+        if self._folder.config.is_file():
+            texts[self._folder.config.name] = self._folder.config.read_text(encoding="utf-8")
+        values = {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
+        settings = SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)
+        self._saved.save(self._folder.checkpoints, values, settings)
+
+    def _position(self, step: int) -> dict[str, Any]:
+        """See [Note: data position]."""
+        order = self._steps.order
+        return {
+            "global_batch": order.shape.global_batch,
+            "samples_seen": step * order.shape.global_batch,
+            "epoch": step / order.steps_per_epoch,
+            "seed": order.seed,
+        }

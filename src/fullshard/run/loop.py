@@ -1,0 +1,314 @@
+"""The training loop. One, for every recipe and on either engine.
+
+for step in steps:
+    batches = recipe.micro_batches(step)           data_s
+    trainee.update(step, batches, loop)            forward, backward, clip, update: the engine's
+    row = what the step was like, over all ranks   one small exchange
+    evaluate, save, where that is due
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Protocol
+
+from fullshard.config.values import GradReduction, GradSync
+from fullshard.errors import DivergedError
+from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
+from fullshard.recipes.base import Batch, Recipe, Team
+from fullshard.run.schedule import Schedule
+
+
+class Watcher(Protocol):
+    """Told of every step and evaluation, and of what the loop does now."""
+
+    def entered(self, phase: str, step: int) -> None: ...
+
+    def stepped(self, row: StepRow) -> None: ...
+
+    def evaluated(self, row: EvalRow) -> None: ...
+
+    def saved(self, row: SaveRow) -> None: ...
+
+    def misses_evaluation(self, step: int) -> bool:
+        """Whether this rank should have the held-out loss after a step, and has not."""
+        ...
+
+
+class Keeper(Protocol):
+    """Saves what is trained, where that is due."""
+
+    def asked_to_stop(self) -> bool:
+        """Whether somebody has told this rank to save and end."""
+        ...
+
+    def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
+        """After an update and what belongs to it; all ranks call it together.
+
+        Args:
+            step: The update.
+            stopping: Some rank was asked to stop.
+            last: None follows.
+
+        Returns:
+            Whether it was time to save.
+
+        Raises:
+            PreemptedError: Some rank was asked to stop; all is saved.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update was like on one rank.
+
+    Attributes:
+        total: Loss of this rank, summed over its label tokens.
+        num_tokens: Label tokens of all ranks.
+        grad_norm: Norm of the gradients, of all ranks.
+        memory: Bytes that the process has now, and the most that it had.
+        comm_s: Time in communication that the engine knows of.
+        is_skipped: Whether it was left out, since the gradients are not finite.
+    """
+
+    total: float
+    num_tokens: int
+    grad_norm: float
+    memory: tuple[int, int]
+    comm_s: float = 0.0
+    is_skipped: bool = False
+
+
+class Trainee(Protocol):
+    """What is trained, and what an engine adds to the loop."""
+
+    def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
+        """Forward and backward of this rank's micro-batches, and the update. A collective."""
+        ...
+
+    def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:
+        """Loss and number of label tokens, which add up over the ranks. A collective."""
+        ...
+
+    def evaluated(self, step: int) -> None:
+        """After an evaluation. A collective."""
+        ...
+
+
+class Patience:
+    """When a run ends before its last step: evaluations in a row that were not better.
+
+    Args:
+        evaluations: In a row, after which it is lost; None: never, and nothing is counted.
+        threshold: By how much a loss must be below the best one, in nats.
+    """
+
+    def __init__(self, evaluations: int | None = None, threshold: float = 0.0) -> None:
+        self._evaluations = evaluations
+        self._threshold = threshold
+        self._best = math.inf
+        self._waited = 0
+        self._step: int | None = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run should end."""
+        return self._evaluations is not None and self._waited >= self._evaluations
+
+    def lacks(self, step: int) -> bool:
+        """Whether the held-out loss after that step was never taken into account."""
+        return self._evaluations is not None and self._step is not None and self._step < step
+
+    def see(self, loss: float, step: int) -> None:
+        """Takes the held-out loss after a step into account; it is the same on every rank."""
+        self._step = step
+        if loss < self._best - self._threshold:
+            self._best, self._waited = loss, 0
+        elif self._evaluations is not None:
+            self._waited += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        best = self._best if math.isfinite(self._best) else None
+        return {"best": best, "waited": self._waited, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint of the same run, which may be older than this.
+
+        Where it does not say which evaluation was the last, none is lacking.
+        """
+        best = state.get("best")
+        self._best = math.inf if best is None else float(best)
+        self._waited = int(state.get("waited", 0))
+        step = state.get("step")
+        self._step = None if step is None else int(step)
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Numbers of the loop.
+
+    Attributes:
+        num_steps: Updates of the whole run.
+        eval_every: Steps between evaluations; 0: at the end alone.
+        max_grad_norm: Clip above this; 0: never.
+        schedule: The learning rate.
+        grad_sync: Which micro-batches reduce.
+        grad_reduction: What the engine makes of the ranks' gradients.
+        max_skipped_steps: Updates that may be left out since their gradient is not finite.
+        patience: Ends the run before its last step.
+    """
+
+    num_steps: int
+    eval_every: int
+    max_grad_norm: float
+    schedule: Schedule
+    grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
+    grad_reduction: GradReduction = GradReduction.MEAN
+    max_skipped_steps: int = 0
+    patience: Patience = field(default_factory=Patience)
+
+
+class Loop:
+    """Runs a recipe over a number of steps; without a keeper nothing is saved."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        recipe: Recipe,
+        settings: LoopSettings,
+        team: Team,
+        watcher: Watcher,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self.trainee = trainee
+        self.recipe = recipe
+        self.settings = settings
+        self.team = team
+        self.watcher = watcher
+        self.keeper = keeper
+        self._stopping = False
+
+    def run(self, done: int = 0) -> None:
+        """The steps after the first `done`, the evaluations between them and one after the last.
+
+        Raises:
+            DivergedError: A loss or a gradient norm is not finite; names the step.
+            PreemptedError: The run was asked to stop, and is saved.
+        """
+        num_steps, patience = self.settings.num_steps, self.settings.patience
+        due = done > 0 and self._evaluates_after(done)  # and it may have been stopped before it
+        # Or killed after it was made up for: the rows have it, but the checkpoint is older.
+        lacks = self.watcher.misses_evaluation(done) or patience.lacks(done)
+        if due and self._on_any_rank(lacks):
+            self.evaluate(done)
+            if self._stopping:  # it was left once more, and its step is saved
+                self._keep(done, stopping=True, last=False)
+        for step in range(done + 1, num_steps + 1):
+            if patience.is_lost:
+                return
+            self.watcher.stepped(self._step(step))
+            last = step == num_steps
+            if last or (self._evaluates_after(step) and not self._stopping):
+                self.evaluate(step)
+            last = last or patience.is_lost
+            began = time.perf_counter()
+            if self._keep(step, stopping=self._stopping and not last, last=last):
+                self.watcher.saved(SaveRow(step, time.perf_counter() - began))
+
+    def evaluate(self, step: int) -> None:
+        """Tells the held-out loss; without held-out data, or when the run stops, nothing happens.
+
+        Raises:
+            DivergedError: It is not finite.
+        """
+        loss = self.held_out_loss(step)
+        if loss is not None:
+            if not math.isfinite(loss):
+                raise DivergedError(diverged("held-out loss", loss, step))
+            self.settings.patience.see(loss, step)
+            self.watcher.evaluated(EvalRow(step, loss))
+        if not self._stopping:
+            self.trainee.evaluated(step)
+
+    def held_out_loss(self, step: int) -> float | None:
+        """In nats a token, the same on all ranks; None where nothing is held out."""
+        self.watcher.entered("evaluation", step)
+        batches = takewhile(lambda _: not self._stops_within(step), self.recipe.held_out())
+        here = self.trainee.totals(batches, self)
+        if self._stopping and step < self.settings.num_steps:
+            return None
+        totals, counts = zip(*self.team.exchange(here), strict=True)
+        return sum(totals) / sum(counts) if any(counts) else None
+
+    def _step(self, step: int) -> StepRow:
+        """One update and what it was like."""
+        self.watcher.entered("data loading", step)
+        began = time.perf_counter()
+        batches = self.recipe.micro_batches(step - 1)
+        data_s = time.perf_counter() - began
+        num_inputs = sum(batch["input_ids"].numel() for batch in batches)
+        self.watcher.entered("forward and backward", step)
+        update = self.trainee.update(step, batches, self)
+        elapsed_s = time.perf_counter() - began
+        self.watcher.entered("end of step", step)
+        here = [update.total, elapsed_s, data_s, update.comm_s, *update.memory, num_inputs]
+        parts = self.team.exchange([*here, self._asked_to_stop()])
+        totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
+        self._stopping = any(asked)
+        loss = sum(totals) / max(1, update.num_tokens)
+        if not math.isfinite(loss) and not update.is_skipped:
+            raise DivergedError(diverged("loss", loss, step))
+        step_time_s = max(elapsed)
+        data_s, comm_s = sum(data) / len(data), sum(comm) / len(comm)
+        return StepRow(
+            step=step,
+            epoch=step / self.recipe.steps_per_epoch,
+            loss=loss if math.isfinite(loss) else None,
+            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
+            learning_rate=self.settings.schedule.learning_rate(step - 1),
+            tokens_per_s=sum(inputs) / step_time_s,
+            samples_per_s=self.recipe.samples_per_step / step_time_s,
+            step_time_s=step_time_s,
+            data_s=data_s,
+            compute_s=max(0.0, step_time_s - data_s - comm_s),
+            comm_s=comm_s,
+            memory_bytes=int(max(memory)),
+            memory_peak_bytes=int(max(peak)),
+        )
+
+    def _evaluates_after(self, step: int) -> bool:
+        eval_every = self.settings.eval_every
+        return step == self.settings.num_steps or bool(eval_every and step % eval_every == 0)
+
+    def _stops_within(self, step: int) -> bool:
+        """Whether to leave an evaluation: it may last longer than the time there is to save.
+
+        All ranks call it together. The last step's evaluation is always finished.
+        """
+        self._stopping |= self._on_any_rank(self._asked_to_stop())
+        return self._stopping and step < self.settings.num_steps
+
+    def _on_any_rank(self, flag: float) -> bool:
+        """Whether it is not zero on some rank; all ranks call it together."""
+        return any(part[0] for part in self.team.exchange([flag]))
+
+    def _asked_to_stop(self) -> bool:
+        return self.keeper is not None and self.keeper.asked_to_stop()
+
+    def _keep(self, step: int, *, stopping: bool, last: bool) -> bool:
+        return self.keeper is not None and self.keeper.keep(step, stopping=stopping, last=last)
+
+
+def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:
+    """What DivergedError says."""
+    skipped = f" {num_skipped} such step(s) were skipped before." if num_skipped else ""
+    return (
+        f"{what} of step {step}: expected a finite number, got {value}.{skipped} "
+        "Lower training.learning_rate, raise training.warmup_steps, or set training.max_grad_norm."
+    )

@@ -1,0 +1,303 @@
+"""A session on torch's engine: the sharded model, its updates, its checkpoints, its export."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard import loading, saving
+from fullshard.config.schema import SftConfig
+from fullshard.config.values import DType, GradSync
+from fullshard.data.chat_rows import ChatDataset
+from fullshard.engine.engine import engine_of
+from fullshard.engine.stats import communication_seconds
+from fullshard.errors import DataError, DivergedError
+from fullshard.models.build import model_on_meta, weights_folder
+from fullshard.models.export import Adapters, save_model
+from fullshard.observe import watchdog
+from fullshard.observe.memory import memory_bytes
+from fullshard.planner.optimizers import states_of
+from fullshard.planner.plan import Plan
+from fullshard.recipes.base import (
+    IGNORED,
+    Batch,
+    RankTeam,
+    Recipe,
+    Team,
+    backward_scale,
+    num_label_tokens,
+)
+from fullshard.recipes.registry import RECIPES
+from fullshard.run.checkpoints import SCALER
+from fullshard.run.console import RunConsole, RunFacts, banner
+from fullshard.run.loop import Loop, Update, diverged
+from fullshard.run.optim import Average, LossScaler, build_optimizer
+from fullshard.run.outlook import View, answered, topology_of, view_of
+from fullshard.run.session import Session
+from fullshard.saving import SaveSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TorchTrainee:
+    """A sharded model, what updates it, and what is measured on it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    communication_seconds: Callable[[], float]
+    memory_bytes: Callable[[], tuple[int, int]]
+    scaler: LossScaler
+    average: Average | None = None
+    answers: Callable[[int], None] | None = None  # held-out prompts, after an evaluation
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])  # further files of checkpoints
+    _num_skipped: int = field(default=0, init=False)  # in this session
+    _last: Batch | None = field(default=None, init=False)  # stands in where other ranks have more
+
+    # ---- for the loop
+
+    def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
+        """Forward and backward of every micro-batch, reduced, clipped, applied."""
+        settings, comm_before = loop.settings, self.communication_seconds()
+        batches, num_tokens = self._even_out(batches, step, loop)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.schedule.learning_rate(step - 1)
+        total = self._accumulate(batches, num_tokens, loop)
+        loop.watcher.entered("optimizer", step)
+        self.scaler.unscale()
+        grad_norm = float(fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf))
+        is_finite = math.isfinite(grad_norm)
+        is_skipped = not is_finite and not self.scaler.enabled  # no scale mends a loss
+        if is_skipped:
+            self._skip(step, (total, num_tokens, grad_norm), loop)
+        else:
+            self.scaler.step(step)
+        if is_finite and self.average is not None:
+            self.average.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        comm_s = self.communication_seconds() - comm_before
+        memory = self.memory_bytes()
+        return Update(total, num_tokens, grad_norm, memory, comm_s, is_skipped)
+
+    def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:
+        """Loss and label tokens of held-out batches on this rank."""
+        total, count = 0.0, 0
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for batch in batches:
+                    batch_total, batch_count = loop.recipe.loss(self.model, batch)
+                    total, count = total + batch_total.item(), count + batch_count
+        finally:
+            self.model.train()
+        return total, count
+
+    def evaluated(self, step: int) -> None:
+        """Answers prompts, where there are any."""
+        if self.answers is not None:
+            self.answers(step)
+
+    def _skip(self, step: int, found: tuple[float, int, float], loop: Loop) -> None:
+        """Leave an update out, where that is still allowed.
+
+        Raises:
+            DivergedError: It is not.
+        """
+        self._num_skipped += 1
+        if self._num_skipped <= loop.settings.max_skipped_steps:
+            return
+        total, num_tokens, grad_norm = found
+        loss = sum(part[0] for part in loop.team.exchange([total])) / max(1, num_tokens)
+        what, value = ("gradient norm", grad_norm) if math.isfinite(loss) else ("loss", loss)
+        raise DivergedError(diverged(what, value, step, self._num_skipped - 1))
+
+    def _even_out(self, batches: list[Batch], step: int, loop: Loop) -> tuple[list[Batch], int]:
+        """As many micro-batches on every rank, and N of [Note: global token mean].
+
+        [Note: uneven batches]
+        A rank that has fewer micro-batches than another would leave it waiting in a collective. So
+        where recipes do not know the counts, ranks exchange them once a step with their label
+        tokens, and one that has fewer repeats its last batch with labels that count nothing.
+
+        Raises:
+            DataError: No rank has a batch, or this one never had.
+        """
+        if loop.recipe.tokens_per_step is not None:
+            return batches, loop.recipe.tokens_per_step
+        here = sum(num_label_tokens(batch["labels"]) for batch in batches)
+        parts = loop.team.exchange([here, len(batches)])
+        most = int(max(part[1] for part in parts))
+        self._last = batches[-1] if batches else self._last
+        if self._last is None or most == 0:
+            who = "this rank" if most else "all ranks"
+            raise DataError(
+                f"batches of step {step}: expected at least one; {who} has none. Give every rank "
+                "data for the first step at least, and no more steps than there are data for."
+            )
+        blank = {**self._last, "labels": torch.full_like(self._last["labels"], IGNORED)}
+        missing = most - len(batches)
+        return batches + [blank] * missing, int(sum(part[0] for part in parts))
+
+    def _accumulate(self, batches: list[Batch], num_tokens: int, loop: Loop) -> float:
+        """Forward and backward of every micro-batch; returns this rank's summed loss."""
+        settings = loop.settings
+        scale = backward_scale(num_tokens, loop.team.world_size, settings.grad_reduction)
+        totals: list[torch.Tensor] = []
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.ExitStack() as around:
+                if not last and settings.grad_sync is not GradSync.EVERY_MICRO_BATCH:
+                    outer_only = settings.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
+                    around.enter_context(fs.no_sync(self.model, outer_only=outer_only))
+                batch_total, _ = loop.recipe.loss(self.model, batch)
+                self.scaler.scale(batch_total * scale).backward()
+            totals.append(batch_total.detach())
+        return torch.stack(totals).sum(dtype=torch.float64).item()
+
+    # ---- for checkpoints
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Save model, optimizer and scaler. A collective."""
+        state = {**values, SCALER: self.scaler.state_dict()}
+        saving.save(folder, self.model, self.optimizer, state, settings)
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Load the newest usable checkpoint; its values and its place. A collective."""
+        engine = engine_of(self.model)
+        found = loading.choose(engine, path)
+        state = loading.load_found(found, self.model, self.optimizer)
+        self.scaler.load_state_dict(state.get(SCALER) or {})
+        if self.average is None and Average.forget(self.optimizer) and engine.rank == 0:
+            logger.info("the checkpoint's average of the weights is dropped: ema_decay is not set")
+        return state, found.path
+
+
+class TorchSide:
+    """A session's part on this engine: the model is built after the banner is shown."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @cached_property
+    def _view(self) -> View:
+        """The run as the planner sees it."""
+        config, session = self._session.config, self._session
+        bare = model_on_meta(config, session.model_config)
+        return view_of(config, bare, topology_of(config, session.seat.world_size))
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, running out of memory is answered with the plan."""
+        return answered(lambda: self._view)
+
+    @cached_property
+    def _shown_plan(self) -> Plan:
+        return Plan.from_json(self._session.folder.plan.read_text(encoding="utf-8"))
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Labelled lines of the banner."""
+        run = self._session
+        facts = (run.command, run.config, run.dataset.facts, run.steps)
+        return banner(RunFacts(*facts, self._shown_plan, run.seat.device.type))
+
+    def build(self, data: Recipe, console: RunConsole | None) -> tuple[TorchTrainee, Recipe, Team]:
+        """The sharded model and its optimizer, the recipe around its data, and the ranks."""
+        run, training = self._session, self._session.config.training
+        config, seat, folder = run.config, run.seat, run.folder.path
+        kind = RECIPES[run.command]
+        self._model, recipe = kind.build(config, run.model_config, data, seat, folder)
+        self._model.train()
+        if seat.is_first:
+            self._check_plan()
+        optimizer = build_optimizer(self._model, training)
+        fp16 = config.sharding.param_dtype is DType.FLOAT16
+        decay = training.ema_decay
+        self._average = None if decay is None else Average(optimizer, decay)
+        trainee = TorchTrainee(
+            self._model,
+            optimizer,
+            partial(communication_seconds, self._model),
+            partial(memory_bytes, seat.device),
+            LossScaler(optimizer, seat.device, enabled=fp16),
+            self._average,
+            partial(self._answer_prompts, console),
+        )
+        return trainee, recipe, RankTeam(engine_of(self._model).transport, seat)
+
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization of one token a second, where that is known."""
+        return self._view.utilization() if self._session.seat.device.type == "cuda" else None
+
+    def export(self, loop: Loop) -> float | None:
+        """Writes the model, and its average, of which it returns the held-out loss."""
+        folder = self._session.folder
+        self._export(folder.model, folder.adapter)
+        if self._average is not None:
+            with self._average.applied():
+                loss = loop.held_out_loss(self._session.steps.num_steps)
+                self._export(folder.model_ema, folder.adapter_ema)
+            return loss
+        if self._session.seat.is_first:  # what an earlier session left would be no average
+            for stale in (folder.model_ema, folder.adapter_ema):
+                shutil.rmtree(stale, ignore_errors=True)
+        return None
+
+    def _export(self, place: Path, adapter: Path) -> None:
+        """Writes what can be opened anywhere, adapters alone too; all ranks call it."""
+        run = self._session
+        adapters = Adapters.of(run.config, weights_folder(run.config), adapter)
+        save_model(self._model, run.model_config, run.dataset.tokenizer, place, adapters)
+
+    def _check_plan(self) -> None:
+        """Says so where the engine runs another plan than the one that was shown; records it."""
+        states = states_of(self._session.config.training)
+        found, shown = engine_of(self._model).plan.trained_by(states), self._shown_plan
+        if found == shown:
+            return
+        self._session.folder.plan.write_text(found.to_json(), encoding="utf-8")
+        why = f", transport {found.transport}" if found.transport is not shown.transport else ""
+        logger.warning("the engine's plan is another than the one above%s; see plan.json", why)
+
+    def _answer_prompts(self, console: RunConsole | None, step: int) -> None:
+        """Answer held-out prompts, and show it."""
+        data = self._session.dataset
+        if not isinstance(data, ChatDataset):
+            return
+        most = (self._session.config.sft or SftConfig()).sample_tokens
+        end = data.tokenizer.eos_token_id
+        watchdog.phase("sampling", step)
+        for prompt in data.samples:
+            room = max(0, min(most, data.facts.sequence_length - len(prompt)))
+            ids = _answer(self._model, prompt, room, end if isinstance(end, int) else None)
+            if console is not None:
+                decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+                console.print_sample(step, str(decode(prompt)), str(decode(ids)))
+
+
+@torch.no_grad()
+def _answer(model: nn.Module, prompt: Sequence[int], most: int, end: int | None) -> list[int]:
+    """The most likely tokens after a prompt, up to `end` or `most` of them. A collective.
+
+    Every rank sees the same tokens, so all of them stop together; no cache of keys.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.buffers(), torch.empty(0)).device
+    ids = torch.tensor([list(prompt)], device=device)
+    for _ in range(most):
+        logits = model(input_ids=ids, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        if int(ids[0, -1]) == end:
+            break
+    model.train(was_training)
+    return ids[0, len(prompt) :].tolist()

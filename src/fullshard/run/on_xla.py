@@ -1,0 +1,366 @@
+"""A session on XLA, where an update is one program: its arrays, steps, checkpoints, export."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax.experimental import multihost_utils
+from optax import GradientTransformation
+
+from fullshard.config.environment import read_launch_environment
+from fullshard.config.values import DType, Optimizer
+from fullshard.data.chat_rows import ChatDataset
+from fullshard.errors import DivergedError
+from fullshard.launch import rendezvous
+from fullshard.models.build import build_model, model_on_meta, trainable, weights_folder
+from fullshard.models.export import write_folder
+from fullshard.models.lora import first_values
+from fullshard.observe.memory import memory_bytes
+from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.text import human_bytes
+from fullshard.recipes.base import IGNORED, Batch, Recipe, Team
+from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
+from fullshard.recipes.registry import RECIPES
+from fullshard.run.checkpoints import SCALER
+from fullshard.run.console import DataFacts, RunConsole
+from fullshard.run.loop import Loop, Update, diverged
+from fullshard.run.optim import build_optimizer
+from fullshard.run.schedule import Schedule, schedule_of
+from fullshard.run.session import Session
+from fullshard.saving import SaveSettings
+from fullshard.xla import optim, processes
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
+from fullshard.xla.distill import PROJECTION, Decoder
+from fullshard.xla.plan import Tree, XlaPlan, plan
+from fullshard.xla.step import (
+    State,
+    Step,
+    eval_step,
+    train_step,
+    trained,
+    whole_array,
+    with_optimizer,
+)
+from fullshard.xla_state import read, write
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR = "fullshard/jax"  # under which the launcher's store has its address
+KEYS = ("input_ids", "labels", "position_ids", TOP_VALUES, TOP_IDS)
+
+
+@dataclass
+class XlaTrainee:
+    """What is trained, and the programs that do it.
+
+    Attributes:
+        plan: Plan of the state.
+        tx: The optimizer.
+        schedule: Schedule of the learning rate, which a checkpoint's groups show.
+        step: An update.
+        sums: (state, batch) -> summed loss and label tokens, over all ranks.
+        beside: Checkpoints: groups of torch's optimizer by parameters' names, tied names.
+        texts: Further files of checkpoints.
+        with_logits: A training batch with what else a step needs of it.
+        row_length: Tokens that rows are filled up to; None: they are alike.
+        state: Parameters and optimizer; each step uses it up and makes the next.
+    """
+
+    plan: XlaPlan
+    tx: GradientTransformation
+    schedule: Schedule
+    step: Step
+    sums: Callable[[State, Any], tuple[Any, Any]]
+    beside: write.Beside
+    texts: Mapping[str, str]
+    with_logits: Callable[[Batch], Batch]
+    row_length: int | None
+    state: State = field(init=False)
+
+    # ---- for the loop
+
+    def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:  # noqa: ARG002
+        """One program, whose loss and norm are those of all ranks."""
+        arrays = _arrays([self.with_logits(_filled(b, self.row_length)) for b in batches])
+        self.state, found = self.step(
+            self.state, arrays, learning_rate=self.schedule.learning_rate(step - 1)
+        )
+        loss, norm = float(found["loss"]), float(found["grad_norm"])
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise DivergedError(diverged(what, value, step))
+        memory = memory_bytes(torch.device("cpu"))
+        return Update(loss if jax.process_index() == 0 else 0.0, 1, norm, memory)
+
+    def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
+        """Sums over all ranks, which the first rank reports."""
+        filled = (_arrays([_filled(batch, self.row_length)]) for batch in batches)
+        sums = [self.sums(self.state, arrays) for arrays in filled]
+        if jax.process_index() != 0:
+            return 0.0, 0.0
+        return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
+
+    def evaluated(self, step: int) -> None:
+        """Prompts are not answered."""
+
+    # ---- for checkpoints
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Save the state. A collective."""
+        rate = self.schedule.learning_rate((settings.step or 1) - 1)
+        groups = [{**group, "lr": rate} for group in self.beside.groups]
+        beside = replace(self.beside, groups=groups, values={**values, SCALER: {}})
+        write.save(folder, self.state, settings, beside)
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Load the newest usable checkpoint. A collective."""
+        self.state, beside = read.load(self.plan, path, self.tx)
+        return {**beside.values, "step": int(self.state.step)}, path
+
+
+class ProcessTeam:
+    """Exchanges numbers between jax's processes."""
+
+    @property
+    def world_size(self) -> int:
+        return jax.process_count()
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values, in rank order; all ranks call it together."""
+        words = np.array(values, np.float64).view(np.uint32)  # jax would round them to float32
+        found = np.atleast_2d(multihost_utils.process_allgather(words))
+        return np.ascontiguousarray(found).view(np.float64).tolist()
+
+
+class XlaSide:
+    """A session's part on this engine: the plan is made first, arrays after the banner."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._join()
+        config, model_config = session.config, session.model_config
+        self._decoder = decoder = DecoderConfig.of(model_config)
+        kind = RECIPES[session.command]
+        shapes = {**decoder.shapes(), **kind.xla_shapes(config, decoder.hidden_size)}
+        self._plan = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
+        self._teaching = kind.on_xla(config, Decoder(decoder, self._plan))
+        processes.connect(self._plan.mesh)
+
+    def explained(self) -> contextlib.AbstractContextManager[None]:
+        """The compiler lays out memory: there is nothing to explain."""
+        return contextlib.nullcontext()
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Labelled lines of the banner."""
+        run, table = self._session, self._plan.table
+        facts = DataFacts(run.command, run.config, run.dataset.facts, run.steps)
+        mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
+        moved = ", ".join(
+            f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
+            for kind, c in table.collectives(num_micro_batches).items()
+            if c.count
+        )
+        rows = ", ".join(f"{row.name} {human_bytes(row.num_bytes)}" for row in table.memory)
+        device = jax.devices()[0].platform
+        lines = [
+            ("model", f"{table.num_parameters:,} parameters, {facts.weights()}"),
+            (
+                "mesh",
+                f"{mesh.world_size} device(s) of jax on {device}: replicate {mesh.replicate} x "
+                f"shard {mesh.shard}, {table.strategy}",
+            ),
+            ("plan", f"{table.num_units} units; a step: {moved or 'no collectives'}"),
+            ("state", f"{human_bytes(table.peak_bytes['device'])} a device: {rows}"),
+        ]
+        if self._teaching is not None:
+            lines += self._teaching.lines(num_micro_batches)
+        return [*lines, *facts.lines()]
+
+    def build(self, data: Recipe, console: RunConsole | None) -> tuple[XlaTrainee, Recipe, Team]:
+        """The state and its programs, the data, and the ranks."""
+        run, teaching = self._session, self._teaching
+        if console is not None and isinstance(run.dataset, ChatDataset) and run.dataset.samples:
+            logger.info("held-out prompts are not answered with backend: jax")
+        groups, tx = self._optimizer()
+        loss = told = loss_fn(self._decoder, self._plan)
+        if teaching is not None:
+            loss, told = teaching.loss, teaching.told
+        step = train_step(
+            self._plan,
+            loss,
+            tx,
+            max_grad_norm=run.config.training.max_grad_norm or None,
+            num_micro_batches=run.steps.order.shape.accumulation,
+            given=teaching.given() if teaching is not None else None,
+        )
+        tied = {HEAD: EMBEDDING} if self._decoder.tie_word_embeddings else {}
+        self._trainee = trainee = XlaTrainee(
+            self._plan,
+            tx,
+            schedule_of(run.config.training, run.steps),
+            step,
+            eval_step(self._plan, told),
+            write.Beside(groups, tied=tied),
+            {"config.json": run.model_config.to_json_string()},
+            teaching.beside if teaching is not None else lambda batch: batch,
+            getattr(data, "row_length", None),
+        )
+        if run.resume.path is None:
+            trainee.state = self._initial(tx)
+        return trainee, data, ProcessTeam()
+
+    def utilization(self) -> float | None:
+        """Not known here."""
+        return None
+
+    def export(self, loop: Loop) -> None:  # noqa: ARG002
+        """Writes the model."""
+        run = self._session
+        weights = torch_weights(self._trainee.state)
+        weights.pop(f"{PROJECTION}.weight", None)  # it is no part of the model
+        processes.leave()
+        if run.seat.is_first:
+            write_folder(weights, run.model_config, run.dataset.tokenizer, run.folder.model)
+
+    def _join(self) -> None:
+        """Meet the other ranks in jax."""
+        seat, launch = self._session.seat, read_launch_environment()
+        host = launch.master_addr if launch else None
+        address = partial(rendezvous.free_address, host)
+        wide = self._session.config.sharding.master_dtype is DType.FLOAT64
+        published = partial(rendezvous.published, COORDINATOR, address)
+        processes.join(seat.rank, seat.world_size, published, wide=wide)
+
+    def _optimizer(self) -> tuple[list[dict[str, Any]], GradientTransformation]:
+        """Groups of torch's optimizer and XLA's; torch's model on meta says which weights decay."""
+        run, training, placed = self._session, self._session.config.training, self._plan
+        shell = model_on_meta(run.config, run.model_config)
+        run.model_config.architectures = [type(shell).__name__]
+        names = {id(param): name for name, param in shell.named_parameters()}
+        groups = [
+            {**group, "params": [names[id(param)] for param in group["params"]]}
+            for group in build_optimizer(shell, training).param_groups
+        ]
+        if training.optim is Optimizer.SGD:
+            return groups, optim.sgd()
+        decays = {name: group["weight_decay"] for group in groups for name in group["params"]}
+        decay = trained(placed, placed.map(lambda array: decays.get(array.names()[0], 0.0)))
+        betas = (training.adam_beta1, training.adam_beta2)
+        return groups, optim.adamw(betas, training.adam_epsilon, decay)
+
+    def _initial(self, tx: GradientTransformation) -> State:
+        """Weights of a folder, each process the bytes of its devices; or those that torch draws.
+
+        The latter are drawn whole in every process, and kept in part, so that a run begins with the
+        numbers that it begins with on torch.
+        """
+        config, placed = self._session.config, self._plan
+        folder, seed = weights_folder(config), config.training.seed
+        if folder is None:
+            dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
+            model = build_model(self._session.model_config, None, dtype, seed)
+            torch.manual_seed(seed)  # as on torch: what is added has numbers of its own
+            return state_of(placed, trainable(model, config).state_dict(), tx)
+        if PROJECTION not in placed.shardings:
+            return read.load(placed, folder, tx)[0]
+        bare = plan(self._decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
+        name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
+        values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
+        return state_beside(placed, read.load(bare, folder)[0].params, {name: values}, tx)
+
+
+def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+    """This rank's samples; micro-batches, where there are several, on an axis before."""
+    stacked = {
+        key: np.stack([_narrow(batch[key].numpy()) for batch in batches])
+        for key in KEYS
+        if key in batches[0]
+    }
+    return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """Tokens as int32."""
+    return values.astype(np.int32) if values.dtype.kind == "i" else values
+
+
+def _filled(batch: Batch, length: int | None) -> Batch:
+    """Rows of one length, as if the batch's longest were as long: see [Note: documents].
+
+    Another length would be another program.
+    """
+    if length is None:
+        return batch
+    ids = batch["input_ids"]
+    num_rows, here = ids.shape
+    more, places = length - here, torch.arange(length)
+    first = places[:here].expand(num_rows, here)
+    own = batch.get("position_ids", first)
+    # What fills begins anew in each row, and is learned by nobody.
+    filled = torch.cat([own, places[:more].expand(num_rows, more)], 1)
+    return batch | {
+        "input_ids": F.pad(ids, (0, more)),
+        "labels": F.pad(batch["labels"], (0, more), value=IGNORED),
+        "position_ids": filled,
+    }
+
+
+def state_of(
+    plan: XlaPlan, weights: Mapping[str, torch.Tensor], tx: GradientTransformation
+) -> State:
+    """A state with a fresh optimizer; each process keeps the part that its devices hold.
+
+    Args:
+        plan: Plan of the model.
+        weights: Whole, by name, in the master dtype.
+        tx: The optimizer.
+    """
+
+    def place(array: ArrayPlan, sharding: Any) -> jax.Array:
+        return _placed(array, sharding, weights)
+
+    return with_optimizer(plan, plan.with_arrays(place, plan.shardings), tx)
+
+
+def state_beside(
+    plan: XlaPlan, read: Tree, weights: Mapping[str, torch.Tensor], tx: GradientTransformation
+) -> State:
+    """The same of arrays that lie already, `read`, a tree by names; the others are placed."""
+    leaves = jax.tree.leaves_with_path(read)
+    there = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
+
+    def place(array: ArrayPlan, sharding: Any) -> jax.Array:
+        found = there.get(array.name)
+        return _placed(array, sharding, weights) if found is None else found
+
+    return with_optimizer(plan, plan.with_arrays(place, plan.shardings), tx)
+
+
+def _placed(array: ArrayPlan, sharding: Any, weights: Mapping[str, torch.Tensor]) -> jax.Array:
+    tensors = [weights[name].numpy() for name in array.names()]
+    whole = np.stack(tensors) if array.block else tensors[0]
+    pairs = zip(array.stored_shape, whole.shape, strict=True)
+    whole = np.pad(whole, [(0, to - here) for to, here in pairs])
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def torch_weights(state: State) -> dict[str, torch.Tensor]:
+    """All weights by name, whole. A collective."""
+    found: dict[str, torch.Tensor] = {}
+    for array, leaf in zip(state.plan.table.arrays, jax.tree.leaves(state.params), strict=True):
+        whole = np.array(whole_array(array, leaf), copy=True)
+        layers = whole if array.block else [whole]
+        for name, values in zip(array.names(), layers, strict=True):
+            found[name] = torch.from_numpy(values)
+    return found

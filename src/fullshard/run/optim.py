@@ -1,0 +1,248 @@
+"""What updates the weights: optimizers by names of Hugging Face, their average, fp16 scaling."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.checkpoint.format import AVERAGE
+from fullshard.config.schema import TrainingConfig
+from fullshard.config.values import Optimizer
+from fullshard.errors import ConfigError, DivergedError
+from fullshard.planner.optimizers import takes_muon
+
+# Hugging Face's Trainer leaves these names, and every LayerNorm, without weight decay.
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+Groups = list[dict[str, Any]]
+
+
+def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
+    """An elementwise optimizer over the trainable parameters.
+
+    Args:
+        model: Sharded or not: its parameters are what the optimizer keeps state for.
+        training: Kind and numbers, by names of TrainingArguments.
+    """
+    groups = parameter_groups(model, training.weight_decay)
+    rate = training.learning_rate
+    betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
+    adamw = partial(torch.optim.AdamW, lr=rate, betas=betas, eps=eps, fused=True)
+    match training.optim:
+        case Optimizer.SGD:
+            return torch.optim.SGD(groups, lr=rate)
+        case Optimizer.ADAMW_TORCH | Optimizer.ADAMW_TORCH_FUSED:
+            return adamw(groups)
+        case Optimizer.MUON:
+            matrices, others = _split(model, groups)
+            muon = partial(torch.optim.Muon, lr=rate, adjust_lr_fn="match_rms_adamw")
+            return fs.owned(model, muon, matrices, beside=adamw(others) if others else None)
+        case Optimizer.ADAFACTOR:  # as Hugging Face's Trainer calls it
+            from transformers.optimization import Adafactor
+
+            rigid = {"scale_parameter": False, "relative_step": False}
+            return fs.owned(model, partial(Adafactor, lr=rate, **rigid), groups)
+        case Optimizer.ADAMW_BNB_8BIT:
+            library = importlib.import_module("bitsandbytes.optim")
+            return fs.owned(
+                model, partial(library.AdamW8bit, lr=rate, betas=betas, eps=eps), groups
+            )
+
+
+# As checkpoints name what `build_optimizer` makes.
+KINDS = {
+    Optimizer.SGD: "SGD",
+    Optimizer.ADAMW_TORCH: "AdamW",
+    Optimizer.ADAMW_TORCH_FUSED: "AdamW",
+    Optimizer.MUON: "owned Muon, AdamW",
+    Optimizer.ADAFACTOR: "owned Adafactor",
+    Optimizer.ADAMW_BNB_8BIT: "owned AdamW8bit",
+}
+
+
+def check_optimizer(kind: Optimizer) -> None:
+    """Whether what a run's optimizer is made of is there.
+
+    Raises:
+        ConfigError: It is not; says what to install.
+    """
+    got = ""
+    if kind is Optimizer.ADAMW_BNB_8BIT and importlib.util.find_spec("bitsandbytes") is None:
+        got = "bitsandbytes, which is not installed. Run pip install 'fullshard[bnb]'"
+    if kind is Optimizer.MUON and not hasattr(torch.optim, "Muon"):
+        got = f"torch 2.9 or newer; this is {torch.__version__}. Install a newer one"
+    if got:
+        raise ConfigError(f"training.optim: {kind} needs {got}, or use adamw_torch.")
+
+
+def _split(model: nn.Module, groups: Groups) -> tuple[Groups, Groups]:
+    """The same groups of what Muon trains, and of all else.
+
+    Raises:
+        ConfigError: There is nothing for it.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    found: tuple[Groups, Groups] = ([], [])
+    for group in groups:
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for param in group["params"]:
+            parts[not takes_muon(names[id(param)], tuple(param.shape))].append(param)
+        for into, params in zip(found, parts, strict=True):
+            into += [{**group, "params": params}] * bool(params)
+    if not found[0]:
+        raise ConfigError(
+            f"training.optim: muon expects matrices in numbered blocks; {type(model).__name__} has "
+            "none that are trained. Use adamw_torch."
+        )
+    return found
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
+    """Two groups: with and without weight decay; empty ones are left out."""
+    without = _names_without_decay(model)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = (
+        {"params": [p for name, p in trainable if name not in without], "decay": weight_decay},
+        {"params": [p for name, p in trainable if name in without], "decay": 0.0},
+    )
+    return [
+        {"params": group["params"], "weight_decay": group["decay"]}
+        for group in groups
+        if group["params"]
+    ]
+
+
+def _names_without_decay(model: nn.Module) -> set[str]:
+    names = {name for name, _ in model.named_parameters() if NO_DECAY.search(name.lower())}
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            names.update(f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False))
+    return names
+
+
+class Average:
+    """An exponential moving average of what an optimizer trains.
+
+    It is part of the optimizer's state, under its own name beside the moments, and is therefore
+    sharded, saved, resharded and loaded as they are.
+
+    Args:
+        optimizer: Optimizer of the sharded model.
+        decay: Weight of the past in [0, 1).
+
+    References:
+        Polyak and Juditsky, Acceleration of stochastic approximation by averaging, 1992; with
+        constant decay as in Tarvainen and Valpola, https://arxiv.org/abs/1703.01780.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self._optimizer = optimizer
+        self._decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an update of the weights, while they have their gradients.
+
+        A weight's average begins with its first update. Before that the optimizer has no state of
+        it, and must find none: it makes its own where there is nothing.
+        """
+        for param, state in self._states():
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(param, 1.0 - self._decay)
+            elif param.grad is not None:
+                state[AVERAGE] = torch.zeros_like(param).copy_(param)  # lives where states do
+
+    @contextmanager
+    def applied(self) -> Generator[None]:
+        """The average in place of the weights, for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for param, state in self._states():
+            if AVERAGE in state:
+                kept = param.detach().clone()
+                param.copy_(state[AVERAGE])
+                state[AVERAGE].copy_(kept)
+
+    @staticmethod
+    def forget(optimizer: torch.optim.Optimizer) -> bool:
+        """Drops what a checkpoint has of an average that this run does not keep."""
+        found = [state.pop(AVERAGE, None) is not None for state in optimizer.state.values()]
+        return any(found)
+
+    def _states(self) -> Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                yield param, self._optimizer.state[param]
+
+
+SMALLEST = 2.0**-14  # of the factor: what overflows even then is no matter of range
+
+
+class LossScaler:
+    """Scales losses of fp16 compute by torch's scaler; steps unless a gradient overflowed.
+
+    fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
+    after it. An infinity on one rank is every rank's (the guard of the gradients shares it), so all
+    ranks skip the same step and halve the factor together.
+
+    Args:
+        optimizer: Optimizer of the sharded model.
+        device: That computes.
+        enabled: False leaves everything as it is.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, *, enabled: bool
+    ) -> None:
+        self._optimizer = optimizer
+        self._scaler = torch.amp.GradScaler(device.type, enabled=enabled)
+        self.enabled = enabled
+
+    def state_dict(self) -> dict[str, float]:
+        """The factor and how long it has held; empty where nothing is scaled."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on with a saved factor."""
+        if self.enabled and state:
+            self._scaler.load_state_dict(state)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that backward is called on."""
+        return self._scaler.scale(loss)
+
+    def unscale(self) -> None:
+        """Give the gradients their own size. A collective."""
+        if self.enabled:
+            self._scaler.unscale_(self._optimizer)
+
+    def step(self, number: int) -> None:
+        """Update the parameters, unless a gradient overflowed on some rank.
+
+        Raises:
+            DivergedError: Gradients overflow whatever the factor is.
+        """
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        if self.enabled and self._scaler.get_scale() < SMALLEST:
+            raise DivergedError(
+                f"gradients of step {number}: expected finite numbers at some loss scale; got "
+                f"none down to {self._scaler.get_scale():g}. Lower training.learning_rate, or use "
+                "sharding.param_dtype: bf16."
+            )

@@ -1,0 +1,280 @@
+"""From a configuration to running ranks.
+
+    resolve world size -> check everything -> make the folder -> start local ranks, or be one
+
+Nothing is written before all checks have passed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fullshard.checkpoint.retain import newest_complete
+from fullshard.config.environment import LaunchEnvironment
+from fullshard.config.load import Resolved
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import Command, DType
+from fullshard.errors import ConfigError, DataError, WillNotFitError
+from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.machine import configured_topology
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+from fullshard.launch.supervise import LaunchResult
+from fullshard.loading import check_loads
+from fullshard.models.build import check_weights, model_on_meta
+from fullshard.observe.report import write_report
+from fullshard.outlook.memory import checkpoint_bytes
+from fullshard.planner.plan import Plan
+from fullshard.planner.spec import ITEMSIZE
+from fullshard.planner.text import human_bytes
+from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
+from fullshard.run.optim import KINDS
+from fullshard.run.outlook import View, foresee, leaves_something, topology_of
+from fullshard.run.prepare import Prepared, prepare, with_fitting_length
+from fullshard.run.result import planned
+from fullshard.run.resume import Resume, check_same, find_resume, goes_on, own_resume
+from fullshard.run.schedule import StepPlan
+
+if TYPE_CHECKING:
+    from fullshard.run.xla_outlook import XlaOutlook
+
+logger = logging.getLogger(__name__)
+
+RANK_MODULE = "fullshard.run.rank"
+# What a restart would only meet again, or what somebody asked for.
+FINAL = (
+    ExitCode.CONFIG,
+    ExitCode.WILL_NOT_FIT,
+    ExitCode.DATA,
+    ExitCode.DIVERGED,
+    ExitCode.PREEMPTED,
+    ExitCode.INTERRUPTED,
+)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run that nothing is known to be wrong with.
+
+    Attributes:
+        resolved: The configuration.
+        prepared: Data, model configuration, counts of steps.
+        view: What the engine will run, and what it takes.
+        output_dir: Where it will be written.
+        resume: What it goes on from.
+    """
+
+    resolved: Resolved
+    prepared: Prepared
+    view: View | XlaOutlook
+    output_dir: Path
+    resume: Resume
+
+
+def output_dir_of(resolved: Resolved, command: Command) -> Path:
+    """The run's folder."""
+    return Path(resolved.config.training.output_dir or f"runs/{command}")
+
+
+def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
+    """How many ranks a run has.
+
+    Raises:
+        ConfigError: The configuration and the launcher around us disagree.
+    """
+    asked = resolved.config.launch.num_processes
+    if launch is None:
+        return configured_topology(resolved.config.launch).world_size
+    if (
+        asked is not None
+        and asked != launch.world_size
+        and resolved.is_chosen("launch.num_processes")
+    ):
+        raise ConfigError(
+            f"launch.num_processes: expected {launch.world_size}, the number of processes that "
+            f"{launch.launcher} started, got {asked}. Leave it out."
+        )
+    return launch.world_size
+
+
+def check(
+    resolved: Resolved, world_size: int, command: Command, asked: str | None = None
+) -> CheckedRun:
+    """Everything that can be found wrong before a rank starts.
+
+    Args:
+        resolved: The configuration.
+        world_size: All ranks.
+        command: Which recipe it is for.
+        asked: `--resume`: auto, never or a path; None: `training.resume_from_checkpoint`, or auto.
+
+    Raises:
+        ConfigError: With the line of the file where there is one.
+        DataError: The same for the data.
+        CheckpointError: What shall be gone on from is not there.
+        WillNotFitError: It needs more memory or disk than there is.
+    """
+    output_dir = output_dir_of(resolved, command)
+    try:
+        check_output_dir(output_dir)
+        resolved = with_fitting_length(resolved)
+        training = resolved.config.training
+        resume = find_resume(asked or training.resume_from_checkpoint or "auto", output_dir)
+        view = foresee(resolved.config, topology_of(resolved.config, world_size))
+        if leaves_something(resolved.config):
+            resolved = replace(resolved, config=view.config)
+            _say_chosen(view.config)
+        _check_memory(view)
+        check_weights(view.config)
+        prepared = prepare(view.config, command, world_size, resume.global_batch)
+        if resume.in_place and not goes_on(resume, output_dir, prepared.steps.num_steps):
+            resume = Resume()
+            prepared = prepared.with_batch(world_size, None)
+        if resume.in_place and resume.path is not None:
+            check_same(resolved, output_dir, resume.path, prepared.dataset.facts)
+        if resume.path is not None and isinstance(view, View):
+            model = model_on_meta(view.config, prepared.model_config)
+            kind = KINDS[view.config.training.optim]
+            check_loads(newest_complete(resume.path), model, kind)
+        _check_disk(view, prepared.steps, output_dir)
+        return CheckedRun(resolved, prepared, view, output_dir, resume)
+    except ConfigError as error:
+        raise resolved.located(error) from error
+    except DataError as error:
+        raise DataError(str(resolved.located(ConfigError(str(error))))) from error
+
+
+@contextmanager
+def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFolder, Path | None]]:
+    """Makes the run's folder with all that ranks read, and holds its lock inside the block.
+
+    Yields:
+        The folder, and where an older run went.
+    """
+    with begin(checked.output_dir, command, goes_on=checked.resume.in_place) as (folder, moved):
+        resume = checked.resume.moved(checked.output_dir, moved)
+        folder.update_record(resume=resume.as_json())
+        write_whole(folder.config, checked.resolved.to_yaml())
+        write_whole(folder.plan, checked.view.plan.to_json())
+        folder.update_record(planned=planned(checked.view, checked.prepared.steps))
+        aside = folder.path / ".data.new"
+        shutil.rmtree(aside, ignore_errors=True)  # what a killed start left
+        checked.prepared.dataset.save(aside)
+        shutil.rmtree(folder.data, ignore_errors=True)
+        aside.rename(folder.data)
+        yield folder, moved
+
+
+def record_refusal(error: WillNotFitError, output_dir: Path, command: Command) -> None:
+    """Leaves the plan of a run that was refused; an older run in its folder stays as it is."""
+    if error.planned is None or (output_dir.is_dir() and any(output_dir.iterdir())):
+        return
+    with begin(output_dir, command) as (folder, _):
+        folder.update_record(planned=error.planned)
+        folder.fail("WillNotFitError", str(error), error.exit_code)
+
+
+def _say_chosen(config: RunConfig) -> None:
+    training = config.training
+    logger.info(
+        "auto is strategy %s, per_device_train_batch_size %d, gradient_accumulation_steps %d here",
+        config.sharding.strategy,
+        training.per_device_train_batch_size,
+        training.gradient_accumulation_steps,
+    )
+
+
+def _check_memory(view: View | XlaOutlook) -> None:
+    """Raises WillNotFitError, with the plan and advice, where a phase of the run cannot fit."""
+    lack = view.lack()
+    if lack is None:
+        return
+    rows, advice = view.rows, list[str]()
+    if isinstance(view, View):
+        advice = [one.sentence(view.outlook) for one in view.study().advice]
+    error = WillNotFitError(lack.refusal(rows, advice))
+    error.planned = planned(view)
+    raise error
+
+
+def _check_disk(view: View | XlaOutlook, steps: StepPlan, output_dir: Path) -> None:
+    """Raises WillNotFitError where the disk has no room for the run's checkpoints and its model.
+
+    Checkpoints that an earlier session left make room as new ones replace them.
+    """
+    plan, training = view.plan, view.config.training
+    element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
+    exported = plan.num_parameters * element * (2 if training.ema_decay is not None else 1)
+    saves = -(-steps.num_steps // steps.save_every) if steps.save_every else 0
+    kept = min(saves, (training.save_total_limit or saves) + 1)  # one more while it is written
+    size = checkpoint_bytes(plan) if isinstance(plan, Plan) else plan.checkpoint_bytes
+    needed = exported + kept * size
+    place = output_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    disk = shutil.disk_usage(place)
+    old = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
+    if disk.total == 0 or needed <= disk.free + old:  # a file system that does not tell
+        return
+    error = WillNotFitError(
+        f"training.output_dir: expected {human_bytes(needed)} of disk for {kept} checkpoint(s) of "
+        f"{human_bytes(size)} and the model ({human_bytes(exported)}); got "
+        f"{human_bytes(disk.free)} free in '{place}'. Lower save_total_limit, raise save_steps, "
+        "set save_strategy: no, or name another output_dir."
+    )
+    error.planned = planned(view, steps)
+    raise error
+
+
+def start_ranks(
+    folder: RunFolder, world_size: int, stuck_s: float, max_restarts: int = 0
+) -> tuple[LocalLaunch, LaunchResult]:
+    """Runs the ranks of a prepared run on this machine until they end.
+
+    After a failure that another try may not meet they are started again, up to `max_restarts`
+    times, and go on from the newest checkpoint.
+    """
+    arguments = (str(folder.path),)
+    first = LocalLaunch(RANK_MODULE, arguments, world_size, folder.logs, stuck_s=stuck_s)
+    launch, result = first, launch_local_ranks(first)
+    while result.exit_code != ExitCode.OK:
+        _record_failure(folder, result)
+        if result.exit_code in FINAL or launch.attempt == max_restarts:
+            break
+        cause = result.failure.message.splitlines()[0] if result.failure else "stopped"
+        launch = replace(launch, attempt=launch.attempt + 1)
+        logger.warning("restart %d of %d after: %s", launch.attempt, max_restarts, cause)
+        _restart(folder)
+        result = launch_local_ranks(launch)
+    return launch, result
+
+
+def _restart(folder: RunFolder) -> None:
+    """Let the ranks find what to go on from."""
+    resume = own_resume(folder)
+    folder.update_record(
+        status=RunStatus.PREPARING, exit_code=None, error=None, ended=None, resume=resume.as_json()
+    )
+
+
+def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
+    """What the launcher knows goes before what a rank wrote: it has seen all of them end."""
+    cause = result.failure
+    if cause is None:
+        folder.fail("Interrupted", "stopped by a signal", result.exit_code, final=True)
+    else:
+        folder.fail(cause.type, cause.message, result.exit_code, cause.rank, final=True)
+    write_report_of_failure(folder)
+
+
+def write_report_of_failure(folder: RunFolder) -> None:
+    """Draws the page of a run that failed; what that fails of shall not hide why the run did."""
+    try:
+        write_report(folder.path)
+    except Exception as error:  # noqa: BLE001  any error here is the lesser one
+        logger.warning("report.html could not be written: %s", error)

@@ -1,0 +1,191 @@
+"""What a micro-batch of a run holds, from tracing the run's own model and loss.
+
+[Note: traced in part]
+Deep models are traced with some of their blocks: where these come in a pattern of p (p is 1 where
+all are alike), a model of 2p blocks holds more than one of p by what every further p blocks add;
+likewise p + r and 2p + r, where the whole depth is r more than a multiple of p.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.config.schema import ShardConfig
+from fullshard.config.values import RecomputeKind
+from fullshard.engine.model_spec import spec_of
+from fullshard.engine.tracing import trace_step, trace_work
+from fullshard.planner.plan import Plan
+from fullshard.planner.spec import is_inside, parent_name
+from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
+from fullshard.planner.wrap import recomputed_modules, repeated_blocks
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.recipes.distill.head import Head
+from fullshard.recipes.distill.planned import Taught
+
+logger = logging.getLogger(__name__)
+
+MOST_BLOCKS = 12  # of a model that is traced whole
+MOST_SAMPLES = 3  # of a micro-batch that is traced; two of them tell of larger ones
+
+
+class Tracer:
+    """Traces micro-batches of a causal language model, each kind once.
+
+    Args:
+        model: On meta.
+        length: Tokens of a sample.
+        taught: What it learns from, where that is a teacher.
+    """
+
+    def __init__(self, model: nn.Module, length: int, taught: Taught | None = None) -> None:
+        self._spec = spec_of(model)
+        self._length = length
+        self._taught = taught
+        self._model = model
+        if taught is not None:
+            self._model = copy.deepcopy(model)
+            Head(self._model)
+        self._traces: dict[Any, list[Moment]] = {}
+        self._found: dict[Any, Peaks | None] = {}
+        self._works: dict[Any, Work | None] = {}
+
+    def __call__(self, plan: Plan, config: ShardConfig, samples: float) -> Peaks | None:
+        """The moments at which most is alive; None where the model cannot be traced.
+
+        Args:
+            plan: Plan of the model.
+            config: That it was planned with, and the recompute.
+            samples: Samples of a micro-batch.
+        """
+        recompute = config.activation_checkpointing
+        dtypes = {group.dtypes for unit in plan.units for group in unit.groups}
+        key = (recompute, frozenset(dtypes), len(plan.units), samples)
+        if key not in self._found:
+            plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
+            try:
+                self._found[key] = self._find(plan, config, key[:-1], samples)
+            except Exception as error:  # noqa: BLE001  a model's own code runs here
+                said = (str(error).splitlines() or [""])[0]
+                logger.info("activations: counted from shapes, since a trace met %s", said)
+                self._found[key] = None
+        return self._found[key]
+
+    def work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
+        """What every unit computes; None where the model cannot be traced.
+
+        Blocks that were not traced compute what those do that they are like.
+        """
+        recompute = config.activation_checkpointing
+        dtypes = {group.dtypes for unit in plan.units for group in unit.groups}
+        units = tuple(unit.name for unit in plan.units)
+        key = ("work", recompute, frozenset(dtypes), units, samples)
+        if key not in self._works:
+            plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
+            try:
+                self._works[key] = self._find_work(plan, config, samples)
+            except Exception as error:  # noqa: BLE001  a model's own code runs here
+                said = (str(error).splitlines() or [""])[0]
+                logger.info("step time: not known, since a trace met %s", said)
+                self._works[key] = None
+        return self._works[key]
+
+    def _find_work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
+        if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
+            return None
+        work, blocks = self._work(int(samples)), repeated_blocks(self._spec)
+        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        depth = 2 * step + len(blocks) % step
+        if len(blocks) <= max(MOST_BLOCKS, depth):
+            return trace_work(self._model, plan, config, work)
+        model, part = _shallow(self._model, plan, blocks[depth:])
+        found = trace_work(model, part, config, work)
+        for at in range(depth, len(blocks)):
+            like = blocks[at - step * -(-(at - depth + 1) // step)]
+            alike = [name for name in found if is_inside(name, like)]
+            found |= {blocks[at] + name[len(like) :]: found[name] for name in alike}
+        return found
+
+    def _find(self, plan: Plan, config: ShardConfig, key: Any, samples: float) -> Peaks | None:
+        if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
+            return None
+        blocks = repeated_blocks(self._spec)
+        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        rest = len(blocks) % step
+        if len(blocks) <= max(MOST_BLOCKS, 2 * step + rest):
+            return self._peaks(plan, config, (key, None), int(samples))
+        depths = (step + rest, 2 * step + rest)
+        ends = [self._peaks(plan, config, (key, depth), int(samples)) for depth in depths]
+        return between(ends[0], ends[1], depths, len(blocks))
+
+    def _pattern(self, blocks: Sequence[str]) -> int:
+        """After how many blocks they repeat; their number where they lie in several lists."""
+        if len(list(groupby(blocks, key=parent_name))) != 1:
+            return len(blocks)
+        settings: Any = self._model.config
+        kinds = getattr(settings.get_text_config(), "layer_types", None) or [None] * len(blocks)
+        signs = [
+            (kind, *((n, p.shape, p.requires_grad) for n, p in _named(self._model, block)))
+            for kind, block in zip(kinds, blocks, strict=True)
+        ]
+        fitting = (p for p in range(1, len(signs)) if signs[p:] == signs[:-p])
+        return next(fitting, len(blocks))
+
+    def _peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks:
+        """Of a model with all blocks, or some."""
+        if samples <= MOST_SAMPLES:
+            return peaks(self._trace(plan, config, key, samples))
+        at = (MOST_SAMPLES - 1, MOST_SAMPLES)
+        ends = [self._trace(plan, config, key, size) for size in at]
+        found = peaks_between(ends[0], ends[1], at, samples)
+        return found or peaks(self._trace(plan, config, key, samples))
+
+    def _trace(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> list[Moment]:
+        known = (key, samples)
+        if known not in self._traces:
+            model, depth = self._model, key[1]
+            if depth is not None:
+                model, plan = _shallow(model, plan, repeated_blocks(self._spec)[depth:])
+            beside = self._taught.beside if self._taught else ()
+            work = self._work(samples)
+            self._traces[known] = trace_step(model, plan, config, work, beside=beside)
+        return self._traces[known]
+
+    def _work(self, samples: int) -> Any:
+        """The recipe's forward and loss, as `PackedText` or a teacher has them."""
+        if self._taught is not None:
+            return self._taught.work(samples, self._length)
+        shape = (samples, self._length)
+
+        def work(model: nn.Module) -> torch.Tensor:
+            ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+            logits = model(input_ids=ids, use_cache=False).logits
+            return causal_lm_loss(logits, labels)[0] * 1.0
+
+        return work
+
+
+def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
+    return list(model.get_submodule(block).named_parameters())
+
+
+def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:
+    """A model and its plan without the last blocks of its only list, of which no copy is made."""
+    blocks = model.get_submodule(parent_name(dropped[0]))
+    short, memo = copy.copy(blocks), {}
+    kept = list(blocks._modules.items())[: len(blocks) - len(dropped)]
+    vars(short)["_modules"] = dict(kept)
+    memo[id(blocks)] = blocks = copy.deepcopy(short, memo)
+    model = copy.deepcopy(model, memo)
+    model.config.get_text_config().num_hidden_layers = len(blocks)
+    units = tuple(u for u in plan.units if not any(is_inside(u.name, d) for d in dropped))
+    recompute = tuple(name for name in plan.recompute if name not in dropped)
+    return model, replace(plan, units=units, recompute=recompute)

@@ -1,0 +1,115 @@
+"""Where the loop's rows go: remembered on every rank; on rank 0 also shown and written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from fullshard.config.schema import RunConfig
+from fullshard.observe import watchdog
+from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows
+from fullshard.observe.trackers import Names, Trackers
+from fullshard.run.console import RunConsole
+from fullshard.run.folder import RunFolder
+
+
+class RunWatcher:
+    """A Watcher of the loop.
+
+    Args:
+        console: Console of rank 0; None on the others.
+        folder: Folder of the run.
+        done: Steps that were finished before; rows of later ones, which will be taken again, go.
+        config: Configuration of the run: its trackers.
+        utilization: Model FLOPs utilization of one token a second, where that is known.
+
+    Attributes:
+        console: Where rows are shown.
+        step: The last update's row, on rank 0 also that of an earlier session.
+        evaluation: The last evaluation's.
+        num_tokens: Input tokens of this session's updates.
+    """
+
+    def __init__(
+        self,
+        console: RunConsole | None,
+        folder: RunFolder,
+        done: int,
+        config: RunConfig,
+        utilization: float | None = None,
+    ) -> None:
+        self.step: StepRow | None = None
+        self.evaluation: EvalRow | None = None
+        self.num_tokens = 0
+        self.console = console
+        self._done = done
+        self._utilization = utilization
+        self._metrics: MetricsWriter | None = None
+        self._trackers: Trackers | None = None
+        if console is not None:
+            self.step, self.evaluation = keep_rows(folder.metrics, done)
+            self._metrics = MetricsWriter(folder.metrics)
+            self._trackers = _trackers(config, folder, done)
+
+    def __enter__(self) -> Self:
+        if self.console is not None:
+            self.console.start(self._done)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.console is not None:
+            self.console.stop()
+        if self._metrics is not None and self._trackers is not None:
+            self._metrics.close()
+            self._trackers.close(is_good=error is None)
+
+    def entered(self, phase: str, step: int) -> None:
+        watchdog.phase(phase, step)
+
+    def stepped(self, row: StepRow) -> None:
+        self.num_tokens += round(row.tokens_per_s * row.step_time_s)
+        if self.console is not None:
+            if self._utilization is not None:
+                row = replace(row, mfu=self._utilization * row.tokens_per_s)
+            self._write(row)
+            self.console.print_step(row)
+        self.step = row
+
+    def evaluated(self, row: EvalRow) -> None:
+        if self.evaluation is not None and self.evaluation.step == row.step:
+            return  # made up for once more, for the count of the patience
+        self.evaluation = row
+        if self.console is not None:
+            self._write(row)
+            self.console.print_evaluation(row)
+
+    def saved(self, row: SaveRow) -> None:
+        if self.console is not None:
+            self._write(row)
+
+    def _write(self, row: StepRow | EvalRow | SaveRow) -> None:
+        if self._metrics is not None and self._trackers is not None:
+            self._metrics.write(row)
+            self._trackers.write(row)
+
+    def misses_evaluation(self, step: int) -> bool:
+        """Whether the rows, which rank 0 has, end with that step and lack its held-out loss."""
+        if self.step is None or self.step.step != step:
+            return False
+        return self.console is not None and (
+            self.evaluation is None or self.evaluation.step != step
+        )
+
+
+def _trackers(config: RunConfig, folder: RunFolder, done: int) -> Trackers:
+    training = config.training
+    names = Names(
+        project=training.project,
+        run=training.run_name or folder.path.name,
+        folder=folder.path,
+        logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
+        config=config.model_dump(mode="json"),
+        done=done,
+    )
+    return Trackers(training.report_to, names)

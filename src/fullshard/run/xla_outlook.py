@@ -1,0 +1,181 @@
+"""What a configuration's step takes on XLA: as planned, and as XLA says once it has compiled it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import DType, Optimizer, Recompute, RecomputeKind
+from fullshard.outlook.predict import Machine
+from fullshard.outlook.xla_memory import StepShape, at_peak
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.memory import MemoryRow
+from fullshard.recipes.distill.xla import check_teacher, projection_shapes
+from fullshard.run.outlook import Lack
+from fullshard.xla import optim
+from fullshard.xla.aot import Compiled, compile_step, devices_of
+from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table
+from fullshard.xla.mesh import make_mesh
+from fullshard.xla.plan import plan
+from fullshard.xla.residuals import kept_for_backward, without_devices
+from fullshard.xla.step import trained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+UNKNOWN = Machine(None, None)
+
+
+@dataclass(frozen=True)
+class XlaOutlook:
+    """A plan with activations.
+
+    Attributes:
+        table: The plan.
+        num_micro_batches: Number of micro-batches of a step.
+        rows: Memory of a device at its fullest: state to the byte, the rest estimated.
+        config: Configuration of the run.
+        machine: What a rank runs on.
+    """
+
+    table: ArraysPlan
+    num_micro_batches: int
+    rows: tuple[MemoryRow, ...]
+    config: RunConfig
+    machine: Machine
+
+    @property
+    def plan(self) -> ArraysPlan:
+        return self.table
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of a device."""
+        return sum(row.num_bytes for row in self.rows)
+
+    def lack(self) -> Lack | None:
+        """The memory that is short; None where the run fits, or nobody knows."""
+        memory = self.machine.memory_bytes
+        where = "this machine" if self.machine.is_host else "the device"
+        if memory is None or self.peak_bytes <= memory:
+            return None
+        return Lack(where, self.peak_bytes, memory)
+
+    def errors(self, exact: Compiled) -> dict[str, Any]:
+        """How far the plan is from XLA: bytes of the state, share of the peak, and whether
+        the collectives are the same (None: they are not known).
+        """
+        wanted = self.table.collectives(self.num_micro_batches)
+        planned, found = {kind: c for kind, c in wanted.items() if c.count}, exact.collectives
+        return {
+            "state_bytes": exact.arguments - self.table.state_bytes,
+            "peak": self.peak_bytes / exact.peak - 1,
+            "collectives": None if found is None else found == planned,
+        }
+
+
+def table_of_run(config: RunConfig, model_config: PretrainedConfig, world_size: int) -> ArraysPlan:
+    """What a run holds and moves, the student's projection included.
+
+    Raises:
+        ConfigError: See `look`.
+    """
+    more = projection_shapes(config, DecoderConfig.of(model_config).hidden_size)
+    table = plan_table(model_config, config, world_size, more)
+    check_teacher(config, table)
+    return table
+
+
+def look(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    world_size: int,
+    *,
+    on_cpu: bool = False,
+    machine: Machine = UNKNOWN,
+) -> XlaOutlook:
+    """The plan of a run on so many devices.
+
+    Args:
+        config: Configuration of the run.
+        model_config: Configuration of its model.
+        world_size: Devices.
+        on_cpu: Whether they are CPUs, whose compiler keeps more.
+        machine: What a rank runs on.
+
+    Raises:
+        ConfigError: The decoder does not compute this model or its teacher, or the mesh is
+            impossible.
+    """
+    table, training = plan_table(model_config, config, world_size), config.training
+    training = training.divided(world_size)
+    decoder = DecoderConfig.of(model_config)
+    samples, length = training.per_device_train_batch_size, training.max_seq_length
+    ids = jax.ShapeDtypeStruct((world_size * samples, length), jnp.int32)
+    kept, whole = (
+        kept_for_backward(placed, loss_fn(decoder, placed), {"input_ids": ids, "labels": ids})
+        for placed in (
+            without_devices(one, jax.tree.structure(decoder.shapes()))
+            for one in (table, replace(table, recompute=Recompute(RecomputeKind.NONE)))
+        )
+    )
+    shape = StepShape(
+        num_logits=samples * length * decoder.vocab_size,
+        kept_bytes=kept.activations,
+        gathered_bytes=kept.gathered,
+        block_bytes=whole.activations // decoder.num_hidden_layers,
+        accumulates=training.gradient_accumulation_steps > 1,
+        on_cpu=on_cpu,
+    )
+    table = table_of_run(config, model_config, world_size)
+    rows = at_peak(table, shape)
+    return XlaOutlook(table, training.gradient_accumulation_steps, rows, config, machine)
+
+
+def compiled_step(
+    config: RunConfig, model_config: PretrainedConfig, topology: str | None, world_size: int
+) -> tuple[Compiled, int]:
+    """What XLA makes of the run's step, and for how many devices; before jax does anything else.
+
+    Args:
+        config: Configuration of the run.
+        model_config: Configuration of its model.
+        topology: As for `devices_of`.
+        world_size: Where no topology is named.
+    """
+    wide = config.sharding.master_dtype is DType.FLOAT64
+    jax.config.update("jax_enable_x64", wide)
+    devices, sharding = devices_of(topology, world_size), config.sharding
+    training, num_devices = config.training.divided(len(devices)), len(devices)
+    mesh = make_mesh(
+        sharding.replicate, sharding.shard, strategy=sharding.strategy, devices=devices
+    )
+    decoder = DecoderConfig.of(model_config)
+    placed = plan(decoder.shapes(), sharding, mesh, blocks=BLOCKS, freeze=config.freeze)
+    num_micro_batches = training.gradient_accumulation_steps
+    samples = num_devices * training.per_device_train_batch_size
+    axes = (num_micro_batches, samples) if num_micro_batches > 1 else (samples,)
+    ids = jax.ShapeDtypeStruct(
+        (*axes, training.max_seq_length),
+        jnp.int32,
+        sharding=placed.batch_sharding(num_micro_batches),
+    )
+    tx = optim.sgd()
+    if training.optim is not Optimizer.SGD:
+        decay = trained(placed, placed.map(lambda _: training.weight_decay))
+        betas = (training.adam_beta1, training.adam_beta2)
+        tx = optim.adamw(betas, training.adam_epsilon, decay)
+    found = compile_step(
+        placed,
+        loss_fn(decoder, placed),
+        tx,
+        {"input_ids": ids, "labels": ids},
+        max_grad_norm=training.max_grad_norm or None,
+        num_micro_batches=num_micro_batches,
+    )
+    return found, num_devices

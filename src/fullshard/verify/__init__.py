@@ -1,0 +1,1 @@
+"""`fullshard verify`: the same steps on sharded ranks and in one process, compared."""

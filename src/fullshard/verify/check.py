@@ -1,0 +1,364 @@
+"""`fullshard verify`: does this sharding compute what one process computes?
+
+    the user's model --> small model of its class --> folder: weights, batches, job
+                                                        |
+              reference.py, a process of its own  <-----+----->  local ranks, fs.shard, the loop;
+                                                        |        or XLA's step (xla.py)
+                                                        |
+                            rows, a diagnosis  <--------'        compared piece by piece
+
+Nothing of the user's is written; the folder is a temporary one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import fullshard as fs
+from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Backend, DType, Transport, WrapKind
+from fullshard.engine.hugging_face import build_on_meta
+from fullshard.errors import ConfigError, FullshardError
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+from fullshard.launch.supervise import LaunchResult
+from fullshard.models.config import (
+    config_from_folder,
+    config_from_settings,
+    freeze,
+    quiet_libraries,
+    require_transformers,
+)
+from fullshard.models.small import (
+    Change,
+    Limits,
+    Shrunk,
+    fit_globs,
+    logits_of,
+    model_arguments,
+    shrink,
+    shrunk,
+)
+from fullshard.planner.spec import matches
+from fullshard.planner.strategy import row_of
+from fullshard.verify.compare import Row, Sides, rows_of
+from fullshard.verify.diagnose import Diagnosis, diagnose
+from fullshard.verify.faults import NEEDS_GATHERS, Fault
+from fullshard.verify.job import (
+    EXACT,
+    LOW,
+    SINGLE,
+    Job,
+    Pass,
+    write_batches,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from fullshard.planner.arrays import ArraysPlan
+    from fullshard.planner.plan import Plan
+
+RANK_MODULE = "fullshard.verify.rank"
+REFERENCE = Path(__file__).with_name("reference.py")
+MOST_RANKS = 4
+TIMEOUT_S = 600.0
+DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp32_modules")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A check that can be run.
+
+    Attributes:
+        job: Numbers of both sides.
+        model: The small one, with its first weights.
+        config: Its configuration.
+        plan: What its ranks will run, in float64.
+        changes: How it differs from the user's.
+        notes: What else is not as in the user's run.
+        program: The module that plays the ranks, and how many processes that takes.
+    """
+
+    job: Job
+    model: nn.Module
+    config: PretrainedConfig
+    plan: Plan | ArraysPlan
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    program: tuple[str, int]
+
+    def facts(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "model": self.plan.model_kind,
+            "num_parameters": self.plan.num_parameters,
+            "strategy": self.plan.strategy,
+            "world_size": self.job.world_size,
+            "mesh": {"replicate": self.plan.mesh.replicate, "shard": self.plan.mesh.shard},
+            "num_units": self.plan.num_units,
+            "dtypes": [choice.name for choice in self.job.passes],
+            "num_steps": self.job.num_steps,
+            "injected": self.job.fault,
+            "shrunk": [dataclasses.asdict(change) for change in self.changes],
+            "notes": list(self.notes),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came out.
+
+    Attributes:
+        rows: Worst errors, pass by pass.
+        diagnosis: None where all is equal.
+        time_s: That the two sides took.
+    """
+
+    rows: tuple[Row, ...]
+    diagnosis: Diagnosis | None
+    time_s: float
+
+
+# ---- preparing -----------------------------------------------------------------------------------
+
+
+def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
+    """Shrink the model, fit the sharding to local ranks; writes nothing, starts nothing.
+
+    Raises:
+        ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
+    """
+    require_transformers()
+    quiet_libraries()
+    if config.backend is Backend.JAX:
+        from fullshard.verify import xla
+
+        return xla.prepare(config, fault)
+    _check_supported(config)
+    notes: list[str] = []
+    model_config = model_config_of(config, fault, notes)
+    sharding, world_size = _fit_ranks(config, notes)
+    small, model = _shrink(model_config, sharding, world_size, notes)
+    frozen = _freeze(config, model, model_config, len(small.layers), notes)
+    sharding["ignore"] = ()
+    exact = EXACT
+    if logits_of(model).dtype is not torch.float64:
+        exact = SINGLE
+        notes.append("The model makes its logits float32, also in float64.")
+    num_micro_batches = min(2, config.training.gradient_accumulation_steps)
+    job = Job(
+        passes=passes_of(sharding, exact),
+        world_size=world_size,
+        num_micro_batches=num_micro_batches,
+        frozen=frozen,
+        model_arguments=model_arguments(small.config),
+        device="cuda" if torch.cuda.device_count() >= world_size else "cpu",
+        fault=fault,
+    )
+    plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
+    _check_fault(fault, plan, model)
+    program = (RANK_MODULE, world_size)
+    return Prepared(job, model, small.config, plan, small.changes, tuple(notes), program)
+
+
+def _check_supported(config: RunConfig) -> None:
+    """Of the whole configuration only the model and its sharding matter here."""
+    if config.sharding.transport is Transport.FAKE:
+        raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
+    check_supported(config.sharding)
+
+
+def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
+    """Of the user's whole model; tied where the fault needs it."""
+    if config.model.name_or_path is not None:
+        found = config_from_folder(config.model)
+    else:
+        found = config_from_settings(config.model.config or {})
+    text = found.get_text_config()
+    if fault is Fault.LOST_TIE and not text.tie_word_embeddings:
+        text.tie_word_embeddings = found.tie_word_embeddings = True
+        notes.append("Embedding and head are tied for this fault: the model has no ties.")
+    return found
+
+
+def _fit_ranks(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], int]:
+    """The user's sharding on a few local ranks, and how many."""
+    asked, sharding = config.launch.num_processes, config.sharding
+    row = row_of(sharding.strategy)
+    copies = sharding.replicate or (asked or 1) // (sharding.shard or asked or 1)
+    settings = {key: value for key, value in sharding if key != "poison"}
+    settings["replicate"] = settings["shard"] = None
+    if not row.shard_params or not (row.hybrid or copies > 1):
+        world_size = asked if asked and 2 <= asked <= MOST_RANKS else 2
+    else:
+        world_size = MOST_RANKS
+        replicate = {sharding.replicate: 1, sharding.shard: MOST_RANKS}.get(1, 2)
+        settings["replicate"], settings["shard"] = replicate, MOST_RANKS // replicate
+    if asked not in (None, world_size):
+        notes.append(f"{world_size} ranks instead of {asked}.")
+    return settings, world_size
+
+
+def _shrink(
+    config: PretrainedConfig, sharding: dict[str, Any], world_size: int, notes: list[str]
+) -> tuple[Shrunk, nn.Module]:
+    """The small model, whose choice of units is like the user's."""
+    depth = 2 + max(sharding["forward_prefetch"], sharding["backward_prefetch"])
+    depth = min(8, max(depth, sharding["activation_checkpointing"].every, 4))
+    limits = Limits(num_layers=depth)
+    small, model = shrink(config, limits)
+    unnamed = {"ignore": (), "fp32_modules": ()}  # names are fitted to the small model later
+    wide = build_on_meta(shrunk(config, limits, depth=True, width=False).config)
+    wanted = fs.plan(wide, sharding | unnamed, world_size=world_size)
+    if sharding["wrap"] is WrapKind.SIZE:
+        share = sum(p.numel() for p in model.parameters()) / max(1, wanted.num_parameters)
+        sharding["wrap_min_params"] = max(1, int(sharding["wrap_min_params"] * share))
+    found = fs.plan(model, sharding | unnamed, world_size=world_size)
+    if {unit.name for unit in wanted.units} - {unit.name for unit in found.units}:
+        # An embedding is a unit where it is as large as a block.
+        width = model.get_input_embeddings().weight.shape[-1]  # type: ignore[attr-defined]
+        largest = max(unit.numel for unit in found.units)
+        limits = dataclasses.replace(limits, vocab_size=2 * largest // width)
+        small, model = shrink(config, limits)
+        found = fs.plan(model, sharding | unnamed, world_size=world_size)
+    if {unit.name for unit in wanted.units} != {unit.name for unit in found.units}:
+        notes.append("The units are not those of the full width: sizes decide them.")
+    return small, model
+
+
+def _freeze(
+    config: RunConfig,
+    model: nn.Module,
+    full: PretrainedConfig,
+    num_layers: int,
+    notes: list[str],
+) -> tuple[str, ...]:
+    """Names of the parameters that are not trained here: frozen ones and ignored ones."""
+    names = [name for name, _ in model.named_parameters()]
+    globs = []
+    for asked, glob in zip(config.freeze, fit_globs(config.freeze, num_layers), strict=True):
+        if fnmatch.filter(names, glob):
+            globs.append(glob)
+        else:
+            freeze(build_on_meta(full), [asked])  # an error where it never matched anything
+            notes.append(f"freeze: {asked} names nothing in the small model.")
+    freeze(model, globs)
+    ignored = fit_globs(config.sharding.ignore, num_layers)
+    for name, param in model.named_parameters():
+        if matches(name, ignored):
+            param.requires_grad_(False)
+    if ignored:
+        notes.append("Ignored parameters are frozen: their gradients are each rank's own affair.")
+    return tuple(name for name, param in model.named_parameters() if not param.requires_grad)
+
+
+def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
+    """In float64; and in the user's dtypes where these are others than the master's.
+
+    Args:
+        sharding: Fields of ShardConfig.
+        exact: Tolerance in float64.
+    """
+    low = (DType.BFLOAT16, DType.FLOAT16)
+    master = sharding["master_dtype"] or DType.FLOAT32
+    compute = sharding["param_dtype"] or master
+    reduce = sharding["reduce_dtype"] or DType.FLOAT32
+    settings = ShardConfig.of(sharding).to_dict()
+    settings.pop("poison")
+    empty = {key: () if key == "fp32_modules" else None for key in DTYPE_KEYS}
+    passes = [Pass("float64", exact, {**settings, **empty, "master_dtype": None})]
+    if any(dtype in low for dtype in (master, compute, reduce)) or any(
+        sharding[key] for key in DTYPE_KEYS[2:]
+    ):
+        scale = 1024.0 if compute is DType.FLOAT16 else 1.0
+        name = next((d for d in (compute, reduce, master) if d in low), compute)
+        passes.append(Pass(name.value, LOW, settings, "float32", compute, reduce, scale))
+    return tuple(passes)
+
+
+def _check_fault(fault: Fault | None, plan: Plan, model: nn.Module) -> None:
+    if fault in NEEDS_GATHERS and plan.mesh.shard == 1:
+        raise ConfigError(
+            f"--inject: expected a sharded strategy for {fault}, got '{plan.strategy}', under "
+            "which nothing is gathered. Choose another fault or strategy=full_shard."
+        )
+    places = len(list(model.named_parameters(remove_duplicate=False)))
+    if fault is Fault.LOST_TIE and places == len(list(model.parameters())):
+        raise ConfigError(
+            f"--inject: expected a model with tied weights for {fault}, got {plan.model_kind}, "
+            "which has none and cannot tie its embedding to its head. Choose another fault."
+        )
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def write(prepared: Prepared, folder: Path) -> None:
+    """Everything that the two sides read."""
+    prepared.job.write(folder)
+    prepared.config.save_pretrained(folder)
+    write_weights(folder, prepared.model)
+    write_batches(folder, prepared.job, prepared.config.get_text_config().vocab_size)
+
+
+def run_sides(prepared: Prepared, folder: Path) -> tuple[LocalLaunch, LaunchResult]:
+    """Both sides, side by side; returns how the ranks ended.
+
+    Raises:
+        FullshardError: The reference failed.
+    """
+    log = folder / "reference.log"
+    with log.open("w") as output:
+        alone = subprocess.Popen(
+            [sys.executable, "-P", str(REFERENCE), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            module, num_processes = prepared.program
+            launch = LocalLaunch(module, (str(folder),), num_processes, folder / "logs", TIMEOUT_S)
+            result = launch_local_ranks(launch)
+            code = alone.wait(TIMEOUT_S) if result.exit_code == 0 else 0
+        finally:
+            alone.kill()
+            alone.wait()
+    if code != 0:
+        raise FullshardError(
+            f"verify: expected the reference to run in one process, got exit code {code}:\n"
+            f"{log.read_text()[-4000:]}"
+        )
+    return launch, result
+
+
+def judge(job: Job, folder: Path, began: float) -> Verdict:
+    """Compare what the two sides left in the folder.
+
+    Args:
+        job: Numbers of both sides.
+        folder: Where they lie.
+        began: When they were started, of time.perf_counter().
+    """
+    rows: list[Row] = []
+    diagnosis = None
+    for choice in job.passes:
+        sides = Sides(folder, job, choice)
+        differences = list(sides.differences())
+        rows += rows_of(sides, differences)
+        wrong = [d for d in differences if not d.error <= choice.tolerance]
+        found = diagnose(sides, wrong)
+        if found is not None and diagnosis is None:
+            only = "" if choice is job.passes[0] else f"Equal in float64, not in {choice.name}. "
+            diagnosis = Diagnosis(found.kind, only + found.says)
+    return Verdict(tuple(rows), diagnosis, time.perf_counter() - began)

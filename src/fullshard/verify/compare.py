@@ -1,0 +1,263 @@
+"""Laying what the ranks computed beside what one process computed.
+
+Every rank wrote its own pieces, and each is compared with the same elements of the reference: a
+wrong element on any rank is seen, and so is one that no rank holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fullshard.verify.job import Job, Pass
+
+LOSS, NORM, GRADIENT, PARAMETER = "loss", "gradient norm", "gradients", "updated parameters"
+STATE, RELOADED = "saved state", "step after loading"
+KINDS = (LOSS, NORM, GRADIENT, PARAMETER, STATE, RELOADED)
+MEAN = "mean over the ranks"
+
+# Gradients far below the largest are rounding noise of terms that cancel: they are compared on the
+# scale of this share of the largest one.
+EXACT_FLOOR, LOW_FLOOR = 1e-3, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something that is not equal.
+
+    Attributes:
+        kind: One of KINDS but RELOADED, which is all that happens in the step after loading.
+        step: From 0; the number of steps for what came after loading.
+        rank: Whose piece; None where it is of all.
+        name: Name of the parameter; empty for a number.
+        error: Relative; infinite for NaN and for what is missing.
+    """
+
+    kind: str
+    step: int
+    rank: int | None
+    name: str
+    error: float
+
+    def where(self) -> str:
+        """In words."""
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.name + ', ' if self.name else ''}step {self.step + 1}{rank}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The worst error of one kind.
+
+    Attributes:
+        where: Place of the worst error; empty if nothing was compared.
+    """
+
+    name: str
+    dtype: str
+    worst_error: float
+    tolerance: float
+    where: str
+
+    @property
+    def is_equal(self) -> bool:
+        return self.worst_error <= self.tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """For --json, which has no infinity: an error that is none is null."""
+        error = self.worst_error if math.isfinite(self.worst_error) else None
+        return {**dataclasses.asdict(self), "worst_error": error, "equal": self.is_equal}
+
+
+class Sides:
+    """Both sides' results of one pass.
+
+    Attributes:
+        numbers: The reference's losses, norms and ties.
+        whole: The reference's tensors.
+        facts: Every rank's numbers.
+        pieces: Every rank's tensors.
+    """
+
+    def __init__(self, folder: Path, job: Job, choice: Pass) -> None:
+        self.job, self.choice = job, choice
+        place = folder / choice.name
+        self.numbers = json.loads((place / "reference.json").read_text())
+        self.whole = load_file(place / "reference.safetensors")
+        ranks = range(job.world_size)
+        self.facts = [json.loads((place / f"rank_{rank}.json").read_text()) for rank in ranks]
+        self.pieces = [load_file(place / f"rank_{rank}.safetensors") for rank in ranks]
+        state = place / "state.safetensors"
+        self.state = load_file(state) if state.is_file() else None
+        self.size = _largest if choice.is_exact else _root_mean_square
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters of the reference."""
+        prefix = "0/parameter/"
+        return [key.removeprefix(prefix) for key in self.whole if key.startswith(prefix)]
+
+    def piece(self, step: int, kind: str, rank: int, name: str) -> torch.Tensor | None:
+        """A rank's elements; gradients as they were before clipping."""
+        found = self.pieces[rank].get(f"{step}/{kind}/{name}")
+        if found is None or kind == "parameter":
+            return found
+        norm = self.facts[rank]["norm"][step]
+        return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
+
+    def places(self, step: int, rank: int) -> dict[str, dict[str, Any]]:
+        """Which elements of each parameter a rank holds: {name: {start, stop, unit}}, or a box
+        [[start, stop], ...], a range a dimension, in place of the one range.
+        """
+        models = self.facts[rank]["pieces"]
+        return _at(models, int(step == self.job.num_steps), {})
+
+    def part(self, step: int, what: str, rank: int, name: str) -> torch.Tensor | None:
+        """The elements of a tensor of the reference that a rank holds."""
+        whole = self.whole.get(f"{step}/{what}/{name}")
+        place = self.places(step, rank).get(name)
+        if whole is None or place is None:
+            return None
+        return _elements(whole, place).reshape(-1)
+
+    def joined(self, step: int, kind: str, name: str) -> torch.Tensor | None:
+        """A whole parameter or gradient, flat, from the ranks' pieces."""
+        found: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        for rank in range(self.job.world_size):
+            piece = self.piece(step, kind, rank, name)
+            if piece is None:
+                return None
+            found.append((piece, self.places(step, rank)[name]))
+        boxes = [place.get("box", [(place.get("start"), place.get("stop"))]) for _, place in found]
+        shape = [max(stop for _, stop in spans) for spans in zip(*boxes, strict=True)]
+        whole = torch.zeros(shape, dtype=torch.float64)
+        for piece, place in found:
+            part = _elements(whole, place)
+            part.copy_(piece.reshape(part.shape))
+        return whole.reshape(-1)
+
+    # ---- comparing
+
+    def differences(self) -> Iterator[Difference]:
+        """The error of everything that both sides have, equal or not, in the order of a step."""
+        for step in range(self.job.num_steps + 1):
+            if step == self.job.num_steps:
+                yield from self._state_errors()
+            told = step in self.job.told_steps
+            yield from self._loss_errors(step)
+            yield from self._tensor_errors(step, "gradient", GRADIENT) if told else ()
+            yield from self._norm_errors(step)
+            yield from self._tensor_errors(step, "parameter", PARAMETER) if told else ()
+
+    def _loss_errors(self, step: int) -> Iterator[Difference]:
+        for rank, facts in enumerate(self.facts):
+            if "losses" in facts:  # a rank's own; XLA's step knows the mean alone
+                found, wanted = _at(facts["losses"], step, []), self.numbers["losses"][step][rank]
+                error = max(
+                    (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
+                    default=0.0,
+                )
+                yield Difference(LOSS, step, rank, "", error)
+            mean = _number_error(_at(facts["loss"], step, math.nan), self.numbers["loss"][step])
+            yield Difference(LOSS, step, None, MEAN, mean)
+
+    def _norm_errors(self, step: int) -> Iterator[Difference]:
+        for rank, facts in enumerate(self.facts):
+            norm = _at(facts["norm"], step, math.nan)
+            error = _number_error(norm, self.numbers["norm"][step])
+            yield Difference(NORM, step, rank, "", error)
+
+    def _tensor_errors(self, step: int, what: str, kind: str) -> Iterator[Difference]:
+        floor = self._floor(step) if what == "gradient" else 1e-3
+        for name in self.names:
+            key = f"{step}/{what}/{name}"
+            covered = torch.zeros(self.whole[f"0/parameter/{name}"].shape, dtype=torch.bool)
+            for rank in range(self.job.world_size):
+                place = self.places(step, rank).get(name)
+                if place is None:
+                    yield Difference(kind, step, rank, name, math.inf)
+                    continue
+                found = self.piece(step, what, rank, name)
+                wanted = self.part(step, what, rank, name)
+                error = self._error(found, wanted, self._scale(key, floor))
+                yield Difference(kind, step, rank, name, error)
+                _elements(covered, place).fill_(True)
+            if not covered.all():
+                yield Difference(kind, step, None, name, math.inf)
+
+    def _state_errors(self) -> Iterator[Difference]:
+        step, state = self.job.num_steps - 1, self.state or {}
+        wanted = {key.removeprefix("state/"): k for k in self.whole if (key := k)[:6] == "state/"}
+        for name in sorted(set(wanted) | set(state)):
+            whole = self.whole.get(wanted.get(name, ""))
+            found = state.get(name)
+            scale = 1.0 if whole is None else self._scale(wanted[name], 1e-3)
+            yield Difference(STATE, step, None, name, self._error(found, whole, scale))
+
+    def _error(
+        self, found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float
+    ) -> float:
+        if found is None or wanted is None:
+            return 0.0 if found is wanted else math.inf
+        if found.shape != wanted.shape:
+            return math.inf
+        return _finite(self.size(found.double() - wanted.double()) / scale)
+
+    def _scale(self, key: str, floor: float) -> float:
+        whole = self.whole.get(key)
+        return 1.0 if whole is None else max(self.size(whole), floor)
+
+    def _floor(self, step: int) -> float:
+        share = EXACT_FLOOR if self.choice.is_exact else LOW_FLOOR
+        prefix = f"{step}/gradient/"
+        sizes = (self.size(whole) for key, whole in self.whole.items() if key.startswith(prefix))
+        return share * max(sizes, default=1.0)
+
+
+def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
+    """The worst error of each kind; a kind that was never reached counts as unequal."""
+    rows = []
+    last = sides.job.num_steps
+    for kind in KINDS:
+        worst = max(
+            (d for d in differences if (RELOADED if d.step == last else d.kind) == kind),
+            key=lambda difference: difference.error,
+            default=Difference(kind, 0, None, "nothing", math.inf),
+        )
+        choice = sides.choice
+        rows.append(Row(kind, choice.name, worst.error, choice.tolerance, worst.where()))
+    return rows
+
+
+def _elements(whole: torch.Tensor, place: dict[str, Any]) -> torch.Tensor:
+    """A view of what a piece holds of a whole, contiguous tensor."""
+    if "box" in place:
+        return whole[tuple(slice(start, stop) for start, stop in place["box"])]
+    return whole.view(-1)[place["start"] : place["stop"]]
+
+
+def _at(values: list[Any], index: int, default: Any) -> Any:
+    return values[index] if index < len(values) else default
+
+
+def _number_error(found: float, wanted: float) -> float:
+    return _finite(abs(found - wanted) / max(abs(wanted), 1e-3))
+
+
+def _finite(error: float) -> float:
+    return error if error == error else math.inf
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0

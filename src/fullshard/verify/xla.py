@@ -1,0 +1,310 @@
+"""`fullshard verify` with `backend: jax`: XLA's step against one process of torch.
+
+The other side is the same reference, which knows neither fullshard nor jax. On this side one
+process (`python -m fullshard.verify.xla FOLDER`) plays every rank, on a CPU device each, with the
+very step that a run trains with, so that every strategy runs on any machine. It writes down what
+each device holds: nothing that was gathered takes part in the comparison, except where gathering is
+what is compared (the saved state).
+
+    float64    20 steps, the reference's norms as wide as its weights      1e-10
+    float32    20 steps, transformers' model as it is                      1e-5
+    bfloat16   where the run computes in it                                 as on torch
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from safetensors.torch import load_file, save_file
+
+from fullshard.config.schema import RunConfig, ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import Backend, DType
+from fullshard.engine.hugging_face import read_config
+from fullshard.errors import ConfigError
+from fullshard.launch.rank_entry import run_rank
+from fullshard.models.config import quiet_libraries
+from fullshard.models.small import NUM_LAYERS, Limits, shrink
+from fullshard.planner.arrays import ArrayPlan
+from fullshard.planner.strategy import row_of
+from fullshard.run.on_xla import state_of, torch_weights
+from fullshard.saving import SaveSettings
+from fullshard.verify.check import Prepared, model_config_of, passes_of
+from fullshard.verify.faults import Fault, injection_of
+from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
+from fullshard.xla import optim, processes
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
+from fullshard.xla.mesh import make_mesh
+from fullshard.xla.plan import XlaPlan, plan
+from fullshard.xla.step import State, Step, train_step, trained
+from fullshard.xla_state import read, write
+
+if TYPE_CHECKING:
+    from fullshard.planner.arrays import ArraysPlan
+
+
+RANK_MODULE = "fullshard.verify.xla"
+NUM_STEPS = 20
+LEARNING_RATE = 1e-3  # rounding noise grows with every step, the faster the more a step changes
+EXACT, SINGLE = 1e-10, 1e-5
+MOST_DEVICES = 8
+
+
+def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
+    """As `check.prepare`.
+
+    Raises:
+        ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
+    """
+    check_supported(config.sharding, backend=Backend.JAX)
+    if fault not in (None, Fault.REPEATED_DATA):
+        raise ConfigError(
+            f"--inject: expected {Fault.REPEATED_DATA} with backend: jax, got {fault}, which is "
+            "made inside of torch's engine. Use that one, or backend: torch."
+        )
+    notes: list[str] = []
+    full = model_config_of(config, fault, notes)
+    DecoderConfig.of(full)
+    world_size = _fit_devices(config, notes)
+    depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
+    small, model = shrink(full, Limits(num_layers=depth))
+    table = plan_table(small.config, _in_float64(config), world_size)
+    job = Job(
+        passes=_passes(config.sharding, table),
+        world_size=world_size,
+        num_micro_batches=min(2, config.training.gradient_accumulation_steps),
+        frozen=tuple(name for a in table.arrays if not a.trainable for name in a.names()),
+        model_arguments={},
+        fault=fault,
+        num_steps=NUM_STEPS,
+        optimizer={**OPTIMIZER, "learning_rate": LEARNING_RATE},
+    )
+    table = replace(table, model_kind=type(model).__name__)
+    program = (RANK_MODULE, 1)
+    return Prepared(job, model, small.config, table, small.changes, tuple(notes), program)
+
+
+def _fit_devices(config: RunConfig, notes: list[str]) -> int:
+    """How many devices are played: those of the run, where they are few."""
+    asked, sharding = config.launch.num_processes, config.sharding
+    sizes = (sharding.replicate or 1) * (sharding.shard or 1)
+    fitting = asked if asked is not None and asked <= MOST_DEVICES else None
+    if fitting is None:
+        fitting = 2 * sizes if sharding.shard is None or sharding.replicate is None else sizes
+        fitting = 4 if row_of(sharding.strategy).hybrid and fitting < 4 else fitting
+    if fitting > MOST_DEVICES:
+        raise ConfigError(
+            f"sharding: expected a mesh of at most {MOST_DEVICES} devices to verify with backend: "
+            f"jax, which plays them in one process; got replicate {sharding.replicate}, shard "
+            f"{sharding.shard}. Give smaller ones: sharding.replicate=2 sharding.shard=2."
+        )
+    if asked not in (None, fitting):
+        notes.append(f"{fitting} devices instead of {asked}.")
+    return fitting
+
+
+def _in_float64(config: RunConfig) -> RunConfig:
+    return config.model_copy(
+        update={"sharding": ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)}
+    )
+
+
+def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
+    """In float64 and float32; and in the user's dtypes where these are lower."""
+    sizes = {"replicate": table.mesh.replicate, "shard": table.mesh.shard}
+    settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
+    wide, *low = passes_of({**settings, **sizes}, EXACT)
+
+    def in_dtype(name: str, tolerance: float) -> Pass:
+        fields = {**wide.sharding, "master_dtype": name}
+        return Pass(name, tolerance, fields, name, name, name, wide=name == "float64")
+
+    return (in_dtype("float64", EXACT), in_dtype("float32", SINGLE), *low)
+
+
+Batches = list[dict[str, np.ndarray]]
+
+
+class Seen(NamedTuple):
+    """An optimizer's state, and the gradients that its last update was given."""
+
+    gradients: Any
+    inner: Any
+
+
+def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same optimizer; its state shows the gradients, each lying like its parameter."""
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Seen:
+        return Seen(jax.tree.map(jnp.zeros_like, params), inner.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Seen]:
+        found, after = inner.update(updates, state.inner, params, **extra)
+        kept = jax.tree.map(lambda update, old: update.astype(old.dtype), updates, state.gradients)
+        return found, Seen(kept, after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class Record:
+    """What every device computed, in the form that verify's other ranks leave it."""
+
+    def __init__(self, placed: XlaPlan, job: Job) -> None:
+        self._plan, self._job = placed, job
+        self._rank_of = {device: rank for rank, device in enumerate(placed.mesh.devices.flat)}
+        ranks = range(job.world_size)
+        self.tensors: list[dict[str, torch.Tensor]] = [{} for _ in ranks]
+        self.boxes: list[dict[str, Any]] = [{} for _ in ranks]
+        self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
+
+    def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
+        """Losses of every step; parameters and gradients of those that are told."""
+        self.numbers["loss"].append(float(metrics["loss"]))
+        self.numbers["norm"].append(float(metrics["grad_norm"]))
+        if step not in self._job.told_steps:
+            return
+        arrays = self._plan.table.arrays
+        moving = [array for array in arrays if array.trainable]
+        self._keep(f"{step}/parameter", arrays, state.params)
+        self._keep(f"{step}/gradient", moving, state.opt_state.gradients)
+
+    def _keep(self, prefix: str, arrays: Sequence[ArrayPlan], tree: Any) -> None:
+        for array, leaf in zip(arrays, jax.tree.leaves(tree), strict=True):
+            for shard in leaf.addressable_shards:
+                rank = self._rank_of[shard.device]
+                for name, box, values in _layers_of(array, shard):
+                    self.tensors[rank][f"{prefix}/{name}"] = torch.from_numpy(values).reshape(-1)
+                    self.boxes[rank][name] = {"box": box, "unit": name.rpartition(".")[0]}
+
+    def write(self, folder: Path) -> None:
+        """Leaves all of it for the comparison, a rank a device."""
+        folder.mkdir(exist_ok=True)
+        for rank, tensors in enumerate(self.tensors):
+            pieces = [self.boxes[rank]] * 2  # of the model that was trained, and of the loaded one
+            facts = {**self.numbers, "pieces": pieces, "first_nan": None}
+            save_file(tensors, folder / f"rank_{rank}.safetensors")
+            (folder / f"rank_{rank}.json").write_text(json.dumps(facts))
+
+
+def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, list[list[int]], np.ndarray]]:
+    """Name, box and values of each tensor that a device's part has elements of; no padding."""
+    index, data = shard.index, np.asarray(shard.data)
+    index, layers = (index[1:], data) if array.block else (index, data[None])
+    spans = [s.indices(size) for s, size in zip(index, array.padded_shape, strict=True)]
+    box = [[min(a, n), min(b, n)] for (a, b, _), n in zip(spans, array.shape, strict=True)]
+    inside = tuple(slice(0, stop - start) for start, stop in box)
+    for name, values in zip(array.names(), layers, strict=True):
+        yield name, box, np.array(values[inside], copy=True)
+
+
+def run_pass(folder: Path, job: Job, choice: Pass) -> None:
+    """Train, save, load into a fresh state, train one step more; all of it written down."""
+    jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
+    decoder = _decoder(folder)
+    placed = _planned(decoder, ShardConfig.of(choice.sharding), job.frozen)
+    tx = _optimizer(placed, job)
+    step = train_step(
+        placed,
+        loss_fn(decoder, placed),
+        seeing(tx),
+        max_grad_norm=job.max_grad_norm,
+        num_micro_batches=job.num_micro_batches,
+    )
+    batches, record = _batches_of(folder, job), Record(placed, job)
+    dtype = getattr(torch, choice.master_dtype)
+    weights = {name: value.to(dtype) for name, value in load_file(folder / WEIGHTS).items()}
+    state = state_of(placed, weights, seeing(tx))
+    state = _train(state, step, batches, range(job.num_steps), (job, record))
+    (folder / choice.name).mkdir(exist_ok=True)
+    whole = torch_weights(state)
+    if decoder.tie_word_embeddings:
+        whole[HEAD] = whole[EMBEDDING].clone()
+    save_file(whole, folder / choice.name / "state.safetensors")
+    place = folder / choice.name / "checkpoint"
+    write.save(place, replace(state, opt_state=state.opt_state.inner), SaveSettings())
+    fresh, _ = read.load(placed, place, tx)
+    seen = Seen(state.opt_state.gradients, fresh.opt_state)
+    again = replace(fresh, opt_state=seen)
+    _train(again, step, _batches_of(folder, job, honest=True), [job.num_steps], (job, record))
+    record.write(folder / choice.name)
+
+
+def _train(
+    state: State, step: Step, batches: Batches, steps: Sequence[int], kept: tuple[Job, Record]
+) -> State:
+    job, record = kept
+    for at in steps:
+        rate = job.optimizer["learning_rate"]
+        state, metrics = step(state, batches[at], learning_rate=rate)
+        record.keep(at, state, metrics)
+    return state
+
+
+def _decoder(folder: Path) -> DecoderConfig:
+    return DecoderConfig.of(read_config(folder, "model"))
+
+
+def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str]) -> XlaPlan:
+    """On this process's devices; an array is frozen where its first tensor is."""
+    assert sharding.replicate is not None, "the job says both"
+    assert sharding.shard is not None, "the job says both"
+    devices = jax.devices()[: sharding.replicate * sharding.shard]
+    mesh = make_mesh(sharding.replicate, sharding.shard, devices=devices)
+    shapes = decoder.shapes()
+    free = plan(shapes, sharding, mesh, blocks=BLOCKS)
+    names = [array.name for array in free.table.arrays if array.names()[0] in frozen]
+    return plan(shapes, sharding, mesh, blocks=BLOCKS, freeze=names)
+
+
+def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
+    numbers = job.optimizer
+    decay = trained(placed, placed.map(lambda _: numbers["weight_decay"]))
+    return optim.adamw((numbers["beta1"], numbers["beta2"]), numbers["epsilon"], decay)
+
+
+def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
+    """Every step's samples: those of rank 0, then of rank 1 ..., as devices take them."""
+    found, injection = load_file(folder / "batches.safetensors"), injection_of(job.fault)
+    ranks = range(job.world_size)
+    sources = [rank if honest else injection.source(rank, job.world_size) for rank in ranks]
+
+    def of(step: int, kind: str) -> np.ndarray:
+        micros = [
+            torch.cat([found[f"{step}.{source}.{micro}.{kind}"] for source in sources]).numpy()
+            for micro in range(job.num_micro_batches)
+        ]
+        return np.stack(micros).astype(np.int32) if len(micros) > 1 else micros[0].astype(np.int32)
+
+    kinds = ("input_ids", "labels")
+    return [{kind: of(step, kind) for kind in kinds} for step in range(job.num_steps + 1)]
+
+
+def run_passes(folder: Path) -> None:
+    """Every pass of the folder's job, in a process that has the devices."""
+    job = Job.read(folder)
+    for choice in job.passes:
+        run_pass(folder, job, choice)
+
+
+def main() -> None:
+    """Makes the devices and runs the job."""
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    quiet_libraries()
+    processes.play(Job.read(folder).world_size)
+    run_passes(folder)
+
+
+if __name__ == "__main__":
+    run_rank(main)
