@@ -26,6 +26,7 @@ from fullshard.run.outlook import model_of, view_of
 ROOT = Path(__file__).parents[2]
 # Every operation of the trace that is no product takes this, whatever its size; products nothing.
 SECONDS = 1e-3
+SMALL = "model.config.num_hidden_layers=2"  # of the main job: each layer is traced in turn
 
 
 def calibration(*, ranks=(2,), machine=None, scale=1.0):
@@ -48,7 +49,7 @@ def plan(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(ROOT)
 
     def plan(*words):
-        outcome = invoke(["plan", *map(str, words)])
+        outcome = invoke(["plan", SMALL, *map(str, words)])
         said = capfd.readouterr()
         result = json.loads(json.dumps(outcome.result))
         return result, said.out + said.err, outcome.exit_code
@@ -67,7 +68,7 @@ def test_a_calibration_that_is_named_says_the_time(plan, file):
     before, *_ = plan()
     found, said, code = plan("--calibration", file)
     assert (before["step_time_s"], code) == (None, 0)
-    assert found["step_time_s"] > 100 * SECONDS  # a few hundred operations
+    assert found["step_time_s"] > 50 * SECONDS  # a hundred operations and more
     assert "as this machine was calibrated" in said
 
 
@@ -87,7 +88,7 @@ def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
 
 def time_of_a_run() -> float | None:
     """What `fullshard train` notes as planned."""
-    config = load_config(None, []).config
+    config = load_config(None, [SMALL]).config
     return view_of(config, model_of(config), Topology(2)).outlook.step_time_s
 
 

@@ -119,6 +119,7 @@ NEEDS_THE_WHOLE: dict[str, Function] = {
     "argmax": lambda p: p.argmax(),
     "cumsum": lambda p: p.cumsum(0),
     "sort": lambda p: p.sort(),
+    "indices by where": lambda p: torch.where(p > 0),
     "topk": lambda p: p.view(-1).topk(3),
     "softmax": lambda p: p.softmax(0),
     "item": lambda p: p.item(),

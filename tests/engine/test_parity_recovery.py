@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine import gradients
 from fullshard.engine.engine import engine_of
 from support.grid import RANKED, STRATEGIES
 from support.models import CASES, chain, mean_square, vectors
@@ -154,6 +157,27 @@ def check_failure_between_micro_batches():
 
 def test_a_failed_backward_drops_what_was_deferred(ranks):
     ranks(2)(check_failure_between_micro_batches)
+
+
+def said_of_failures_within_a_step() -> list[str]:
+    """What is logged where gradients were there before a backward failed, and where none were."""
+    model = fs.shard(chain(), poison=True)
+    said: list[str] = []
+    with patch.object(gradients.logger, "warning", said.append):
+        fail(model, "backward of the last block")
+        fs.reset(model)
+        CHAIN.work(model, 0, dist.get_rank())
+        fs.reset(model)
+        assert said == []
+        fail(model, "backward of the first block")
+        fs.reset(model)
+    return said
+
+
+def test_a_backward_that_fails_after_others_says_that_the_step_must_be_repeated(ranks):
+    for said in ranks(2)(said_of_failures_within_a_step):
+        assert len(said) == 1
+        assert "Call zero_grad() and repeat the whole step" in said[0]
 
 
 def check_events_after_failures():

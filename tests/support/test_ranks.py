@@ -298,3 +298,18 @@ def test_ranks_are_forked_from_a_server_that_has_imported_torch(lone_pool):
     file, of_the_server = lone_pool(imported_before)[0]
     assert Path(file).name == "preload.py"
     assert of_the_server
+
+
+KEPT = []
+
+
+def leave_a_model():
+    import fullshard as fs
+    from support.models import chain
+
+    KEPT.append(fs.shard(chain()))
+
+
+def test_a_body_that_leaves_a_sharded_model_alive_is_told_so(lone_pool):
+    with pytest.raises(RankError, match="leave_a_model left a sharded model alive"):
+        lone_pool(leave_a_model)

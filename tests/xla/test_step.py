@@ -7,13 +7,19 @@ import pytest
 NUM_STEPS = 2
 GRID = [
     # strategy, replicate, shard, activation checkpointing, micro-batches
-    ("full_shard", 1, 1, "none", 1),
-    ("full_shard", 1, 2, "every_2", 2),
-    ("full_shard", 1, 3, "none", 1),
+    ("full_shard", 1, 3, "every_2", 2),
     ("shard_grad_op", 1, 8, "offload", 1),
-    ("no_shard", 2, 1, "none", 2),
     ("hybrid_shard", 2, 2, "selective", 1),
-    ("hybrid_shard_zero2", 2, 4, "none", 1),
+    *(
+        pytest.param(case, marks=pytest.mark.long)
+        for case in (
+            ("full_shard", 1, 1, "none", 1),
+            ("full_shard", 1, 2, "every_2", 2),
+            ("full_shard", 1, 3, "none", 1),
+            ("no_shard", 2, 1, "none", 2),
+            ("hybrid_shard_zero2", 2, 4, "none", 1),
+        )
+    ),
 ]
 MESHES = {
     "full_shard": [(1, 1), (1, 2), (1, 3), (1, 8)],
@@ -117,7 +123,9 @@ def exchanged(*case):
         wire.over_gloo = real
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param((1, 2), marks=pytest.mark.long), (1, 3), (2, 2)], ids=str
+)
 def test_arrays_that_are_asked_for_at_once_are_one_exchange(devices, mesh):
     from support import xla
 

@@ -38,11 +38,13 @@ def read_regular(path: str | PathLike[str], limit: int = LARGEST_TEXT) -> bytes:
     Raises:
         OSError: As `open_regular`, or it has more than `limit` bytes.
     """
+    data = bytearray()
     with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(path))
-    return data
+        while part := file.read(1 << 20):  # read(n) allocates n bytes at once
+            data += part
+            if len(data) > limit:
+                raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(path))
+    return bytes(data)
 
 
 def did_you_mean_path(path: Path) -> str:

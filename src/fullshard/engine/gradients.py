@@ -81,6 +81,7 @@ class Gradients:
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
+        self._has_added = False  # to earlier gradients, in a backward that has not ended
         self._is_stale = False  # gradients have come that it does not know
         self._theirs: list[tuple[Member, Any]] = []  # of the user, in place of ours, to be added to
         self._deferred_bytes = 0
@@ -262,6 +263,7 @@ class Gradients:
             grads = group.grads
             assert grads is not None
             self.norms.num_added += carries
+            self._has_added |= carries
             aside = carries or waits or grads.lands_aside
             outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
@@ -359,7 +361,7 @@ class Gradients:
         else:
             shown = self._shown.show_touched(touched.tolist())
         self._add_to_theirs()
-        self.norms.waits = False
+        self.norms.waits = self._has_added = False
         self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown)
         for member, hooks in self._shown.hooked():
@@ -403,10 +405,11 @@ class Gradients:
 
     def reset(self, units: Iterable[Unit]) -> None:
         """Forget a backward that did not end."""
-        if self._deferred_bytes:
+        if self._deferred_bytes or self._has_added:
             logger.warning(
-                "fullshard: gradients of earlier micro-batches under no_sync are lost with the "
-                "backward that failed; repeat the whole step."
+                "fullshard: a backward failed; gradients of earlier micro-batches that waited "
+                "under no_sync are lost, others have a part of the failed one's. Call zero_grad() "
+                "and repeat the whole step."
             )
         for unit in units:
             unit.left = 0
@@ -425,7 +428,7 @@ class Gradients:
                         member.param.grad = _before(member.param.grad)
         self._slots.clear()
         self._theirs.clear()
-        self.norms.waits = False
+        self.norms.waits = self._has_added = False
         self.norms.mark_changed()
 
 
