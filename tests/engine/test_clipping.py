@@ -155,7 +155,16 @@ def written_through_lists_as_out(model: nn.Module) -> Any:
     return clip_norm(model)
 
 
+def halve_local_parts(model: nn.Module) -> Any:
+    """What is written through a plain tensor counts: the norms that were known are made anew."""
+    before = total_norm_by_stacking(model)
+    for grad in grads_of(model):
+        (grad.to_local() if hasattr(grad, "to_local") else grad).mul_(0.5)
+    return [before, total_norm_by_stacking(model), grads_of(model)[0].norm(), clip_norm(model)]
+
+
 LINES = {
+    "halved through to_local": halve_local_parts,
     "the first one replaced, all scaled": first_replaced_and_all_scaled,
     "scaled by keyword": scaled_by_keyword,
     "written by an option": written_by_an_option,

@@ -363,7 +363,7 @@ class Gradients:
         self._add_to_theirs()
         self.norms.waits = self._has_added = False
         self.transport.home.leave(settled=True)
-        self.norms.keep(squares, shown)
+        self.norms.keep(squares, shown, self._shown.memory)
         for member, hooks in self._shown.hooked():
             if id(member.grad) in shown:
                 for hook in tuple(hooks.values()):
@@ -489,12 +489,14 @@ class Shown:
 
     Attributes:
         plain: (n_local,) each: `grads` without their class.
+        memory: What they are views of, where that has a version.
     """
 
     members: list[Member]
     grads: list[Any]
     by_id: dict[int, Any]
     plain: list[torch.Tensor]
+    memory: list[torch.Tensor]
     records: list[Any]
     hooks: list[Any]
 
@@ -507,8 +509,11 @@ class Shown:
         hooks = [record.post_accumulate for record in records]
         plain = [grad.to_local() for grad in grads]
         by_id = {id(grad): grad for grad in grads}
-        shown = cls(members, grads, by_id, plain, records, hooks)
-        for group in (group for unit in units for group in unit.trained):
+        groups = [group for unit in units for group in unit.trained]
+        memory = [group.grads.shown for group in groups if group.grads is not None]
+        memory = [flat for flat in memory if not flat.is_inference()]  # such have no version
+        shown = cls(members, grads, by_id, plain, memory, records, hooks)
+        for group in groups:
             assert group.grads is not None
             group.grads.holders = group.grads.holders or num_holders(group)
         return shown

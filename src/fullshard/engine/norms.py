@@ -85,15 +85,27 @@ class GradientNorms:
         self.num_clips = 0
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
+        self._memory: Sequence[torch.Tensor] = ()  # that they are views of
+        self._versions: list[int] = []  # of that memory, when the norms were made
 
-    def keep(self, squares: torch.Tensor, shown: dict[int, Any]) -> None:
+    def keep(
+        self, squares: torch.Tensor, shown: dict[int, Any], memory: Sequence[torch.Tensor]
+    ) -> None:
         """Remember the squared norms of this backward's gradients.
 
         Args:
             squares: (num_params,), global sums of squares.
             shown: The gradient objects that they belong to, by id.
+            memory: What these are views of, which has their versions.
         """
-        self._squares, self._shown = squares, shown
+        self._squares, self._shown, self._memory = squares, shown, memory
+        self._versions = [flat._version for flat in memory]
+
+    def _known(self) -> torch.Tensor | None:
+        """The squares, unless something was written through a plain tensor (`to_local()`)."""
+        if self._squares is not None and [f._version for f in self._memory] != self._versions:
+            self.mark_changed()
+        return self._squares
 
     def note_write(self, gradient: Any) -> None:
         """A function writes into a gradient, or into what was made of one."""
@@ -113,13 +125,14 @@ class GradientNorms:
             name: The function.
             others: Its further arguments.
         """
-        if self._squares is None or not self._knows(gradient):
+        squares = self._known()
+        if squares is None or not self._knows(gradient):
             return None
         if any(isinstance(other, torch.Tensor) for other in others):
             return None
         if tuple(others) != _SQUARED.get(name, ()):
             return None
-        return Known(name, self._squares, gradient.record)
+        return Known(name, squares, gradient.record)
 
     @property
     def transport(self) -> Transport:
@@ -135,13 +148,14 @@ class GradientNorms:
         self.num_clips += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
+            self._versions = [flat._version for flat in self._memory]
 
     def of(self, gradients: Sequence[Any], order: float) -> list[torch.Tensor]:
         """The norm of each whole gradient: plain scalars in the gradient's dtype.
 
         A collective unless the cache knows them (2-norms of unchanged gradients).
         """
-        if order == 2.0 and self._squares is not None and all(map(self._knows, gradients)):
+        if order == 2.0 and self._known() is not None and all(map(self._knows, gradients)):
             found = self._squares_of(gradients).sqrt()
         else:
             powers = self.powers(gradients, order)
@@ -218,7 +232,7 @@ class GradientNorms:
 
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         """The 2-norm of all gradients together if the cache has it."""
-        if self._squares is None or any(id(g) not in self._shown for g in gradients):
+        if self._known() is None or any(id(g) not in self._shown for g in gradients):
             return None
         return self._squares_of(gradients).sum().sqrt()
 

@@ -127,8 +127,8 @@ class Guarded:
     def to_local(self) -> torch.Tensor:
         """This rank's elements as a plain tensor that shares memory with the shard.
 
-        For reading: neither known norms of gradients nor ranks that share the weights see what is
-        written through it.
+        Write gradients through it if you like; ranks that share weights do not see what is written
+        into a parameter.
         """
         with no_guard():
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
