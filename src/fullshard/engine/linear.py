@@ -161,6 +161,7 @@ def _small_forward(runtime: Runtime, index: int, module: nn.Module) -> Callable[
 def _fits(x: torch.Tensor, weight: torch.Tensor, member: Member | None) -> bool:
     return (
         torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()  # in which torch.enable_grad() changes nothing
         and member is not None
         and weight is member.compute
         and weight.requires_grad
