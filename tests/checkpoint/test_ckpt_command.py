@@ -223,7 +223,9 @@ def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
     big.mkdir()
     save_file({"w": torch.zeros(25_000_000)}, big / "model.safetensors")
     assert fullshard("ckpt", "import", big, whole).exit_code == 0
+    codes = {}
     for words in (("verify", whole), ("export", whole, "new"), ("import", big, "new")):
         command = [sys.executable, "-c", LIMITED, "ckpt", *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-        assert done.returncode == 4, done.stderr
+        codes[words[0]] = done.returncode
+    assert codes == {"verify": 0, "export": 4, "import": 4}  # verify reads part by part

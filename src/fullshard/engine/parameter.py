@@ -389,8 +389,10 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
             result.register_hook(partial(_raise, type(error), str(error)))
     if isinstance(result, _LISTS):
         sources = next((x for x in operands if isinstance(x, _LISTS) and _has_shard(x)), None)
-        if sources is None:  # torch.where(p > 0): indices of this rank's part
+        if sources is None and like.record.is_cut:  # torch.where(p > 0): indices of a part
             raise refusal(name, like)
+        if sources is None:
+            return result
         return type(result)(map(_as_shard, result, sources, [name] * len(result)))
     result = _as_shard(result, like, name)
     if name in TOLD_BY_SQUARES and type(like) is ShardedGradient and not (written or kwargs):

@@ -309,9 +309,9 @@ def test_strategies_of_units_that_are_no_mapping_are_named(value):
 
 
 def test_a_home_is_that_of_the_user_as_in_a_shell(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/me")
     words = ["model=~/llama", "output_dir=~/run", "data=a/~/b", "run_name=~x"]
     config = load_config(None, words).config
-    assert config.model.name_or_path == "/home/me/llama"
-    assert config.training.output_dir == "/home/me/run"
+    assert config.model.name_or_path == "/me/llama"
+    assert config.training.output_dir == "/me/run"
     assert (config.data.path, config.training.run_name) == ("a/~/b", "~x")
