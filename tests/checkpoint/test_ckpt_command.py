@@ -222,6 +222,7 @@ def test_memory_that_runs_out_under_a_limit_is_no_damage(tmp_path, fullshard):
     big, whole = tmp_path / "big", tmp_path / "whole"
     big.mkdir()
     save_file({"w": torch.zeros(25_000_000)}, big / "model.safetensors")
+    (big / "config.json").write_text('{"model_type": "llama"}')
     assert fullshard("ckpt", "import", big, whole).exit_code == 0
     codes = {}
     for words in (("verify", whole), ("export", whole, "new"), ("import", big, "new")):

@@ -389,11 +389,7 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
             result.register_hook(partial(_raise, type(error), str(error)))
     if isinstance(result, _LISTS):
         sources = next((x for x in operands if isinstance(x, _LISTS) and _has_shard(x)), None)
-        if sources is None and like.record.is_cut:  # torch.where(p > 0): indices of a part
-            raise refusal(name, like)
-        if sources is None:
-            return result
-        return type(result)(map(_as_shard, result, sources, [name] * len(result)))
+        return _as_shards(result, sources, like, name)
     result = _as_shard(result, like, name)
     if name in TOLD_BY_SQUARES and type(like) is ShardedGradient and not (written or kwargs):
         result.known = like.record.norms.known_of(like, name, args[1:])
@@ -562,6 +558,15 @@ def _has_misfit(operands: Sequence[Any]) -> bool:
 
 def _has_shard(values: Sequence[Any]) -> bool:
     return _find_shard(values) is not None
+
+
+def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
+    """Results of a function of a list; of one shard, indices (`torch.where(p > 0)`)."""
+    if sources is not None:
+        return type(results)(map(_as_shard, results, sources, [name] * len(results)))
+    if like.record.is_cut:
+        raise refusal(name, like)
+    return results
 
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
