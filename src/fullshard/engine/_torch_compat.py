@@ -86,9 +86,12 @@ def is_profiling() -> bool:
     return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
+_interpreters: Any = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+
+
 def is_transforming() -> bool:
     """Whether a transformation of torch.func (vmap, grad, jvp) is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return _interpreters() is not None
 
 
 def unwrapped(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
