@@ -25,9 +25,9 @@ import fullshard as fs
 from fullshard.checkpoint.examine import find_damage, remove
 from fullshard.checkpoint.format import Manifest
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete, tidy
-from fullshard.doors.detect import open_source
-from fullshard.doors.ours import write_checkpoint
 from fullshard.errors import FullshardError
+from fullshard.formats.detect import open_source
+from fullshard.formats.ours import write_checkpoint
 
 Mutate = Callable[[Path, st.DataObject], None]
 

@@ -21,10 +21,10 @@ from torch import nn
 import fullshard as fs
 from fullshard import saving
 from fullshard.checkpoint.background import Saves
-from fullshard.doors.dcp import write_dcp
-from fullshard.doors.detect import open_source
-from fullshard.doors.ours import write_checkpoint
 from fullshard.errors import CheckpointError, OutOfMemoryError
+from fullshard.formats.dcp import write_dcp
+from fullshard.formats.detect import open_source
+from fullshard.formats.ours import write_checkpoint
 from support.models import perturbed
 from support.scripts import Tiny, error_of
 

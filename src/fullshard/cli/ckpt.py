@@ -130,9 +130,9 @@ def diff(
     as_json: JsonFlag = False,  # noqa: ARG001
 ) -> Outcome:
     """Compare two of them tensor by tensor; ends with 8 where they differ."""
-    from fullshard.doors.compare import Verdict, compare
-    from fullshard.doors.detect import open_source
     from fullshard.errors import VerifyError
+    from fullshard.formats.compare import Verdict, compare
+    from fullshard.formats.detect import open_source
 
     with open_source(a) as one, open_source(b) as other:
         with _progress("compare", len(one.tensors)) as advance:
@@ -188,7 +188,7 @@ def export(  # noqa: PLR0913  (one parameter an option)
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load."""
-    from fullshard.doors import convert
+    from fullshard.formats import convert
 
     wanted = convert.Wanted.of(format_, dtype, max_shard_size)
     with convert.opened(checkpoint, config) as source:
@@ -220,8 +220,8 @@ def import_(
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Make a checkpoint of what another tool saved; nothing in it is executed."""
-    from fullshard.doors import convert
-    from fullshard.doors.ours import write_checkpoint
+    from fullshard.formats import convert
+    from fullshard.formats.ours import write_checkpoint
 
     with convert.opened(source, config) as opened:
         kind = None if opened.optimizer is None else opened.optimizer.kind

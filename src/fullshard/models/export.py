@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import LoraConfig, RunConfig
-from fullshard.doors.live import export_together, live_source
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
+from fullshard.formats.live import export_together, live_source
 from fullshard.models.lora import adapters_of, merged, save_adapters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from fullshard.doors.source import Source
+    from fullshard.formats.source import Source
 
 MAX_FILE_BYTES = 5 * 10**9
 

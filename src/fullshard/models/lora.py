@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from fullshard.config.schema import LoraConfig
-from fullshard.doors.source import Entry, Source
 from fullshard.engine.folder import FolderWeights
 from fullshard.errors import ConfigError
+from fullshard.formats.source import Entry, Source
 
 ADAPTER = "default"
 PROJECTION = "distill_projection"  # a module of a student whose width is not its teacher's

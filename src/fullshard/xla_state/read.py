@@ -20,9 +20,9 @@ from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.format import Kind, key_of
 from fullshard.checkpoint.read import Checkpoint, first_whole
 from fullshard.checkpoint.retain import Found, candidates
-from fullshard.doors.hugging_face import files_of
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError
+from fullshard.formats.hugging_face import files_of
 from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SAVES

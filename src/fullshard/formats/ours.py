@@ -20,10 +20,10 @@ from fullshard.checkpoint.format import STATE, Kind, key_of, name_in_file
 from fullshard.checkpoint.read import Checkpoint
 from fullshard.checkpoint.retain import Found
 from fullshard.checkpoint.values import decode
-from fullshard.doors.place import check_empty
-from fullshard.doors.source import CHECKPOINT, COMPANIONS, Entry, OptimizerSource, Source
 from fullshard.engine.state import DTYPE_NAMES, DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
+from fullshard.formats.place import check_empty
+from fullshard.formats.source import CHECKPOINT, COMPANIONS, Entry, OptimizerSource, Source
 from fullshard.loading import state_tensor
 from fullshard.saving import Values, write_files
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from fullshard.config.values import DType, parse
-from fullshard.doors.dcp import write_dcp
-from fullshard.doors.detect import open_source
-from fullshard.doors.hugging_face import companions_of
-from fullshard.doors.source import Source
-from fullshard.doors.to_hugging_face import ExportSettings, export_folder, parse_size
 from fullshard.errors import ConfigError
+from fullshard.formats.dcp import write_dcp
+from fullshard.formats.detect import open_source
+from fullshard.formats.hugging_face import companions_of
+from fullshard.formats.source import Source
+from fullshard.formats.to_hugging_face import ExportSettings, export_folder, parse_size
 from fullshard.transport.base import torch_dtype
 
 

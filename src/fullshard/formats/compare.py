@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fullshard.doors.source import CHECKPOINT, Entry, Source
+from fullshard.formats.source import CHECKPOINT, Entry, Source
 
 CHUNK = 1 << 22  # elements compared at a time, so that wider copies stay small
 

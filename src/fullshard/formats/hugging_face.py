@@ -12,10 +12,10 @@ import torch
 
 from fullshard.checkpoint.files import TensorFile
 from fullshard.config.regular import read_regular
-from fullshard.doors.source import COMPANIONS, Entry, Source
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.engine.state import DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
+from fullshard.formats.source import COMPANIONS, Entry, Source
 
 
 def open_safetensors(folder: Path, closing: ExitStack) -> Source:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format import AVERAGE
-from fullshard.doors.chunks import joined_ranks
-from fullshard.doors.pickles import read_pickle
-from fullshard.doors.source import Entry, OptimizerSource, Source
 from fullshard.errors import CheckpointError
+from fullshard.formats.chunks import joined_ranks
+from fullshard.formats.pickles import read_pickle
+from fullshard.formats.source import Entry, OptimizerSource, Source
 
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 WRAPPERS = ("model", "state_dict", "module", "model_state_dict")  # around the tensors, in places

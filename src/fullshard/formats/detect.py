@@ -19,13 +19,13 @@ from pathlib import Path
 
 from fullshard.checkpoint.format import natural
 from fullshard.checkpoint.retain import candidates, newest_told
-from fullshard.doors.deepspeed import open_deepspeed, steps_folder
-from fullshard.doors.hugging_face import companions_of, files_of, open_safetensors
-from fullshard.doors.ours import open_checkpoint
-from fullshard.doors.source import Source
-from fullshard.doors.state_dicts import RANK_FILE, open_pickled, open_rank_files
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError, untrusted
+from fullshard.formats.deepspeed import open_deepspeed, steps_folder
+from fullshard.formats.hugging_face import companions_of, files_of, open_safetensors
+from fullshard.formats.ours import open_checkpoint
+from fullshard.formats.source import Source
+from fullshard.formats.state_dicts import RANK_FILE, open_pickled, open_rank_files
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
@@ -90,7 +90,7 @@ def _open_other(path: Path, closing: ExitStack) -> Source:
 
 
 def _open_dcp(path: Path) -> Source:
-    from fullshard.doors import dcp  # imports torch.distributed.checkpoint: half a second
+    from fullshard.formats import dcp  # imports torch.distributed.checkpoint: half a second
 
     if (path / dcp.METADATA).is_file():
         return dcp.open_dcp(path)

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.files import sync_folder
-from fullshard.doors.source import Entry, Source
-from fullshard.doors.to_hugging_face import (
+from fullshard.engine.agreement import agree, tell
+from fullshard.engine.engine import Engine
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.state import tied_names
+from fullshard.formats.source import Entry, Source
+from fullshard.formats.to_hugging_face import (
     ExportSettings,
     as_files_have,
     complete_config,
     write_weights,
 )
-from fullshard.engine.agreement import agree, tell
-from fullshard.engine.engine import Engine
-from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.state import tied_names
 
 
 def live_source(model: nn.Module) -> Source:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.format import natural
-from fullshard.doors.pickles import PartOfTensor, attributes_of
-from fullshard.doors.source import Entry
 from fullshard.errors import CheckpointError
+from fullshard.formats.pickles import PartOfTensor, attributes_of
+from fullshard.formats.source import Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from torch import nn
 
 from fullshard.checkpoint.files import write_tensors, write_text
 from fullshard.config.values import nearest
-from fullshard.doors.ours import piece_of
-from fullshard.doors.place import check_empty, whole_or_nothing
-from fullshard.doors.source import Entry, Source
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.engine.hugging_face import build_on_meta, read_config
 from fullshard.errors import CheckpointError, ConfigError, untrusted
+from fullshard.formats.ours import piece_of
+from fullshard.formats.place import check_empty, whole_or_nothing
+from fullshard.formats.source import Entry, Source
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fullshard.checkpoint.format import natural
 from fullshard.config.regular import open_regular
-from fullshard.doors.chunks import Chunk, joined
-from fullshard.doors.pickles import attributes_of, read_listed, read_pickle
-from fullshard.doors.place import check_empty, whole_or_nothing
-from fullshard.doors.source import Entry, Source
-from fullshard.doors.state_dicts import WRAPPERS, optimizer_of
 from fullshard.errors import CheckpointError
+from fullshard.formats.chunks import Chunk, joined
+from fullshard.formats.pickles import attributes_of, read_listed, read_pickle
+from fullshard.formats.place import check_empty, whole_or_nothing
+from fullshard.formats.source import Entry, Source
+from fullshard.formats.state_dicts import WRAPPERS, optimizer_of
 
 METADATA = ".metadata"
 _HOME = "torch.distributed.checkpoint"
