@@ -27,10 +27,11 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 2_040,
+    "bench": 2_030,
+    "engine + transport": 7_070,
     "planner + outlook": 4_356,
     "data + models + recipes + run + verify": 7_490,
-    "in all": 39_000,
+    "in all": 38_620,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -241,3 +241,32 @@ def test_a_recompute_makes_no_product_that_torch_would_not_make(ranks, transport
     for alone, sharded, wrong in ranks(2)(products_of_a_step, transport):
         assert not wrong
         assert sharded == alone == 2 * (2 + 1 + 4) - 1  # nobody wants a gradient of x
+
+
+class Switches(nn.Module):
+    """Turns gradients on inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return self.layers[1](torch.tanh(self.layers[0](x)))
+
+
+def evaluated_and_trained() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Switches().double()
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    want = model(x).detach()
+    fs.shard(model, wrap=(nn.Linear,), transport="c10d", poison=True)
+    with torch.inference_mode():
+        found = model(x).clone()
+    model(x).sum().backward()
+    return found, want
+
+
+def test_an_evaluation_in_inference_mode_may_enable_gradients_inside(ranks):
+    for found, want in ranks(2)(evaluated_and_trained):
+        torch.testing.assert_close(found, want)

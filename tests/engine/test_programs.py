@@ -241,24 +241,6 @@ def evaluation_with_gradients_inside(model, x):
         return square(model, x)
 
 
-class Switches(Chain):
-    """Turns gradients off and on inside its forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            x = self.first(x)
-            with torch.enable_grad():
-                y = self.layers[1](self.layers[0](x))
-        return self.head(self.layers[2](x + y))
-
-
-@program(Switches)
-def evaluation_in_inference_mode_of_a_forward_that_enables_gradients(model, x):
-    with torch.inference_mode():
-        before = square(model, x).item()
-    return square(model, x) + before
-
-
 class Branches(Chain):
     """A branch is computed in a worker thread; autograd numbers nodes for each thread anew."""
 
