@@ -21,19 +21,18 @@ PLACE = re.compile(
     r"(?P<open><!-- results: (?P<path>\S+) -->\n).*?(?P<close><!-- end of results -->)", re.S
 )
 MIB = 2**20
+OURS, PEER = "fullshard", "fsdp2"
 NO_RESULTS = "No results are committed yet.\n"
 
 
 def _ratio(row: dict[str, Any]) -> str:
     ratio = row["ratio_to_fsdp2"]
-    if ratio is None:
-        return "-"
     return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
-def _peak(row: dict[str, Any]) -> str:
-    peak = row["memory_peak_bytes"]
-    return "-" if peak is None else f"{peak / MIB:.0f}"
+def _memory(row: dict[str, Any], peer: dict[str, Any]) -> str:
+    own, other = row["memory_peak_bytes"] / MIB, peer["memory_peak_bytes"] / MIB
+    return f"{own:.0f} MiB, {own / other:.2f}"
 
 
 def _listed(facts: dict[str, Any]) -> str:
@@ -43,18 +42,20 @@ def _listed(facts: dict[str, Any]) -> str:
 
 
 def to_table(results: dict[str, Any]) -> str:
-    """The rows of one results file as a Markdown table, with machine and versions under it."""
+    """A Markdown table of ours beside FSDP2, a row a case, with machine and versions under it."""
     lines = [
-        "| case | engine | step, ms | against FSDP2 [95 %] | peak memory, MiB |",
-        "|---|---|---|---|---|",
+        "| case | step | of FSDP2's step [95 %] | peak memory, of FSDP2's |",
+        "|---|---|---|---|",
     ]
-    previous = None
-    for row in results["rows"]:
-        case = "" if row["case"] == previous else f"{row['case']}, {row['num_ranks']} ranks"
-        previous = row["case"]
-        mark = " (loaded)" if row["loaded"] else ""
-        step = f"{row['step_time_s'] * 1e3:.0f}{mark}"
-        lines.append(f"| {case} | {row['name']} | {step} | {_ratio(row)} | {_peak(row)} |")
+    rows = {(row["case"], row["name"]): row for row in results["rows"]}
+    for (case, name), row in rows.items():
+        if name == OURS:
+            mark = " (loaded)" if row["loaded"] else ""
+            step = f"{row['step_time_s'] * 1e3:.0f} ms{mark}"
+            memory = _memory(row, rows[case, PEER])
+            lines.append(
+                f"| {case}, {row['num_ranks']} ranks | {step} | {_ratio(row)} | {memory} |"
+            )
     machine, versions = _listed(results["machine"]), _listed(results["versions"])
     lines += ["", f"`{results['command']}`; machine: {machine}; versions: {versions}."]
     if any(row["loaded"] for row in results["rows"]):

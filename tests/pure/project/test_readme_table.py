@@ -16,9 +16,10 @@ OURS = {
     "memory_peak_bytes": 300 * 2**20,
     "loaded": False,
 }
+PEER = OURS | {"name": "fsdp2", "memory_peak_bytes": 400 * 2**20}
 FLOOR = OURS | {"name": "floor", "ratio_to_fsdp2": None, "memory_peak_bytes": None}
 RESULTS = {
-    "rows": [OURS, FLOOR],
+    "rows": [OURS, PEER, FLOOR],
     "machine": {"cores": 2, "vector_flags": ["avx2", "avx512f"]},
     "versions": {"torch": "2.13.0"},
     "command": "fullshard bench step",
@@ -34,8 +35,8 @@ def _filled(folder: Path, results: dict | None) -> str:
 
 def test_a_row_shows_time_ratio_with_interval_and_memory(tmp_path: Path):
     lines = _filled(tmp_path, RESULTS).splitlines()
-    assert "| 29M, 2 ranks | fullshard | 315 | 0.70 [0.69, 0.71] | 300 |" in lines
-    assert "|  | floor | 315 | - | - |" in lines
+    assert "| 29M, 2 ranks | 315 ms | 0.70 [0.69, 0.71] | 300 MiB, 0.75 |" in lines
+    assert sum(line.startswith("| 29M") for line in lines) == 1
 
 
 def test_what_stood_in_the_table_is_replaced_and_the_rest_is_kept(tmp_path: Path):
@@ -54,8 +55,8 @@ def test_command_machine_and_versions_stand_under_the_table(tmp_path: Path):
 
 def test_figures_of_a_machine_that_others_used_are_marked(tmp_path: Path):
     assert "loaded" not in _filled(tmp_path, RESULTS).lower()
-    loaded = RESULTS | {"rows": [OURS | {"loaded": True}]}
-    assert "| 315 (loaded) |" in _filled(tmp_path, loaded)
+    loaded = RESULTS | {"rows": [OURS | {"loaded": True}, PEER]}
+    assert "| 315 ms (loaded) |" in _filled(tmp_path, loaded)
 
 
 def test_missing_results_are_said_to_be_missing(tmp_path: Path):
