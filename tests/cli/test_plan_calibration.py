@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 # Every operation of the trace that is no product takes this, whatever its size; products nothing.
 SECONDS = 1e-3
 SMALL = "model.config.num_hidden_layers=2"  # of the main job: each layer is traced in turn
+WHOLE = "model.config.num_hidden_layers=4"  # as the main job has them
 
 
 def calibration(*, ranks=(2,), machine=None, scale=1.0):
@@ -66,9 +67,9 @@ def file(tmp_path):
 
 def test_a_calibration_that_is_named_says_the_time(plan, file):
     before, *_ = plan()
-    found, said, code = plan("--calibration", file)
+    found, said, code = plan(WHOLE, "--calibration", file)
     assert (before["step_time_s"], code) == (None, 0)
-    assert found["step_time_s"] > 50 * SECONDS  # a hundred operations and more
+    assert found["step_time_s"] > 100 * SECONDS  # a few hundred operations
     assert "as this machine was calibrated" in said
 
 

@@ -527,7 +527,7 @@ def cut_group(
         plan: The group's layout.
         params: The user's parameters in the layout's order: whole, or on meta or shards already,
             which become zero.
-        part: This rank's index on the shard axis.
+        part: Index of this rank on the shard axis.
         homes: Where things live.
         shared: The memory of the weights; None where it is this rank's own.
     """

@@ -42,8 +42,8 @@ class Axes:
     Attributes:
         shard_ranks: Global ranks that share one copy, this one among them.
         replicate_ranks: Global ranks that hold the same part.
-        shard_index: This rank's place in `shard_ranks`.
-        replicate_index: This rank's place in `replicate_ranks`.
+        shard_index: Index of this rank in `shard_ranks`.
+        replicate_index: Index of this rank in `replicate_ranks`.
         gather_group: Carries all-gathers over the shard axis.
         reduce_group: Carries reductions over the shard axis, so that the order of the two kinds
             need not agree between ranks, and NCCL runs them side by side.

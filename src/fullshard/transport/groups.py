@@ -69,7 +69,7 @@ class Exchange:
 
     Attributes:
         ranks: Global ranks, by part.
-        part: This rank's.
+        part: Index of this rank in `ranks`.
         group: Process group of these ranks.
     """
 
