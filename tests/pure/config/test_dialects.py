@@ -12,8 +12,8 @@ from fullshard.config.dialects.fsdp import FSDP
 from fullshard.config.dialects.rules import Status
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.explain import text_of
-from fullshard.config.load import load_config
 from fullshard.config.files import parse_text
+from fullshard.config.load import load_config
 from fullshard.config.values import DType, Home, Strategy, WrapKind
 from fullshard.errors import ConfigError
 

@@ -93,17 +93,6 @@ def _layer_class(value: object, _: Said) -> Meaning:
     return NOTHING if is_empty(value) else translated({"sharding.wrap": [value]})
 
 
-def _later(name: str) -> Rule:
-    """A name that is not built yet: TrainingConfig refuses it in its own words."""
-
-    def rule(value: object, _: Said) -> Meaning:
-        if TrainingConfig.without_effect(name, value):
-            return HAPPENS
-        return translated({f"training.{name}": value})
-
-    return rule
-
-
 def _decides(name: str, target: str) -> Rule:
     """A flag whose meaning is a key of `sharding` (`bf16`), and which stays beside it."""
 
@@ -113,16 +102,6 @@ def _decides(name: str, target: str) -> Rule:
         why = f"decides {target}" if words_of(value)[:1] == ("true",) else "it is off"
         status = Status.TRANSLATED if "decides" in why else Status.NO_EFFECT
         return Meaning(status, why, {f"training.{name}": value})
-
-    return rule
-
-
-def _effectless(name: str) -> Rule:
-    def rule(value: object, _: Said) -> Meaning:
-        why, *neutral = WITHOUT_EFFECT[name]
-        if is_neutral(value, tuple(neutral)) and neutral:
-            return HAPPENS
-        return Meaning(Status.LOST if neutral else Status.NO_EFFECT, str(why))
 
     return rule
 
@@ -161,8 +140,8 @@ _LORA: Table = {
 
 # Names below `training:` that are more than a field of TrainingConfig.
 TRAINING: Table = {
-    **{name: _later(name) for name in NOT_YET},
-    **{name: _effectless(name) for name in WITHOUT_EFFECT},
+    **NOT_YET,
+    **WITHOUT_EFFECT,
     **{
         move.source.removeprefix("training."): _decides(
             move.source.removeprefix("training."), move.target
