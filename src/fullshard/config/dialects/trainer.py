@@ -6,7 +6,7 @@ Most names are fields of TrainingConfig and stay what they are. Here is the rest
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from fullshard.config.dialects.deepspeed import DEEPSPEED
@@ -19,6 +19,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    each,
     file_rule,
     is_empty,
     is_neutral,
@@ -106,34 +107,33 @@ def _decides(name: str, target: str) -> Rule:
     return rule
 
 
-_PEFT = ("load_in_4bit", "load_in_8bit", "use_rslora", "use_dora")
-
-
 def _use_peft(value: object, said: Said) -> Meaning:
     if is_empty(value) or not to_flag(value):
         return HAPPENS
     return translated({"lora.r": said.get("lora_r") or 16})
 
 
-def _lora(name: str) -> Rule:
-    """TRL's `lora_*`, which counts where `use_peft` is on."""
+def lora_keys(is_on: Callable[[Said], bool], off: str) -> dict[str, Rule]:
+    """`lora_*`, which count where another key says that adapters are trained; `off`: it does not."""
 
-    def rule(value: object, said: Said) -> Meaning:
-        if is_empty(value) or not to_flag(said.get("use_peft") or False):
-            return Meaning(Status.NO_EFFECT, "use_peft is off")
-        if means_same(value, "all-linear"):
-            return HAPPENS
-        return translated({f"lora.{name}": value})
+    def rule_of(name: str) -> Rule:
+        def rule(value: object, said: Said) -> Meaning:
+            if is_empty(value) or not is_on(said):
+                return Meaning(Status.NO_EFFECT, off)
+            if means_same(value, "all-linear"):
+                return HAPPENS
+            return translated({f"lora.{name}": value})
 
-    return rule
+        return rule
+
+    names = {"lora_r": "r", "lora_target_modules": "target_modules"}
+    names |= {name: name for name in ("lora_alpha", "lora_dropout")}
+    return {theirs: rule_of(ours) for theirs, ours in names.items()}
 
 
 _LORA: Table = {
     "use_peft": _use_peft,
-    "lora_r": _lora("r"),
-    "lora_alpha": _lora("lora_alpha"),
-    "lora_dropout": _lora("lora_dropout"),
-    "lora_target_modules": _lora("target_modules"),
+    **lora_keys(lambda said: to_flag(said.get("use_peft") or False), "use_peft is off"),
     "lora_task_type": no_effect("causal language models are trained"),
 }
 
@@ -190,19 +190,20 @@ FLAT: Table = {
     **TRAINING,
     "model_name_or_path": to("model.name_or_path"),
     "tokenizer_name_or_path": to("data.tokenizer"),
-    "dataset_name": _dataset,
-    "dataset_path": _dataset,
+    **each("dataset_name dataset_path", _dataset),
     "dataset_config": lost("a dataset is a file or a folder here"),
     "dataset_train_split": lost("the whole file is trained on", "train"),
     "dataset_test_split": lost("data.validation_fraction holds text out", "test", "validation"),
     "dataset_streaming": no_effect("data is read once and kept as tokens"),
-    "torch_dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
-    "dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+    **each(
+        "torch_dtype dtype",
+        no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+    ),
     "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
     "trust_remote_code": to("model.trust_remote_code"),
     "model_revision": no_effect("a model is a folder here", None),
     "use_liger": lost("the model's own kernels run", False),
-    **dict.fromkeys(_PEFT, not_yet("Leave it out", False)),
+    **each("load_in_4bit load_in_8bit use_rslora use_dora", not_yet("Leave it out", False)),
 }
 
 # A name that stands in no file of ours at the top level.
