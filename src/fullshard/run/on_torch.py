@@ -38,7 +38,6 @@ from fullshard.recipes.base import (
     backward_scale,
     num_label_tokens,
 )
-from fullshard.recipes.registry import RECIPES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import RunConsole, RunFacts, banner
 from fullshard.run.loop import Loop, Update, diverged
@@ -214,7 +213,7 @@ class TorchSide:
         """The sharded model and its optimizer, the recipe around its data, and the ranks."""
         run, training = self._session, self._session.config.training
         config, seat, folder = run.config, run.seat, run.folder.path
-        kind = RECIPES[run.command]
+        kind = run.command.kind
         self._model, recipe = kind.build(config, run.model_config, data, seat, folder)
         self._model.train()
         if seat.is_first:

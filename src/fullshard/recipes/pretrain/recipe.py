@@ -8,7 +8,7 @@ import numpy as np
 
 from fullshard.data.order import Indices, SampleOrder
 from fullshard.data.text import Dataset
-from fullshard.recipes.base import IGNORED, RowBatches, Seat
+from fullshard.recipes.base import IGNORED, RecipeKind, RowBatches, Seat
 
 
 class PackedText(RowBatches):
@@ -38,3 +38,6 @@ class PackedText(RowBatches):
         ids = sequences[np.maximum(chosen, 0)].astype(np.int64)
         labels = np.where(chosen[:, None] < 0, IGNORED, ids)
         return {"input_ids": ids, "labels": labels}
+
+
+KINDS = {"train": RecipeKind()}
