@@ -157,10 +157,10 @@ def _chunked(
         head: (vocabulary, width) of the student.
         other_head: The teacher's, or None.
         loss: Loss of a chunk's logits, summed.
-        settings: Settings; chunk_size is read.
+        settings: Settings; tokens_at_once is read.
     """
     num_rows = rows.hidden.shape[0]
-    num_chunks = -(-num_rows // settings.chunk_size)
+    num_chunks = -(-num_rows // settings.tokens_at_once)
     size = -(-num_rows // num_chunks)
     wide = jnp.promote_types(rows.hidden.dtype, jnp.float32)
 
