@@ -35,13 +35,14 @@ from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
+from fullshard.engine.streamed import StreamedRuntime
 from fullshard.engine.unit import Group, Member, Rings, Swap, Unit, cut_group
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport
+from fullshard.transport import Transport, streams
 from fullshard.transport.base import Hook, torch_dtype
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
@@ -96,7 +97,9 @@ class Engine:
         self._find_swaps(model)
         divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
-        self.runtime = Runtime(
+        made = streams.of(self.device)
+        kind = Runtime if made is None else partial(StreamedRuntime, made, plan.homes)
+        self.runtime = kind(
             self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
         )
         self.runtime.before_step = self._before_step

@@ -465,7 +465,6 @@ class Runtime:
                 else:
                     self._run([event])
         for unit in self.units:
-            unit.wait()
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
@@ -555,6 +554,10 @@ class Actions:
             recorder.begin(event, step)
             act(event)
             recorder.record(event, step)
+
+    def seconds(self) -> float:
+        """Seconds so far in events that may wait for other ranks."""
+        return self.communication_s
 
     def _act(self, event: Event) -> None:
         kind = event.kind
