@@ -43,13 +43,13 @@ from fullshard.saving import SaveSettings
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
 from fullshard.xla.distill import PROJECTION, Decoder
+from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, plan
 from fullshard.xla.step import (
     State,
     Step,
     eval_step,
     train_step,
-    trained,
     whole_array,
     with_optimizer,
 )

@@ -24,8 +24,8 @@ from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.xla.decoder import IGNORED, DecoderConfig, head_of, hidden_of, token_loss
 from fullshard.xla.divergence import divergence, top_k_divergence
+from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import LossFn
 
 PROJECTION = "distill_projection"  # of a student whose width is not its teacher's
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before
