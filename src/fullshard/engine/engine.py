@@ -27,7 +27,6 @@ from fullshard.engine._torch_compat import call_outside_compile, no_guard, unles
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.kept import Kept, own_modules, tensors_in
-from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import ShardedParameter, ShardRecord
@@ -194,8 +193,7 @@ class Engine:
         others = set(self.index_of)
         self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        watched = write_gradients_in_place(self.runtime, self.units, owners, self.__deepcopy__)
-        left_out = {*map(id, modules), *watched}
+        left_out = {*map(id, modules)}
         self.handles += _watch_exits(self.units, owners, left_out, self._watch)
 
     # ---- hooks: torch calls them with more than they need

@@ -50,7 +50,6 @@ class Member:
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
-        written: Whether the running backward wrote into `target` itself.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -62,7 +61,6 @@ class Member:
     node: Any = None
     expected: bool = False
     touched: bool = False
-    written: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
@@ -414,7 +412,7 @@ def expect(members: Sequence[Member]) -> int:
     """Note which of them the running backward will reach; returns how many."""
     left = 0
     for member in members:
-        member.expected, member.written = is_reached(member), False
+        member.expected = is_reached(member)
         left += member.expected
     return left
 
