@@ -28,10 +28,10 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 2_030,
-    "engine + transport": 7_230,
-    "planner + outlook": 4_356,
-    "data + models + recipes + run + verify": 7_490,
-    "in all": 38_780,
+    "engine + transport": 7_205,
+    "planner + outlook": 4_360,
+    "data + models + recipes + run + verify": 7_630,
+    "in all": 39_075,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

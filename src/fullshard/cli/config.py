@@ -116,5 +116,5 @@ def _schema_of(file: Path) -> dict[str, object]:
     from fullshard.config.dialects.translate import dialect_of
     from fullshard.config.files import read_file
 
-    dialect = dialect_of(str(key) for key in read_file(file).config)
+    dialect = dialect_of(str(key) for key in read_file(file).values)
     return explaining.schema() if dialect is None else explaining.dialect_schema(dialect.name)

@@ -10,10 +10,10 @@
     schema       RunConfig, a whole file, and all sections by name
     supported    the one table of what is in the contract and not built yet
     keys         dotted keys: their names in other tools, and what a bare name means
-    origins      the file and line of every key of a YAML file
+    origins      where a value came from
     overrides    `key=value` and `--name value` of a command line
     regular      files opened by name: no pipe blocks, no device is endless
-    files        a file as keys with their lines, and values
+    files        a file as values, and as keys with their lines
     dialects/    what other tools' keys mean here, a table each
     load         files + command line -> Resolved (a RunConfig with its origins)
     explain      Resolved -> what became of every key, and the schema for editors

@@ -1,19 +1,24 @@
-"""A YAML or JSON file as keys with their lines, and values."""
+"""A YAML or JSON file as values, and as keys with their lines; values by dotted keys.
+
+What stands in a file is a tree of plain mappings whose keys are words. `find`, `put` and `drop` are
+the ways to a dotted key of such a tree; `interpolated` says what `${...}` in it stands for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+import dataclasses
+import re
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from fullshard.config.origins import Entry, read_entries, syntax_problem
-from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.keys import FREE, PLAIN_KEYS, is_free
+from fullshard.config.origins import Entry, Origin, OriginKind
+from fullshard.config.problems import ConfigProblems, Problem, join_key
 from fullshard.config.regular import did_you_mean_path, read_regular
 from fullshard.errors import FullshardError
 
@@ -23,29 +28,51 @@ JOBS = (
     *(MAIN_JOB, "sft_job.yaml", "teacher_job.yaml"),
     *("distill_job.yaml", "distill_jax_job.yaml"),
 )
+MOST_BY_ALIASES = 10_000
+_MERGE = "tag:yaml.org,2002:merge"
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+_EXPONENT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+")
 
 
-@dataclass(frozen=True)
+class _Loader(yaml.SafeLoader):
+    """Takes `1e-4` for a number, and dates for text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in rows if not tag.endswith(":timestamp")]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+cast("Any", _Loader).add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(f"^{_EXPONENT.pattern}$"), list("-+0123456789")
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class File:
     """What stands in a file.
 
     Args:
         name: as messages name it.
         folder: in which relative names of other files are looked for, after the working directory.
-        config: its values.
+        values: a tree.
         entries: its keys with their lines.
     """
 
     name: str
     folder: Path
-    config: DictConfig
+    values: dict[str, Any]
     entries: list[Entry]
 
     def without(self, keys: Collection[str]) -> File:
         """The file as if some of its keys did not stand there."""
         for key in keys:
-            drop(self.config, key)
-        return replace(self, entries=[e for e in self.entries if not is_below(e.key, keys)])
+            drop(self.values, key)
+        entries = [e for e in self.entries if not is_below(e.key, keys)]
+        return dataclasses.replace(self, entries=entries)
+
+
+# ---- values by dotted keys -----------------------------------------------------------------------
 
 
 def is_below(key: str, prefixes: Collection[str]) -> bool:
@@ -53,12 +80,65 @@ def is_below(key: str, prefixes: Collection[str]) -> bool:
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
 
 
-def drop(config: DictConfig, key: str) -> None:
-    """Remove a key, under the name that the file has for it."""
+def find(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, `${...}` and all; None where there is none."""
+    found: Any = values
+    for part in key.split("."):
+        found = cast("Any", found).get(part) if isinstance(found, dict) else None
+    return found
+
+
+def put(values: dict[str, Any], key: str, value: object) -> None:
+    """Set a key; `model: FOLDER` makes room for `model.config.x`, a mapping is merged into one."""
+    *path, name = key.split(".")
+    for depth, part in enumerate(path):
+        inner = values.get(part)
+        if not isinstance(inner, dict):
+            plain = PLAIN_KEYS.get(part) if depth == 0 and inner is not None else None
+            inner = values[part] = {plain: inner} if plain else {}
+        values = cast("dict[str, Any]", inner)
+    before = values.get(name)
+    both = isinstance(before, dict) and isinstance(value, dict)
+    values[name] = {**cast("Any", before), **cast("Any", value)} if both else value
+
+
+def drop(values: dict[str, Any], key: str) -> None:
+    """Remove a key."""
     holder, _, name = key.rpartition(".")
-    section = OmegaConf.select(config, holder) if holder else config
-    if isinstance(section, DictConfig):  # YAML may have made a number or a flag of the name
-        section.pop(next((key for key in section if str(key) == name), name), None)
+    section = find(values, holder) if holder else values
+    if isinstance(section, dict):
+        cast("dict[str, Any]", section).pop(name, None)
+
+
+def interpolated(
+    values: dict[str, Any], section: str = "", names: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """Values of a tree or of a section of it, with what `${...}` in them stands for.
+
+    Raises:
+        ConfigError: it stands for nothing, or `???` waits for a value.
+    """
+    held = cast("dict[str, Any]", find(values, section) if section else values)
+    wanted = list(held if names is None else names)
+    if not any(mark in repr(values) for mark in ("${", "???")):
+        return {name: held[name] for name in wanted}
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def container(value: object) -> Any:
+        if not OmegaConf.is_config(value):
+            return value
+        return OmegaConf.to_container(cast("Any", value), resolve=True, throw_on_missing=True)
+
+    try:
+        whole = OmegaConf.create(values)
+        return {name: container((whole[section] if section else whole)[name]) for name in wanted}
+    except OmegaConfBaseException as error:
+        said = str(error).splitlines()[0]
+        raise ConfigProblems([Problem(error.full_key or "", "", said)]) from None
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def read_file(path: Path | None, default: str = MAIN_JOB) -> File:
@@ -76,13 +156,54 @@ def read_file(path: Path | None, default: str = MAIN_JOB) -> File:
 def parse_text(text: str, name: str, folder: Path = Path()) -> File:
     """The same, of a text that messages call `name`."""
     with readable(name):
-        entries = read_entries(text, name)
+        root, loader = _compose(text, name)
         try:
-            config = OmegaConf.create(text)
+            if misread := list(_misread(root, "", name)):
+                raise ConfigProblems(misread)
+            entries = list(_entries(root, "", name))
+        except RecursionError:
+            raise _no_mapping("one that contains itself through an alias", name) from None
+        try:
+            values: Any = cast("Any", loader).construct_document(root)
         except yaml.MarkedYAMLError as error:  # its meaning is nothing to us: a Python object
-            raise ConfigProblems([syntax_problem(error, name)]) from None
-    assert isinstance(config, DictConfig), "read_entries has seen a mapping"
-    return File(name, folder, config, entries)
+            raise ConfigProblems([_syntax_problem(error, name)]) from None
+    return File(name, folder, text_keys(values), entries)
+
+
+def text_keys(values: Mapping[object, object], prefix: str = "") -> dict[str, Any]:
+    """A copy whose keys are words, whatever YAML made of them (`no:` is False, `1:` is 1).
+
+    In mappings of other people's keys they stay what they are.
+    """
+    return {
+        name: text_keys(cast("Any", value), join_key(prefix, str(key)))
+        if isinstance(value, dict)
+        else value
+        for key, value in values.items()
+        for name in [cast("str", key) if is_below(prefix, FREE) else str(key)]
+    }
+
+
+def parse_value(text: str, key: str) -> object:
+    """What a text of a command line means for a key: lists, mappings and null as YAML has them.
+
+    Scalars stay text, which our fields read: YAML would make a flag of `no` and 90 of `1:30`. Other
+    people's keys (`model.config`) have no field of ours that reads text, so there YAML decides.
+
+    Raises:
+        ConfigError: a key stands twice in one mapping, or a number is not what it looks like.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        value: Any = None if node is None else cast("Any", loader).construct_document(node)
+    except yaml.YAMLError:
+        return text  # `freeze=*embed*` is an alias to YAML
+    if node is None or (isinstance(value, bool | int | float) and not is_free(key)):
+        return text
+    if misread := [dataclasses.replace(p, place="command line") for p in _misread(node, key, "")]:
+        raise ConfigProblems(misread)
+    return text_keys(cast("Any", value), key) if isinstance(value, dict) else value
 
 
 @contextmanager
@@ -94,11 +215,10 @@ def readable(name: str) -> Generator[None]:
     """
     try:
         yield
-    except (FullshardError, OmegaConfBaseException, MemoryError):
+    except (FullshardError, MemoryError):
         raise
     except RecursionError:
-        problem = Problem("", "a mapping of keys", "one that is nested too deeply", place=name)
-        raise ConfigProblems([problem]) from None
+        raise _no_mapping("one that is nested too deeply", name) from None
     except Exception as error:
         lines = str(error).splitlines() or [""]
         got = f"a value that cannot be read ({type(error).__name__}: {lines[0][:120]})"
@@ -115,26 +235,126 @@ def _text_of(path: Path | None, default: str) -> tuple[str, str]:
     try:
         return read_regular(path).decode("utf-8-sig"), name
     except FileNotFoundError:
-        raise ConfigProblems([_missing(path)]) from None
+        problem = _missing(path)
     except IsADirectoryError:
-        raise ConfigProblems(
-            [Problem("", "a configuration file", "a folder", place=name)]
-        ) from None
+        problem = Problem("", "a configuration file", "a folder")
     except UnicodeDecodeError as error:
         got = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
-        raise ConfigProblems([Problem("", "UTF-8 text", got, place=name)]) from None
+        problem = Problem("", "UTF-8 text", got)
     except OSError as error:
-        got = error.strerror or str(error)
-        raise ConfigProblems([Problem("", "a readable file", got, place=name)]) from None
+        problem = Problem("", "a readable file", error.strerror or str(error))
+    raise ConfigProblems([dataclasses.replace(problem, place=name)])
 
 
 def _missing(path: Path) -> Problem:
     folder = path.parent
-    if not folder.is_dir():
-        got, near = f"no folder '{folder}'", did_you_mean_path(path)
-        return Problem("", "a configuration file", got, near, place=str(path))
-    configs = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".json"))[:5]
     advice = did_you_mean_path(path)
+    if not folder.is_dir():
+        return Problem("", "a configuration file", f"no folder '{folder}'", advice)
+    configs = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml", ".json"))[:5]
     if configs and not advice:
         advice = f"'{folder}' has {', '.join(configs)}"
-    return Problem("", "a configuration file", "no such file", advice, place=str(path))
+    return Problem("", "a configuration file", "no such file", advice)
+
+
+# ---- YAML's tree, which knows lines --------------------------------------------------------------
+
+
+def _compose(text: str, file: str) -> tuple[yaml.MappingNode, _Loader]:
+    """The tree of a text, and what makes values of it.
+
+    Raises:
+        ConfigError: no YAML, no mapping, or empty.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        raise ConfigProblems([_syntax_problem(error, file)]) from None
+    except yaml.YAMLError as error:
+        raise ConfigProblems([Problem("", "YAML text", str(error), place=file)]) from None
+    if root is None:
+        raise _no_mapping("an empty file", file, "Write at least `model:`")
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "text"
+        raise _no_mapping(kind, f"{file}:{_line(root)}")
+    if _added_by_aliases(root) > MOST_BY_ALIASES:
+        raise _no_mapping(f"aliases that write more than {MOST_BY_ALIASES:,} values", file)
+    return root, loader
+
+
+def _no_mapping(got: str, place: str, advice: str = "") -> ConfigProblems:
+    return ConfigProblems([Problem("", "a mapping of keys", got, advice, place)])
+
+
+def _added_by_aliases(root: yaml.Node) -> int:
+    """Nodes that a reader would see beyond those that are written; a few lines can mean 10^9."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # of one that contains itself
+            inner: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+            for item in inner:
+                pair: Any = item if isinstance(node, yaml.MappingNode) else (item,)
+                sizes[id(node)] += sum(map(size, pair))
+        return sizes[id(node)]
+
+    return size(root) - len(sizes)
+
+
+def _entries(mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[Entry]:
+    for name, node, value in _items(mapping):
+        key = join_key(prefix, name)
+        origin = Origin(OriginKind.FILE, file, _line(node), key)
+        yield Entry(key, origin)
+        if isinstance(value, yaml.MappingNode):
+            yield from _entries(value, key, file)
+
+
+def _items(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Name, key node and value; what `<<` merges in comes first, so that own keys replace it."""
+    for key, value in mapping.value:
+        if key.tag == _MERGE:
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for other in reversed(merged):
+                if isinstance(other, yaml.MappingNode):
+                    yield from _items(other)
+    for key, value in mapping.value:
+        if key.tag != _MERGE:
+            yield str(key.value), key, value
+
+
+def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
+    """Keys that stand twice in one mapping, and numbers that are not what they look like."""
+    place = f"{file}:{_line(node)}"
+    if node.tag in _NUMBERS and _NOT_DECIMAL.fullmatch(str(node.value)):
+        got = f"{node.value}, which YAML reads in base {60 if ':' in node.value else 8}"
+        yield Problem(prefix, "a decimal number", got, "Put it in quotes if it is text", place)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _misread(item, f"{prefix}[{index}]", file)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first: dict[str, int] = {}
+    for key, value in node.value:
+        name = join_key(prefix, str(key.value))
+        if name in first and key.tag != _MERGE:
+            got = f"it in line {first[name]} and again in line {_line(key)}"
+            place = f"{file}:{_line(key)}"
+            yield Problem(name, "a key once", got, "Remove one of the two", place)
+        first.setdefault(name, _line(key))
+        yield from _misread(value, name, file)
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, file: str) -> Problem:
+    """What YAML's reader says, with the line."""
+    mark = error.problem_mark or error.context_mark
+    place = f"{file}:{mark.line + 1}" if mark else file
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    advice = "YAML is indented by spaces" if "'\\t'" in said else ""
+    return Problem("", "YAML", f"something else ({said})", advice, place)
+
+
+def _line(node: yaml.Node) -> int:
+    return node.start_mark.line + 1

@@ -1,7 +1,7 @@
 """A file and a command line become one checked configuration whose every value has an origin.
 
 train.yaml --+
-fsdp.yaml  --+--> in our keys --> OmegaConf merges --> mapping --> RunConfig --> Resolved
+fsdp.yaml  --+--> in our keys --> merged --> mapping --> RunConfig --> Resolved
 key=value  --+    (dialects)
 """
 
@@ -11,10 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, TypeVar
 
 from fullshard.config.dialects.rules import Note, Status, is_auto
 from fullshard.config.dialects.trainer import TRAINING
@@ -23,7 +20,6 @@ from fullshard.config.dialects.translate import (
     agree,
     contradiction,
     leaves,
-    make_room,
     translate,
 )
 from fullshard.config.environment import LaunchEnvironment
@@ -32,14 +28,17 @@ from fullshard.config.files import (
     MAIN_JOB,
     File,
     drop,
+    find,
+    interpolated,
     is_below,
+    put,
     read_file,
     readable,
 )
-from fullshard.config.keys import FREE, PLAIN_KEYS, at_home, canonical, derived_from, rivals_of
+from fullshard.config.keys import PLAIN_KEYS, at_home, canonical, derived_from, rivals_of
 from fullshard.config.origins import Entry, Index, Origin, OriginKind
 from fullshard.config.overrides import Override, parse_overrides
-from fullshard.config.problems import ConfigProblems, Problem, join_key
+from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig
 from fullshard.config.supported import check_command, check_supported
 from fullshard.config.values import Command
@@ -172,9 +171,10 @@ def _load(
     *,
     needs_model: bool,
 ) -> Resolved:
+    files: list[File] = []
     layers: list[Translation] = []
     try:
-        files = [path if isinstance(path, File) else read_file(path, default) for path in paths]
+        files += [path if isinstance(path, File) else read_file(path, default) for path in paths]
         present = [canonical(entry.key) for file in files for entry in file.entries]
         given, problems = parse_overrides(overrides, present)
         layers = [translate(file.without(_replaced_names(given))) for file in files]
@@ -182,8 +182,9 @@ def _load(
         _check_engines(layers)
         problems += _contradictions(layers)
         entries, merged = _merge(layers)
-    except OmegaConfBaseException as error:
-        raise _omegaconf_problem(error, layers, name) from None
+    except ConfigProblems as error:  # `${nowhere}`, `???`: where it stands is not said yet
+        written = [entry for one in (*files, *layers) for entry in one.entries]
+        raise error.map(Index(written, name).locate) from None
     index = Index(entries, name)
     names = ("model", "student", "teacher")  # a student's other name; it may begin as its teacher
     is_without_model = not needs_model and all(merged.get(name) is None for name in names)
@@ -211,14 +212,13 @@ def _replaced_names(given: Sequence[Override]) -> list[str]:
 
 def _command_line(given: Sequence[Override]) -> Translation:
     """The command line as one more file, of which keys of the Trainer's are translated."""
-    config = OmegaConf.create({})
+    values: dict[str, Any] = {}
     entries: dict[str, Entry] = {}
     for override in given:
-        make_room(config, override.key)
-        OmegaConf.update(config, override.key, override.value, force_add=True)
+        put(values, override.key, override.value)
         origin = Origin(OriginKind.COMMAND_LINE, written=override.written)
         entries[override.key] = Entry(override.key, origin)
-    return translate(File("command line", Path(), config, list(entries.values())))
+    return translate(File("command line", Path(), values, list(entries.values())))
 
 
 def _check_engines(layers: Sequence[Translation]) -> None:
@@ -249,7 +249,7 @@ def _contradictions(layers: Sequence[Translation]) -> list[Problem]:
     problems: list[Problem] = []
     for entry in last.entries:
         file, other = before.get(canonical(entry.key), (last, entry))
-        value, said = _raw(last.config, entry.key), _raw(file.config, other.key)
+        value, said = find(last.values, entry.key), find(file.values, other.key)
         if entry.origin.file and not agree(entry.key, value, said):
             both = (value, entry.origin), (said, other.origin)
             problems.append(contradiction(entry.key, *both))
@@ -259,58 +259,38 @@ def _contradictions(layers: Sequence[Translation]) -> list[Problem]:
 def _merge(layers: Sequence[Translation]) -> tuple[list[Entry], dict[str, Any]]:
     """One list of keys and one mapping, in which later layers replace what earlier ones say."""
     first, *later = layers
-    config, entries = first.config, first.entries
+    merged, entries = first.values, first.entries
     for layer in later:
         # `sharding={...}` of the command line replaces a section, one of a file does not.
         given = layer.entries if layer is layers[-1] else leaves(layer.entries)
         updates = {canonical(entry.key): entry for entry in given}
         replaced = {key for name in updates for key in (name, *rivals_of(name))}
         # What is left to be chosen says nothing that another key could contradict.
-        said = {name: _raw(layer.config, entry.key) for name, entry in updates.items()}
+        said = {name: find(layer.values, entry.key) for name, entry in updates.items()}
         replaced -= {
             rival
             for name in updates
             for rival in rivals_of(name)
-            if rival not in updates and (is_auto(said[name]) or is_auto(_raw(config, rival)))
+            if rival not in updates and (is_auto(said[name]) or is_auto(find(merged, rival)))
         }
-        gone = [entry for entry in entries if is_below(_full_key(entry.key, config), replaced)]
+        gone = [entry for entry in entries if is_below(_full_key(entry.key, merged), replaced)]
         entries = [entry for entry in entries if entry not in gone]
         for entry in gone:
             if entry.key not in updates:  # an update keeps the key's place
-                drop(config, entry.key)
+                drop(merged, entry.key)
         for key, entry in updates.items():
-            value = _raw(layer.config, entry.key)
+            value = find(layer.values, entry.key)
             if value is None and key in RunConfig.field_names():
                 continue  # `training:` with nothing below it
-            make_room(config, key)
-            OmegaConf.update(config, key, value, force_add=True)
+            put(merged, key, value)
             entries.append(dataclasses.replace(entry, key=key))
-    merged = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return entries, _with_text_keys(cast("dict[object, object]", merged))
+    return entries, interpolated(merged)
 
 
-def _omegaconf_problem(
-    error: OmegaConfBaseException, layers: Sequence[Translation], name: str
-) -> ConfigProblems:
-    """`${nowhere}`, `???`."""
-    key = error.full_key or ""
-    problem = Problem(key, "", str(error).splitlines()[0], place="" if key else name)
-    index = Index([entry for layer in layers for entry in layer.entries], name)
-    return ConfigProblems([index.locate(problem)])
-
-
-def _full_key(key: str, config: DictConfig) -> str:
+def _full_key(key: str, values: Mapping[str, Any]) -> str:
     """Our name of a key; `model: FOLDER` is model.name_or_path."""
-    is_plain = key in PLAIN_KEYS and not isinstance(OmegaConf.select(config, key), DictConfig)
+    is_plain = key in PLAIN_KEYS and not isinstance(values.get(key), dict)
     return f"{key}.{PLAIN_KEYS[key]}" if is_plain else canonical(key)
-
-
-def _raw(config: DictConfig, key: str) -> object:
-    """A value as it stands there, `${...}` and all."""
-    value: object = OmegaConf.to_container(config)
-    for part in key.split("."):
-        value = cast("dict[str, object]", value).get(part) if isinstance(value, dict) else None
-    return value
 
 
 def _judge(note: Note, index: Index) -> Note:
@@ -322,18 +302,6 @@ def _judge(note: Note, index: Index) -> Note:
         return note
     decides = next((f"{o.written} ({o.place})" for o in deciding if o.place), "another key")
     return dataclasses.replace(note, status=Status.NO_EFFECT, why=f"{decides} decides")
-
-
-def _with_text_keys(values: Mapping[object, object], prefix: str = "") -> dict[Any, Any]:
-    """Keys of ours are words, whatever YAML made of them (`no:` is False, `1:` is 1)."""
-    if prefix in FREE:
-        return dict(values)
-    return {
-        str(key): _with_text_keys(cast("dict[object, object]", value), join_key(prefix, str(key)))
-        if isinstance(value, dict)
-        else value
-        for key, value in values.items()
-    }
 
 
 def _origins(config: RunConfig, index: Index) -> dict[str, Origin]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import cast
 
-import yaml
-from omegaconf import OmegaConf
-
-from fullshard.config.keys import canonical, is_free, resolve, training_or_bare
+from fullshard.config.files import parse_value
+from fullshard.config.keys import canonical, resolve, training_or_bare
 from fullshard.config.problems import ConfigProblems, Problem
 
 
@@ -86,22 +83,5 @@ def _parse(text: str, present: list[str]) -> Override:
         got = repr(text)
         raise ConfigProblems([Problem("", "key=value", got, advice, place="command line")])
     key = canonical(resolve(written, present))
-    return Override(written.strip(), key, _value(key, value))
-
-
-def _value(key: str, text: str) -> object:
-    """Lists, mappings and null as YAML has them; scalars as text, which our fields read.
-
-    YAML would make a flag of `no` and 90 of `1:30`. Other people's keys (`model.config`) have no
-    field of ours that reads text, so there YAML decides.
-    """
-    if not text.strip():
-        return text  # to YAML, nothing is null
-    try:
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except yaml.YAMLError:
-        return text  # `freeze=*embed*` is an alias to YAML
-    value = cast("dict[str, object]", read)["value"]
-    if isinstance(value, bool | int | float) and not is_free(key):
-        return text
-    return value
+    # To YAML, nothing is null.
+    return Override(written.strip(), key, parse_value(value, key) if value.strip() else value)

@@ -207,6 +207,9 @@ def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
             if (value := row.says(settings)) is not None:
                 says = f"{_named(value)} with backend: jax is not yet supported"
                 yield Problem(f"distill.{row.key}", "", says, row.instead)
+    elif "loss_chunk_size" in config.training.model_fields_set and config.training.loss_chunk_size:
+        says = f"{config.training.loss_chunk_size} with backend: jax is not yet supported"
+        yield Problem("training.loss_chunk_size", "", says, "Leave it out")
     sft = config.sft
     if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
         says = f"{sft.num_samples} with backend: jax is not yet supported"

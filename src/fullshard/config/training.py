@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from fullshard.config.dialects.rules import no_effect
 from fullshard.config.fields import (
     Count,
     CountOrAuto,
@@ -15,11 +16,10 @@ from fullshard.config.fields import (
     Rejected,
     Text,
     Word,
-    means_same,
     to_names,
     to_number,
 )
-from fullshard.config.hf_names import INSTEAD, NOT_YET, WITHOUT_EFFECT
+from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import (
@@ -127,6 +127,10 @@ class TrainingConfig(Section):
 
     max_seq_length: Annotated[int, Number(at_least=2)] = 1024
     """Tokens of one sequence (alias max_length, whose default in TRL this is)."""
+
+    loss_chunk_size: Annotated[int, Number(at_least=0)] = 512
+    """Tokens whose logits are held at a time: a model's plain linear head makes the loss, and no
+    tensor of tokens x vocabulary exists. 0: from the logits of all tokens at once."""
 
     learning_rate: Annotated[float, Number(at_least=0)] = 5e-5
     """Peak learning rate."""
@@ -286,17 +290,20 @@ class TrainingConfig(Section):
     @classmethod
     def without_effect(cls, key: str, value: Any) -> bool:
         """True for a name that we lack on whose value no result depends."""
-        return key in WITHOUT_EFFECT or any(
-            means_same(value, neutral) for neutral in NOT_YET.get(key, ())
-        )
+        return key in WITHOUT_EFFECT or (key in NOT_YET and cls._not_yet(key, value) is None)
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem:
         """`not yet` for Hugging Face's names, did-you-mean for all others."""
-        if key in NOT_YET:
-            says = f"{show(value)} is not yet supported"
-            return Problem(key, "", says, INSTEAD.get(key, "Leave it out"))
-        return super().unknown(key, value)
+        return cls._not_yet(key, value) or super().unknown(key, value)
+
+    @staticmethod
+    def _not_yet(key: str, value: object) -> Problem | None:
+        try:
+            NOT_YET.get(key, no_effect(""))(value, {})
+        except ConfigProblems as error:
+            return error.problems[0].below(key)
+        return None
 
     @classmethod
     def known_names(cls) -> list[str]:

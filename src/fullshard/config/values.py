@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
-from fullshard.config.hf_names import LATER_OPTIMIZERS, LATER_SCHEDULES, OPTIMIZERS_ASK
 from fullshard.config.problems import ConfigProblems, Problem, show
 
 
@@ -245,11 +244,21 @@ SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
     },
 }
 
-# Words that mean something elsewhere and nothing here yet.
-LATER: Mapping[type[StrEnum], frozenset[str]] = {
-    LrSchedule: LATER_SCHEDULES,
-    Optimizer: LATER_OPTIMIZERS,
-    IntervalStrategy: frozenset({"best"}),
+# Words that mean something elsewhere and nothing here yet, by a part of them; and why.
+_WHOLE = "it needs whole matrices; of these adafactor and muon are there"
+_BLOCKS = "it scales blocks of a tensor together; of these adamw_bnb_8bit is there"
+LATER: Mapping[type[StrEnum], Mapping[str, str]] = {
+    LrSchedule: dict.fromkeys(
+        ("restarts", "min_lr", "polynomial", "inverse_sqrt", "plateau", "stable_decay", "greedy"),
+        "",
+    ),
+    Optimizer: {
+        **dict.fromkeys(("8bit", "4bit"), _BLOCKS),
+        **dict.fromkeys(("adafactor", "galore", "apollo"), _WHOLE),
+        **dict.fromkeys(("_xla", "npu", "apex", "anyprecision", "paged", "stable", "free"), ""),
+        **dict.fromkeys(("ademamix", "adagrad", "grokadamw", "lion", "lomo", "rmsprop"), ""),
+    },
+    IntervalStrategy: {"best": ""},
 }
 
 # BackwardPrefetch of FSDP1, as a depth.
@@ -376,11 +385,10 @@ def nearest(word: str, choices: Collection[str]) -> str | None:
 def unknown_word(enum_cls: type[StrEnum], value: object, key: str) -> Problem:
     """The problem of a value that is no spelling of the enum."""
     own = _values(enum_cls)
-    if not LATER.get(enum_cls, frozenset()).isdisjoint(words_of(value)):
+    later = [why for part, why in LATER.get(enum_cls, {}).items() if part in str(value).lower()]
+    if isinstance(value, str) and later:
         advice = "This word of Hugging Face's is not yet supported"
-        asks = [why for part, why in OPTIMIZERS_ASK.items() if part in str(value).lower()]
-        if enum_cls is Optimizer and asks:
-            advice += f": {asks[0]}"
+        advice += f": {later[0]}" if later[0] else ""
         return Problem(key, "one of " + ", ".join(own), show(value), advice)
     near_own = isinstance(value, str) and nearest(value, own)
     return _unlisted(

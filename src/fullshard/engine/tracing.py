@@ -179,8 +179,14 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
             return None
         return cast_tensors(output, torch_dtype(config.output_dtype))
 
+    def at_the_head(_: nn.Module, __: Any) -> None:
+        ledger.kind = Kind.LOGITS
+
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     model.register_forward_hook(after)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        head.register_forward_pre_hook(at_the_head)
 
 
 class Ledger(TorchDispatchMode):

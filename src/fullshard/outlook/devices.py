@@ -29,8 +29,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from omegaconf import OmegaConf
-
 from fullshard.config.fields import Count, Number
 from fullshard.config.files import read_file
 from fullshard.config.model import Section
@@ -296,7 +294,7 @@ def read_devices(path: Path) -> dict[str, Device]:
     Raises:
         ConfigError: The file cannot be read, misses a number, or has one that is none.
     """
-    values = cast("Mapping[Any, Any]", OmegaConf.to_container(read_file(path).config))
+    values = read_file(path).values
     found: dict[str, Device] = {}
     for written, entry in values.items():
         name = str(written).upper().replace(" ", "")

@@ -22,7 +22,7 @@ from fullshard.data.dataset import Prepared, load_facts
 from fullshard.data.order import SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
 from fullshard.data.tokenizer import train_tokenizer
-from fullshard.recipes import distill
+from fullshard.recipes import distill, pretrain
 from fullshard.recipes.base import RecipeKind, RowBatches, Seat
 from fullshard.recipes.pretrain import PackedText
 from fullshard.recipes.sft import Chats
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 RECIPES: dict[Command, RecipeKind] = {
-    Command.TRAIN: RecipeKind(),
-    Command.SFT: RecipeKind(uses_chats=lambda _: True),
+    Command.TRAIN: RecipeKind(pretrain.build),
+    Command.SFT: RecipeKind(pretrain.build, uses_chats=lambda _: True),
     Command.DISTILL: distill.DISTILL,
     Command.CACHE: distill.CACHE,
 }

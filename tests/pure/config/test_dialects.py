@@ -12,8 +12,8 @@ from fullshard.config.dialects.fsdp import FSDP
 from fullshard.config.dialects.rules import Status
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.explain import text_of
+from fullshard.config.files import parse_text
 from fullshard.config.load import load_config
-from fullshard.config.origins import read_entries
 from fullshard.config.values import DType, Home, Strategy, WrapKind
 from fullshard.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_a_file_reads_as_before(name, snapshot, monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_of_another_tool_has_a_note(name, monkeypatch):
     monkeypatch.chdir(FOLDER)
-    entries = read_entries(Path(name).read_text().expandtabs(), name)
+    entries = parse_text(Path(name).read_text().expandtabs(), name).entries
     resolved = load_config(Path(name), needs_model=False)
     noted = {note.key for note in resolved.notes if note.place.startswith(f"{name}:")}
     kept = {origin.written for origin in resolved.origins.values() if origin.kind == "file"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
 from fullshard.config.dialects.fsdp import FSDP, MESH
 from fullshard.config.dialects.rules import (
@@ -11,6 +13,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    each,
     file_rule,
     is_empty,
     is_neutral,
@@ -24,16 +27,10 @@ from fullshard.config.dialects.rules import (
 from fullshard.config.problems import ConfigProblems, Problem, show
 
 # What ranks do, and what the engine does then; None: the config of that engine says it.
-_TYPES = {
-    "fsdp": None,
-    "deepspeed": None,
-    "multi_gpu": "no_shard",
-    "multi_cpu": "no_shard",
-    "multi_xpu": "no_shard",
-    "multi_npu": "no_shard",
-    "multi_mlu": "no_shard",
-    "multi_hpu": "no_shard",
-    "no": "no_shard",
+_TYPES: Mapping[str, str | None] = {
+    **dict.fromkeys(("fsdp", "deepspeed"), None),
+    **dict.fromkeys(("multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu"), "no_shard"),
+    **dict.fromkeys(("multi_hpu", "no"), "no_shard"),
 }
 _TYPES_LATER = ("megatron_lm", "xla", "tpu")
 
@@ -70,8 +67,7 @@ def _precision(value: object, _: Said) -> Meaning:
 
 DEEPSPEED_PLUGIN: Table = {
     "zero_stage": stage,
-    "offload_optimizer_device": home,
-    "offload_param_device": home,
+    **each("offload_optimizer_device offload_param_device", home),
     "offload_optimizer_nvme_path": nvme_path("offload_optimizer"),
     "offload_param_nvme_path": nvme_path("offload_param"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
@@ -81,12 +77,11 @@ DEEPSPEED_PLUGIN: Table = {
     "deepspeed_config_file": file_rule,
     "deepspeed_moe_layer_cls_names": no_effect("units of experts are found by themselves"),
     "deepspeed_multinode_launcher": lost("start the command on every machine", "standard", "none"),
-    "deepspeed_hostfile": lost("start the command on every machine"),
-    "deepspeed_exclusion_filter": lost("start the command on every machine"),
-    "deepspeed_inclusion_filter": lost("start the command on every machine"),
+    **each(
+        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
+        lost("start the command on every machine"),
+    ),
 }
-
-_TPU = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
 
 ACCELERATE: Table = {
     "distributed_type": _distributed_type,
@@ -108,14 +103,16 @@ ACCELERATE: Table = {
     "main_training_function": no_effect("the command is what runs"),
     "debug": no_effect("ranks always compare their collectives"),
     "enable_cpu_affinity": lost("processes are not bound to cores", False),
-    "downcast_bf16": no_effect("it concerns TPUs"),
-    "dynamo_backend": lost("the model runs without torch.compile", "no"),
-    "dynamo_config": lost("the model runs without torch.compile"),
+    **each("dynamo_backend dynamo_config", lost("the model runs without torch.compile", "no")),
     "fp8_config": not_yet("Use bf16"),
     "megatron_lm_config": not_yet("Tensor and pipeline parallelism come later"),
     "mpirun_config": lost("start the command with mpirun itself"),
     "ipex_config": lost("it concerns Intel's extension"),
-    "command_file": no_effect("it concerns TPUs"),
-    "commands": no_effect("it concerns TPUs"),
-    **dict.fromkeys(_TPU, no_effect("it concerns TPUs")),
+    **each(
+        """
+        downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
+        tpu_env
+        """,
+        no_effect("it concerns TPUs"),
+    ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from fullshard.config.dialects.fsdp import FSDP, MESH, VERSION
@@ -14,6 +14,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    each,
     is_auto,
     is_empty,
     is_neutral,
@@ -23,7 +24,7 @@ from fullshard.config.dialects.rules import (
     to,
     translated,
 )
-from fullshard.config.dialects.trainer import FLAT, steps_share
+from fullshard.config.dialects.trainer import FLAT, lora_keys, steps_share
 from fullshard.config.fields import Rejected, means_same
 from fullshard.config.problems import ConfigProblems, Problem, show
 
@@ -70,16 +71,6 @@ def _datasets(value: object, _: Said) -> Meaning:
     return translated(values, why)
 
 
-def _many(names: Iterable[str], rule: Rule) -> dict[str, Rule]:
-    return dict.fromkeys(names, rule)
-
-
-_KERNELS = lost("the model's own kernels run", False, "sdpa", "eager")
-_TEMPLATES = lost("data is trained on as plain text", False)
-_WATCHERS = lost("write report_to and project for a tracker", False)
-_LATER = not_yet("Leave it out", False)
-
-
 def _adapter(value: object, said: Said) -> Meaning:
     """axolotl's word for what is trained beside a frozen model."""
     if is_neutral(value, ("", False)):
@@ -90,17 +81,6 @@ def _adapter(value: object, said: Said) -> Meaning:
     raise ConfigProblems([Problem("", "", got, "Write lora, or leave it out")])
 
 
-def _lora(name: str) -> Rule:
-    """`lora_*`, which counts where `adapter` is lora."""
-
-    def rule(value: object, said: Said) -> Meaning:
-        if is_empty(value) or not means_same(said.get("adapter"), "lora"):
-            return Meaning(Status.NO_EFFECT, "adapter is not lora")
-        return translated({f"lora.{name}": value})
-
-    return rule
-
-
 def _packing(value: object, _: Said) -> Meaning:
     if is_neutral(value, (False,)):
         return Meaning(Status.NO_EFFECT, "running text is always packed, conversations are not")
@@ -108,25 +88,19 @@ def _packing(value: object, _: Said) -> Meaning:
 
 
 # Trainer's names that axolotl has too, as they are there.
-_SHARED = (
-    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("max_steps", "warmup_steps", "warmup_ratio", "logging_steps", "eval_steps", "eval_strategy"),
-    *("save_steps", "save_strategy", "save_total_limit", "seed", "output_dir", "ddp_timeout"),
-    *("gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    *("group_by_length", "torch_compile", "ddp_find_unused_parameters", "save_safetensors"),
-    *("label_smoothing_factor", "neftune_noise_alpha", "hub_model_id", "hub_strategy"),
-    *(
-        "save_only_model",
-        "remove_unused_columns",
-        "dataloader_num_workers",
-        "activation_offloading",
-    ),
-    *("dataloader_pin_memory", "dataloader_prefetch_factor", "report_to", "evaluation_strategy"),
-    *("auto_find_batch_size", "load_best_model_at_end", "resume_from_checkpoint", "run_name"),
-)
+_SHARED = """
+    learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_steps
+    warmup_steps warmup_ratio logging_steps eval_steps eval_strategy evaluation_strategy save_steps
+    save_strategy save_total_limit save_only_model save_safetensors seed output_dir ddp_timeout
+    ddp_find_unused_parameters gradient_accumulation_steps gradient_checkpointing
+    gradient_checkpointing_kwargs activation_offloading group_by_length torch_compile
+    label_smoothing_factor neftune_noise_alpha hub_model_id hub_strategy remove_unused_columns
+    dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor report_to run_name
+    auto_find_batch_size load_best_model_at_end resume_from_checkpoint
+"""
 
 AXOLOTL: Table = {
-    **{name: FLAT[name] for name in _SHARED},
+    **{name: FLAT[name] for name in _SHARED.split()},
     "base_model": to("model.name_or_path"),
     "base_model_config": no_effect("config.json of base_model is read"),
     "tokenizer_config": to("data.tokenizer"),
@@ -146,13 +120,10 @@ AXOLOTL: Table = {
     "val_set_size": to("data.validation_fraction"),
     "evals_per_epoch": _times_an_epoch("eval"),
     "saves_per_epoch": _times_an_epoch("save"),
-    "bf16": _precision("bf16"),
-    "bfloat16": _precision("bf16"),
-    "fp16": _precision("fp16"),
-    "float16": _precision("fp16"),
+    **each("bf16 bfloat16", _precision("bf16")),
+    **each("fp16 float16", _precision("fp16")),
     "tf32": lost("matrix products of float32 follow torch's own setting", False, "auto"),
-    "datasets": _datasets,
-    "pretraining_dataset": _datasets,
+    **each("datasets pretraining_dataset", _datasets),
     "test_datasets": lost("data.validation_fraction holds text out"),
     "dataset_prepared_path": no_effect("tokens lie in the run's folder"),
     "dataset_processes": no_effect("data is read once"),
@@ -164,59 +135,58 @@ AXOLOTL: Table = {
     "deepspeed": FLAT["deepspeed"],
     "dp_replicate_size": MESH["dp_replicate_size"],
     "dp_shard_size": MESH["dp_shard_size"],
-    **_many(
-        ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+    **each(
+        """
+        tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size
+        """,
         not_yet("It comes later", 1),
     ),
-    "expert_parallel_size": not_yet("It comes later", 1),
     "sample_packing": _packing,
     "eval_sample_packing": no_effect("held-out data is packed as the rest is"),
     "pad_to_sequence_len": no_effect("every sequence has all its tokens"),
     "train_on_inputs": lost("every token counts in the loss", True),
     "unfrozen_parameters": not_yet("Write freeze with the names of the others"),
-    **_many(
-        ("special_tokens", "tokens", "eot_tokens", "chat_template", "chat_template_jinja"),
-        _TEMPLATES,
+    **each(
+        """
+        special_tokens tokens eot_tokens chat_template chat_template_jinja default_system_message
+        resize_token_embeddings_to_32x
+        """,
+        lost("data is trained on as plain text", False),
     ),
-    **_many(("default_system_message", "resize_token_embeddings_to_32x"), _TEMPLATES),
-    **_many(
-        ("attn_implementation", "flash_attention", "sdp_attention", "xformers_attention"), _KERNELS
+    **each(
+        """
+        attn_implementation flash_attention sdp_attention xformers_attention flex_attention
+        eager_attention use_kernels plugins liger_rope liger_rms_norm liger_rms_norm_gated
+        liger_glu_activation liger_layer_norm liger_cross_entropy liger_fused_linear_cross_entropy
+        lora_mlp_kernel lora_qkv_kernel lora_o_kernel
+        """,
+        lost("the model's own kernels run", False, "sdpa", "eager"),
     ),
-    **_many(("flex_attention", "eager_attention", "use_kernels", "plugins"), _KERNELS),
-    **_many(
-        (
-            "liger_rope",
-            "liger_rms_norm",
-            "liger_rms_norm_gated",
-            "liger_glu_activation",
-            "liger_layer_norm",
-            "liger_cross_entropy",
-            "liger_fused_linear_cross_entropy",
-            "lora_mlp_kernel",
-            "lora_qkv_kernel",
-            "lora_o_kernel",
-        ),
-        _KERNELS,
+    **each(
+        """
+        wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode
+        use_wandb use_mlflow use_comet use_tensorboard mlflow_tracking_uri mlflow_experiment_name
+        """,
+        lost("write report_to and project for a tracker", False),
     ),
-    **_many(
-        ("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"), _WATCHERS
+    **each(
+        """
+        load_in_8bit load_in_4bit gptq qat rl trl lora_model_dir lora_modules_to_save
+        lora_target_parameters
+        """,
+        not_yet("Leave it out", False),
     ),
-    **_many(("wandb_run_id", "wandb_mode", "use_wandb", "use_mlflow", "use_comet"), _WATCHERS),
-    **_many(("mlflow_tracking_uri", "mlflow_experiment_name", "use_tensorboard"), _WATCHERS),
-    **_many(("load_in_8bit", "load_in_4bit", "gptq", "qat", "rl", "trl"), _LATER),
     "adapter": _adapter,
-    "lora_r": _lora("r"),
-    "lora_alpha": _lora("lora_alpha"),
-    "lora_dropout": _lora("lora_dropout"),
-    "lora_target_modules": _lora("target_modules"),
+    **lora_keys(lambda said: means_same(said.get("adapter"), "lora"), "adapter is not lora"),
     "lora_target_linear": no_effect("all linear layers, unless lora_target_modules names some"),
     "lora_fan_in_fan_out": no_effect("the layer's own layout decides"),
-    **_many(("lora_model_dir", "lora_modules_to_save", "lora_target_parameters"), _LATER),
     "strict": no_effect("every key is checked"),
     "debug": no_effect("ranks always compare their collectives"),
     "early_stopping_patience": to("training.early_stopping_patience"),
-    "loss_watchdog_threshold": lost("a run that diverges ends with exit code 9"),
-    "loss_watchdog_patience": lost("a run that diverges ends with exit code 9"),
+    **each(
+        "loss_watchdog_threshold loss_watchdog_patience",
+        lost("a run that diverges ends with exit code 9"),
+    ),
     "low_cpu_mem_usage": no_effect("every rank reads only its own part of the weights"),
     "save_first_step": lost("steps are saved as save_strategy says", False),
     "push_dataset_to_hub": not_yet("Leave it out"),

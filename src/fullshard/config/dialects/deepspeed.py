@@ -13,6 +13,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    each,
     flag,
     is_auto,
     is_empty,
@@ -178,22 +179,15 @@ def _autocast(value: object, said: Said) -> Meaning:
 
 
 _BUFFERS = no_effect("the engine sizes its own buffers")
-_OURS = no_effect("the plan decides how gradients travel")
+_CHECKPOINTS = no_effect("it concerns DeepSpeed's checkpoints")
+_TORCHS = no_effect("the optimizer is torch's")
 
 _OFFLOAD: Table = {
-    **dict.fromkeys(
-        (
-            "pin_memory",
-            "buffer_count",
-            "buffer_size",
-            "max_in_cpu",
-            "fast_init",
-            "pipeline_read",
-            "pipeline_write",
-            "pipeline",
-            "cpuadam_cores_perc",
-            "super_offload",
-        ),
+    **each(
+        """
+        pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write
+        pipeline cpuadam_cores_perc super_offload
+        """,
         _BUFFERS,
     ),
     "ratio": lost("all of the state is offloaded", 1),
@@ -205,67 +199,49 @@ ZERO: Table = {
         key: {"device": home, "nvme_path": nvme_path(key), **_OFFLOAD}
         for key in ("offload_optimizer", "offload_param")
     },
-    "cpu_offload": _old_offload,
-    "cpu_offload_params": _old_offload,
-    "cpu_offload_param": _old_offload,
+    **each("cpu_offload cpu_offload_params cpu_offload_param", _old_offload),
     "cpu_offload_use_pin_memory": _BUFFERS,
     "mics_shard_size": _mics,
     "mics_hierarchical_params_gather": no_effect("the mesh has two axes"),
     "zero_hpz_partition_size": lost(
         "weights have no second copy inside a host; hybrid_shard is near to it", 1
     ),
-    "zero_quantized_weights": lost("weights travel in sharding.param_dtype", False),
-    "zero_quantized_nontrainable_weights": lost("weights travel in sharding.param_dtype", False),
-    "zero_quantized_gradients": lost("gradients travel in sharding.reduce_dtype", False),
-    "zeropp_loco_param": lost("gradients travel in sharding.reduce_dtype"),
+    **each(
+        "zero_quantized_weights zero_quantized_nontrainable_weights",
+        lost("weights travel in sharding.param_dtype", False),
+    ),
+    **each(
+        "zero_quantized_gradients zeropp_loco_param",
+        lost("gradients travel in sharding.reduce_dtype", False),
+    ),
     "zenflow": not_yet("Leave it out"),
-    **dict.fromkeys(
-        (
-            "reduce_bucket_size",
-            "allgather_bucket_size",
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "sub_group_size",
-            "module_granularity_threshold",
-        ),
+    **each(
+        """
+        reduce_bucket_size allgather_bucket_size prefetch_bucket_size param_persistence_threshold
+        model_persistence_threshold max_live_parameters max_reuse_distance sub_group_size
+        module_granularity_threshold
+        """,
         _numbers,
     ),
-    **dict.fromkeys(
-        (
-            "contiguous_gradients",
-            "reduce_scatter",
-            "allgather_partitions",
-            "overlap_comm",
-            "use_multi_rank_bucket_allreduce",
-            "round_robin_gradients",
-            "grad_hooks",
-            "legacy_stage1",
-            "use_all_reduce_for_fetch_params",
-            "allgather_sequential",
-            "memory_efficient_linear",
-            "override_module_apply",
-        ),
-        _OURS,
+    **each(
+        """
+        contiguous_gradients reduce_scatter allgather_partitions overlap_comm legacy_stage1
+        use_multi_rank_bucket_allreduce round_robin_gradients grad_hooks allgather_sequential
+        use_all_reduce_for_fetch_params memory_efficient_linear override_module_apply
+        """,
+        no_effect("the plan decides how gradients travel"),
     ),
-    **dict.fromkeys(
-        ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
+    **each(
+        "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save",
         no_effect("a run always leaves a Hugging Face folder in model/"),
     ),
-    **dict.fromkeys(
-        ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
-        no_effect("it concerns DeepSpeed's checkpoints"),
-    ),
+    **each("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint", _CHECKPOINTS),
     "ignore_unused_parameters": no_effect("unused parameters are known to the plan"),
     "leaf_module": no_effect("units of experts are found by themselves"),
     "log_trace_cache_warnings": no_effect("there is no trace cache: the plan is the program"),
     "enable_sanity_checks": no_effect("ranks always compare plans and weights"),
     "save_muon_momentum_buffer_in_memory": no_effect("it concerns Muon"),
 }
-
-_SCALING = no_effect("torch's GradScaler chooses and adapts the scale of the loss")
 
 _WARMUP: Table = {
     "warmup_min_lr": lost("the warm-up begins at zero", 0, "auto"),
@@ -277,14 +253,6 @@ _WARMUP: Table = {
     "cos_min_ratio": lost("the cosine ends at zero", 0),
     "last_batch_iteration": no_effect("a resumed run knows its step"),
 }
-
-_OFF = ("elasticity", "compression_training", "data_efficiency", "curriculum_learning")
-_LATER = (
-    *_OFF,
-    *("progressive_layer_drop", "sparse_attention", "tensor_parallel", "expert_parallel"),
-    *("sequence_parallel", "pipeline", "hybrid_engine", "quantize_training", "amp", "moe"),
-)
-_WATCHING = ("tensorboard", "wandb", "comet", "csv_monitor", "comms_logger", "flops_profiler")
 
 DEEPSPEED: Table = {
     "zero_optimization": {"": _zero, **ZERO},
@@ -303,16 +271,12 @@ DEEPSPEED: Table = {
         "enabled": flag("sharding.param_dtype", "float16"),
         "loss_scale": lost("the scale of the loss adapts itself", 0, "auto"),
         "fp16_master_weights_and_grads": lost("masters stay float32", False),
-        **dict.fromkeys(
-            (
-                "auto_cast",
-                "initial_scale_power",
-                "loss_scale_window",
-                "hysteresis",
-                "consecutive_hysteresis",
-                "min_loss_scale",
-            ),
-            _SCALING,
+        **each(
+            """
+            auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+            min_loss_scale
+            """,
+            no_effect("torch's GradScaler chooses and adapts the scale of the loss"),
         ),
     },
     "torch_autocast": {
@@ -335,11 +299,10 @@ DEEPSPEED: Table = {
             "eps": to("training.adam_epsilon"),
             "weight_decay": to("training.weight_decay"),
             "momentum": lost("sgd has no momentum", 0),
-            "torch_adam": no_effect("the optimizer is torch's"),
+            **each("torch_adam fused", _TORCHS),
             "adam_w_mode": not_yet("Leave it out: weight decay is decoupled", True),
-            "fused": no_effect("the optimizer is torch's"),
         },
-        "legacy_fusion": no_effect("the optimizer is torch's"),
+        "legacy_fusion": _TORCHS,
     },
     "scheduler": {"type": _schedule, "params": _WARMUP},
     "activation_checkpointing": no_effect(
@@ -355,13 +318,29 @@ DEEPSPEED: Table = {
     "managed_gradient_accumulation": no_effect("the loop accumulates"),
     "dataloader_drop_last": no_effect("batches are always whole"),
     "disable_allgather": no_effect("the plan decides when weights are gathered"),
-    "checkpoint": no_effect("it concerns DeepSpeed's checkpoints"),
-    "load_universal_checkpoint": no_effect("it concerns DeepSpeed's checkpoints"),
+    **each("checkpoint load_universal_checkpoint", _CHECKPOINTS),
     "aio": no_effect("no state lives on NVMe"),
     "autotuning": switched("autotuning; `fullshard plan` says what fits"),
     "compile": switched("torch.compile"),
     "eigenvalue": switched("the eigenvalue tool"),
     "nebula": switched("Nebula"),
-    **{name: switched(f"{name}; metrics.jsonl has every step") for name in _WATCHING},
-    **{name: not_yet("Leave it out", False) for name in _LATER},
+    **{
+        name: switched(f"{name}; metrics.jsonl has every step")
+        for name in [
+            "tensorboard",
+            "wandb",
+            "comet",
+            "csv_monitor",
+            "comms_logger",
+            "flops_profiler",
+        ]
+    },
+    **each(
+        """
+        elasticity compression_training data_efficiency curriculum_learning amp moe pipeline
+        progressive_layer_drop sparse_attention tensor_parallel expert_parallel sequence_parallel
+        hybrid_engine quantize_training
+        """,
+        not_yet("Leave it out", False),
+    ),
 }

@@ -13,6 +13,7 @@ from fullshard.config.dialects.rules import (
     Status,
     Table,
     choice,
+    each,
     flag,
     is_empty,
     is_neutral,
@@ -47,11 +48,8 @@ _STATE_DICTS: Mapping[str, object] = dict.fromkeys(
     ("full_state_dict", "local_state_dict", "sharded_state_dict", "1", "2", "3")
 )
 
-_STATE_DICT_WHY = "a run always leaves a Hugging Face folder in model/"
 
-
-def _strategy(value: object, _: Said) -> Meaning:
-    return NOTHING if is_empty(value) else translated({"sharding.strategy": value})
+_strategy = to("sharding.strategy")
 
 
 def _reshard(value: object, said: Said) -> Meaning:
@@ -155,21 +153,22 @@ FSDP: Table = {
     "auto_wrap_policy": _auto_wrap_policy,
     "transformer_layer_cls_to_wrap": _layer_classes,
     "min_num_params": _min_num_params,
-    "backward_prefetch": _backward_prefetch,
-    "backward_prefetch_policy": _backward_prefetch,
+    **each("backward_prefetch backward_prefetch_policy", _backward_prefetch),
     "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
-    "offload_params": flag(
-        "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
-    ),
-    "cpu_offload": flag(
-        "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
+    **each(
+        "offload_params cpu_offload",
+        flag(
+            "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
+        ),
     ),
     "cpu_offload_pin_memory": nothing_for("where the host's copies are pinned, the device decides"),
     "activation_checkpointing": flag("sharding.activation_checkpointing", "block"),
     "ignored_modules": _ignored,
     "mixed_precision_policy": to("sharding.param_dtype"),
-    "state_dict_type": no_effect(_STATE_DICT_WHY, _STATE_DICTS),
-    "final_state_dict_type": no_effect(_STATE_DICT_WHY, _STATE_DICTS),
+    **each(
+        "state_dict_type final_state_dict_type",
+        no_effect("a run always leaves a Hugging Face folder in model/", _STATE_DICTS),
+    ),
     "cpu_ram_efficient_loading": nothing_for("every rank reads only its own part of the weights"),
     "sync_module_states": nothing_for(
         "all ranks start from the same weights, and compare them; it is no time-out "
@@ -177,10 +176,8 @@ FSDP: Table = {
     ),
     "use_orig_params": nothing_for("parameters are always the model's own objects"),
     "limit_all_gathers": nothing_for("the slots of the plan bound what is gathered at once"),
-    "xla": not_yet("Leave it out", False),
-    "xla_fsdp_v2": not_yet("Leave it out", False),
-    "xla_fsdp_settings": lost("it concerns XLA's FSDP"),
-    "xla_fsdp_grad_ckpt": lost("it concerns XLA's FSDP", False),
+    **each("xla xla_fsdp_v2", not_yet("Leave it out", False)),
+    **each("xla_fsdp_settings xla_fsdp_grad_ckpt", lost("it concerns XLA's FSDP", False)),
 }
 
 # The sizes of a mesh, in Accelerate's `parallelism_config` and in axolotl's file.
@@ -191,15 +188,11 @@ MESH: Table = {
     "cp_size": not_yet("Context parallelism comes later", 1),
     "sp_size": not_yet("Sequence parallelism comes later", 1),
     "ep_size": not_yet("Expert parallelism comes later", 1),
-    **{
-        name: no_effect("it concerns context or sequence parallelism")
-        for name in (
-            "cp_backend",
-            "cp_comm_strategy",
-            "sp_backend",
-            "sp_seq_length",
-            "sp_seq_length_is_variable",
-            "sp_attn_implementation",
-        )
-    },
+    **each(
+        """
+        cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable
+        sp_attn_implementation
+        """,
+        no_effect("it concerns context or sequence parallelism"),
+    ),
 }

@@ -81,6 +81,12 @@ Said = Mapping[str, object]
 Rule = Callable[[object, Said], Meaning]
 Table = Mapping[str, Union[Rule, "Table"]]
 
+
+def each(names: str, rule: Rule) -> dict[str, Rule]:
+    """One rule for several keys, whose names stand between blanks."""
+    return dict.fromkeys(names.split(), rule)
+
+
 NOTHING = Meaning(Status.NO_EFFECT, "it says nothing")
 HAPPENS = Meaning(Status.NO_EFFECT, "this is what happens anyway")
 

@@ -6,7 +6,7 @@ Most names are fields of TrainingConfig and stay what they are. Here is the rest
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from fullshard.config.dialects.deepspeed import DEEPSPEED
@@ -19,6 +19,7 @@ from fullshard.config.dialects.rules import (
     Said,
     Status,
     Table,
+    each,
     file_rule,
     is_empty,
     is_neutral,
@@ -93,17 +94,6 @@ def _layer_class(value: object, _: Said) -> Meaning:
     return NOTHING if is_empty(value) else translated({"sharding.wrap": [value]})
 
 
-def _later(name: str) -> Rule:
-    """A name that is not built yet: TrainingConfig refuses it in its own words."""
-
-    def rule(value: object, _: Said) -> Meaning:
-        if TrainingConfig.without_effect(name, value):
-            return HAPPENS
-        return translated({f"training.{name}": value})
-
-    return rule
-
-
 def _decides(name: str, target: str) -> Rule:
     """A flag whose meaning is a key of `sharding` (`bf16`), and which stays beside it."""
 
@@ -117,52 +107,41 @@ def _decides(name: str, target: str) -> Rule:
     return rule
 
 
-def _effectless(name: str) -> Rule:
-    def rule(value: object, _: Said) -> Meaning:
-        why, *neutral = WITHOUT_EFFECT[name]
-        if is_neutral(value, tuple(neutral)) and neutral:
-            return HAPPENS
-        return Meaning(Status.LOST if neutral else Status.NO_EFFECT, str(why))
-
-    return rule
-
-
-_PEFT = ("load_in_4bit", "load_in_8bit", "use_rslora", "use_dora")
-
-
 def _use_peft(value: object, said: Said) -> Meaning:
     if is_empty(value) or not to_flag(value):
         return HAPPENS
     return translated({"lora.r": said.get("lora_r") or 16})
 
 
-def _lora(name: str) -> Rule:
-    """TRL's `lora_*`, which counts where `use_peft` is on."""
+def lora_keys(is_on: Callable[[Said], bool], off: str) -> dict[str, Rule]:
+    """`lora_*`, which count where another key trains adapters; `off`: why they do not."""
 
-    def rule(value: object, said: Said) -> Meaning:
-        if is_empty(value) or not to_flag(said.get("use_peft") or False):
-            return Meaning(Status.NO_EFFECT, "use_peft is off")
-        if means_same(value, "all-linear"):
-            return HAPPENS
-        return translated({f"lora.{name}": value})
+    def rule_of(name: str) -> Rule:
+        def rule(value: object, said: Said) -> Meaning:
+            if is_empty(value) or not is_on(said):
+                return Meaning(Status.NO_EFFECT, off)
+            if means_same(value, "all-linear"):
+                return HAPPENS
+            return translated({f"lora.{name}": value})
 
-    return rule
+        return rule
+
+    names = {"lora_r": "r", "lora_target_modules": "target_modules"}
+    names |= {name: name for name in ("lora_alpha", "lora_dropout")}
+    return {theirs: rule_of(ours) for theirs, ours in names.items()}
 
 
 _LORA: Table = {
     "use_peft": _use_peft,
-    "lora_r": _lora("r"),
-    "lora_alpha": _lora("lora_alpha"),
-    "lora_dropout": _lora("lora_dropout"),
-    "lora_target_modules": _lora("target_modules"),
+    **lora_keys(lambda said: to_flag(said.get("use_peft") or False), "use_peft is off"),
     "lora_task_type": no_effect("causal language models are trained"),
 }
 
 
 # Names below `training:` that are more than a field of TrainingConfig.
 TRAINING: Table = {
-    **{name: _later(name) for name in NOT_YET},
-    **{name: _effectless(name) for name in WITHOUT_EFFECT},
+    **NOT_YET,
+    **WITHOUT_EFFECT,
     **{
         move.source.removeprefix("training."): _decides(
             move.source.removeprefix("training."), move.target
@@ -211,19 +190,20 @@ FLAT: Table = {
     **TRAINING,
     "model_name_or_path": to("model.name_or_path"),
     "tokenizer_name_or_path": to("data.tokenizer"),
-    "dataset_name": _dataset,
-    "dataset_path": _dataset,
+    **each("dataset_name dataset_path", _dataset),
     "dataset_config": lost("a dataset is a file or a folder here"),
     "dataset_train_split": lost("the whole file is trained on", "train"),
     "dataset_test_split": lost("data.validation_fraction holds text out", "test", "validation"),
     "dataset_streaming": no_effect("data is read once and kept as tokens"),
-    "torch_dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
-    "dtype": no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+    **each(
+        "torch_dtype dtype",
+        no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+    ),
     "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
     "trust_remote_code": to("model.trust_remote_code"),
     "model_revision": no_effect("a model is a folder here", None),
     "use_liger": lost("the model's own kernels run", False),
-    **dict.fromkeys(_PEFT, not_yet("Leave it out", False)),
+    **each("load_in_4bit load_in_8bit use_rslora use_dora", not_yet("Leave it out", False)),
 }
 
 # A name that stands in no file of ours at the top level.

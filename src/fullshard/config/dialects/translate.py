@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
-
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from typing import Any, cast
 
 from fullshard.config.dialects.accelerate import ACCELERATE
 from fullshard.config.dialects.axolotl import AXOLOTL
@@ -26,8 +24,8 @@ from fullshard.config.dialects.rules import (
 )
 from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
-from fullshard.config.files import File, drop, is_below, read_file
-from fullshard.config.keys import PLAIN_KEYS, canonical, section_of
+from fullshard.config.files import File, drop, find, interpolated, is_below, put, read_file
+from fullshard.config.keys import canonical, section_of
 from fullshard.config.origins import Entry, Origin, OriginKind
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
@@ -86,7 +84,7 @@ class Translation:
 
     Args:
         dialect: the tool's name; empty for a file of ours.
-        config: the values.
+        values: a tree.
         entries: the keys, with the place and the name that they have in the file.
         notes: what became of every key of another tool.
         problems: what is wrong with them.
@@ -94,7 +92,7 @@ class Translation:
     """
 
     dialect: str
-    config: DictConfig
+    values: dict[str, Any]
     entries: list[Entry]
     notes: list[Note] = dataclasses.field(default_factory=list[Note])
     problems: list[Problem] = dataclasses.field(default_factory=list[Problem])
@@ -108,23 +106,19 @@ def dialect_of(keys: Iterable[str]) -> Dialect | None:
 
 
 def translate(file: File) -> Translation:
-    """Say a file in our keys; its config is changed in place."""
-    dialect = dialect_of(str(key) for key in file.config)
-    done = Translation(dialect.name if dialect else "", file.config, file.entries)
+    """Say a file in our keys; its values are changed in place."""
+    dialect = dialect_of(file.values)
+    done = Translation(dialect.name if dialect else "", file.values, file.entries)
     walk = _Walk(file, done)
     if dialect is not None:
-        walk.table(dialect.table, _plain(file.config), "", is_whole=True)
-    training = OmegaConf.select(file.config, "training")
-    if isinstance(training, DictConfig):
-        walk.table(TRAINING, _plain(training, TRAINING), "training", is_whole=True)
+        walk.table(dialect.table, interpolated(file.values), "", is_whole=True)
+    training = file.values.get("training")
+    if isinstance(training, dict):
+        names = [name for name in cast("dict[str, Any]", training) if _name_in(name, TRAINING)]
+        values = interpolated(file.values, "training", names)
+        walk.table(TRAINING, values, "training", is_whole=True)
     walk.finish()
     return done
-
-
-def _plain(config: DictConfig, only: Table | None = None) -> dict[object, object]:
-    """The values of a mapping, with what `${...}` in them stands for."""
-    names = [key for key in config if only is None or _name_in(str(key), only)]
-    return {key: _container(config[key]) for key in names}
 
 
 class _Walk:
@@ -140,7 +134,7 @@ class _Walk:
     def table(
         self,
         table: Table,
-        values: Mapping[object, object],
+        values: Mapping[Any, object],
         prefix: str,
         around: Said | None = None,
         *,
@@ -205,7 +199,7 @@ class _Walk:
         if target in self._found:
             other, before = self._found[target]
         else:
-            other = None if is_itself else OmegaConf.select(self._file.config, target)
+            other = None if is_itself else find(self._file.values, target)
             before = self._origins.get(target)
         if other is None or before is None or agree(target, value, other):
             self._found[target] = value, origin
@@ -225,28 +219,27 @@ class _Walk:
         if table is None:
             inner = translate(file)
         else:
-            inner = Translation("", file.config, file.entries)
+            inner = Translation("", file.values, file.entries)
             walk = _Walk(file, inner)
-            walk.table(table, _plain(file.config), "")
-            walk._gone = [str(key) for key in file.config]
+            walk.table(table, interpolated(file.values), "")
+            walk._gone = list(file.values)
             walk.finish()
         self._done.notes += inner.notes
         self._done.problems += inner.problems
         self._done.engines += inner.engines
+        values = interpolated(inner.values)
         for entry in leaves(inner.entries):
-            value = _container(OmegaConf.select(inner.config, entry.key))
-            self._put(entry.key, value, entry.origin)
+            self._put(entry.key, find(values, entry.key), entry.origin)
 
     def finish(self) -> None:
         """Put what was found into the file's values and keys, in place of what said it."""
         done = self._done
         self._notes_of_names()
         for key in self._gone:
-            drop(done.config, key)
+            drop(done.values, key)
         done.entries = [e for e in done.entries if not is_below(e.key, self._gone)]
         for target, (value, origin) in self._found.items():
-            make_room(done.config, target)
-            OmegaConf.update(done.config, target, value, force_add=True)
+            put(done.values, target, value)
             done.entries.append(Entry(target, origin))
 
     def _notes_of_names(self) -> None:
@@ -307,26 +300,6 @@ def leaves(entries: list[Entry]) -> Iterator[Entry]:
     """The entries that hold a value and no keys of their own."""
     holders = {entry.key.rpartition(".")[0] for entry in entries}
     return (entry for entry in entries if entry.key not in holders)
-
-
-def make_room(config: DictConfig, key: str) -> None:
-    """What stands in a key's way becomes a mapping: `model: FOLDER` before `model.config.x=1`."""
-    section, dot, _ = key.partition(".")
-    if dot and (plain := OmegaConf.select(config, section)) is not None:
-        name = PLAIN_KEYS.get(section)
-        if name is not None and not isinstance(plain, DictConfig):
-            config[section] = {name: plain}
-    parts = key.split(".")
-    for end in range(1, len(parts)):
-        prefix = ".".join(parts[:end])
-        if not isinstance(OmegaConf.select(config, prefix), DictConfig):
-            OmegaConf.update(config, prefix, {}, force_add=True)
-
-
-def _container(value: object) -> object:
-    if isinstance(value, DictConfig | ListConfig):
-        return cast("object", OmegaConf.to_container(value, resolve=True))
-    return value
 
 
 def _word(key: object) -> str:
