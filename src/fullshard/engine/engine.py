@@ -102,7 +102,7 @@ class Engine:
             self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
         )
         self.runtime.before_step = self._before_step
-        self.rings = self._bind()
+        self.rings = self._bind({})
         self._agreed = False
         self._looked = -1  # the step at which replicas were compared last
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
@@ -175,8 +175,9 @@ class Engine:
                         path, _, attribute = name.rpartition(".")
                         unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
 
-    def _bind(self) -> Rings:
-        given = self.home.open_slots(self.plan.units, self.plan.rings)
+    def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
+        """Make the plan's rings but for those that are given, and let units use them."""
+        given |= self.home.open_slots(self.plan.units, self.plan.rings)
         rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)
@@ -327,7 +328,9 @@ class Engine:
             unit.plan = unit_plan
             for group, group_plan in zip(unit.groups, unit_plan.groups, strict=True):
                 group.plan = group_plan
-        self.rings = self._bind()
+        for unit in self.units:
+            unit.unbind()
+        self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
 
     # ---- whole tensors
