@@ -63,13 +63,6 @@ class StreamedRuntime(Runtime):
     def _enter_backward(self, use: Use) -> None:
         self._on_the_steps(super()._enter_backward, use)
 
-    def write_gradient(
-        self, unit: Unit, group: Group, member: Member, gy: torch.Tensor, x: torch.Tensor
-    ) -> bool:
-        if self._streams.current() != self._stream:
-            return False  # autograd waits for gradients that it collects
-        return super().write_gradient(unit, group, member, gy, x)
-
     def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
         gradient = member.compute.grad
         if gradient is not None and self._streams.current() != self._stream:
