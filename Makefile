@@ -150,8 +150,8 @@ bench: $(VENV)/.stamp-setup
 bench-calibrate bench-comm bench-io: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
-bench-compile bench-copies bench-exact bench-host bench-jax bench-memory bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
-	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$*)) $(ARGS)
+bench-compile bench-copies bench-exact bench-head-loss bench-host bench-jax bench-memory bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
+	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$(subst -,_,$*))) $(ARGS)
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

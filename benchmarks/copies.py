@@ -34,8 +34,8 @@ METHOD = (
     "TorchDispatchMode, less those of the plain unsharded model in the same step. What happens "
     "inside collectives of a process group is seen only where it runs on the caller's thread.",
     "Arithmetic is what the layout makes necessary: each gather reads this rank's master and "
-    "writes its part of the slot, each gradient that no matrix product wrote into its slot is read "
-    "and written once, and a shared home with another compute dtype casts its part once a step.",
+    "writes its part of the slot, each gradient is read and written once, "
+    "and a shared home with another compute dtype casts its part once a step.",
     "Received is what peers sent in messages of their own (direct exchange).",
 )
 

@@ -76,7 +76,7 @@ def arithmetic(engine: Engine) -> dict[str, int]:
         for unit in engine.units
         for group in unit.trained
         for member in group.members
-        if not member.written and group.grad_slot is not None
+        if group.grad_slot is not None
     ]
     weights = sum(group.master.nbytes + group.part.nbytes for group in placed) + shared_part
     return {"weights": weights, "gradients": sum(moved)}

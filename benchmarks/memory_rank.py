@@ -15,10 +15,10 @@ import fullshard as fs
 from benchmarks.memory import Job, MemoryCase
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Transport
-from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.build import given_model_config
 from fullshard.outlook.predict import Machine, Outlook
 from fullshard.planner.homes import Place
-from fullshard.recipes.base import causal_lm_loss
+from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at
 
@@ -55,7 +55,7 @@ def _allocations(seen: profile) -> Iterator[Any]:
 def train(config: RunConfig) -> object:
     """Takes a few steps as the loop of `fullshard train` does."""
     training = config.training
-    model = build_sharded(config, given_model_config(config), torch.device("cpu"))
+    model, objective = sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, training)
     vocabulary = given_model_config(config).vocab_size
     for _ in range(NUM_STEPS):
@@ -63,9 +63,7 @@ def train(config: RunConfig) -> object:
         ids = torch.randint(vocabulary, shape)
         labels = ids.clone()
         for _ in range(training.gradient_accumulation_steps):
-            logits = model(input_ids=ids, use_cache=False).logits
-            loss, num_tokens = causal_lm_loss(logits, labels)
-            del logits  # the loop's is gone when its recipe returns
+            loss, num_tokens = objective.loss(model, {"input_ids": ids, "labels": labels})
             (loss * (1 / num_tokens)).backward()
         fs.clip_grad_norm_(model, training.max_grad_norm or math.inf)
         optimizer.step()

@@ -28,10 +28,12 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 2_030,
-    "engine + transport": 7_070,
-    "planner + outlook": 4_356,
-    "data + models + recipes + run + verify": 7_490,
-    "in all": 38_620,
+    "config": 4_046,
+    "cli": 2_003,
+    "engine + transport": 7_205,
+    "planner + outlook": 4_360,
+    "data + models + recipes + run + verify": 7_770,
+    "in all": 38_726,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

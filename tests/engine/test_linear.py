@@ -1,8 +1,7 @@
-"""Weight gradients that the matrix product writes into the gradient slot itself."""
+"""Linear layers in every role: their gradients, their recomputes, their evaluations."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
-from fullshard.engine.engine import engine_of
 from support.models import perturbed
 from support.parity import whole_gradients
 
@@ -110,71 +108,14 @@ def against_one_process(transport: str, micro_batches: int) -> list[str]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_written_gradients_are_one_process(ranks, transport, micro_batches):
+def test_gradients_of_linear_layers_are_those_of_one_process(ranks, transport, micro_batches):
     assert ranks(2)(against_one_process, transport, micro_batches) == [[]] * 2
-
-
-def who_is_written() -> set[str]:
-    model = fs.shard(mix(), poison=True)
-    engine = engine_of(model)
-    seen: set[str] = set()
-    write = engine.gradients.write_product
-
-    def note(unit: Any, group: Any, member: Any, factors: Any) -> bool:
-        seen.add(member.piece.name)
-        return write(unit, group, member, factors)
-
-    engine.gradients.write_product = note
-    gradients(model, 1, dist.get_rank())
-    return seen
-
-
-def test_plain_layers_alone_are_written(ranks):
-    for seen in ranks(2)(who_is_written):
-        assert seen == {"plain.weight", "twice.weight", "embed.weight"}
 
 
 def plain(**settings: Any) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, VOCAB))
     return fs.shard(layers, wrap="none", **settings)
-
-
-def written_by(model: nn.Module, run: Any) -> int:
-    """How many products were written, and all gradients are there afterwards."""
-    gradients, count = engine_of(model).gradients, []
-    write = gradients.write_product
-    gradients.write_product = lambda *a: count.append(write(*a)) or count[-1]
-    run()
-    assert all(p.grad is not None for p in model.parameters())
-    return sum(count)
-
-
-def where_others_look_on() -> dict[str, int]:
-    x = torch.randn(3, WIDTH)
-
-    def under_autocast(model: nn.Module) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model(x).float().square().mean().backward()
-
-    def usual(model: nn.Module) -> None:
-        model(x).square().mean().backward()
-
-    def by_vector(model: nn.Module) -> None:
-        model(x[0]).square().mean().backward()
-
-    half = plain(param_dtype="bf16")
-    return {
-        "usual": written_by(model := plain(), partial(usual, model)),
-        "autocast": written_by(model := plain(), partial(under_autocast, model)),
-        "one vector": written_by(model := plain(), partial(by_vector, model)),
-        "bf16, reduced in float32": written_by(half, partial(usual, half)),
-    }
-
-
-def test_the_ordinary_function_runs_where_a_slot_cannot_be_written(ranks):
-    wanted = {"usual": 2, "autocast": 0, "one vector": 0, "bf16, reduced in float32": 0}
-    assert ranks(2)(where_others_look_on) == [wanted] * 2
 
 
 def partly() -> tuple[list[bool], bool]:
@@ -187,7 +128,7 @@ def partly() -> tuple[list[bool], bool]:
     return before, all(p.grad.to_local().isfinite().all() for p in model.parameters())
 
 
-def test_a_backward_that_asks_for_inputs_writes_nothing(ranks):
+def test_a_backward_that_asks_for_inputs_leaves_no_gradient(ranks):
     assert ranks(2)(partly) == [([True] * 4, True)] * 2
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import optim
 
+import fullshard as fs
 from fullshard.engine import optimizers
+from support.models import chain, mean_square, vectors
 from support.scripts import Run, compare, differences, error_of, train
 
 MODES: dict[str, dict[str, Any]] = {
@@ -283,8 +285,20 @@ def test_the_probe_is_where_the_parameters_are():
             return super().step(closure)
 
     with pytest.raises(RuntimeError, match="meta"):  # which has no values to compare
-        optimizers.probe(Here, {"lr": 0.1}, torch.device("meta"))
+        optimizers.probe(Here, {"lr": 0.1}, torch.empty(0, device="meta"))
     assert set(seen) == {"meta"}
+
+
+def test_the_probe_has_the_precision_of_the_parameters():
+    class Single(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                assert {p.dtype for p in group["params"]} == {torch.float32}
+            return super().step(closure)
+
+    model = fs.shard(chain().float(), transport="fake", shard=2, wrap=["Block"])
+    mean_square(model(vectors(0, 0)["x"].float())).backward()
+    Single(model.parameters(), lr=0.1).step()
 
 
 class OneRateForAll(optim.SGD):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import fullshard as fs
 from fullshard.engine.engine import engine_of
 from support.grid import PAIRED
 from support.models import CASES, chain, mean_square, vectors
@@ -79,6 +84,50 @@ def check_changing_order(strategy):
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 def test_an_order_that_changes_from_step_to_step_stays_right(ranks, strategy, world_size):
     ranks(world_size)(check_changing_order, strategy, timeout=100)
+
+
+# ---- what learning an order takes ----------------------------------------------------------------
+
+
+class NewSlots(TorchDispatchMode):
+    """Bytes of slots that are made inside, and whether the old ones were gone by then."""
+
+    def __init__(self, old):
+        super().__init__()
+        self.old, self.num_bytes, self.alive = old, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.zeros.default:
+            self.alive = max(self.alive, len({slot() for slot in self.old} - {None}))
+            made = func(*args, **(kwargs or {}))
+            self.num_bytes += made.nbytes
+            return made
+        return func(*args, **(kwargs or {}))
+
+
+def learn(order):
+    """Two steps of a chain that runs in another order than it is registered."""
+    model: Any = fs.shard(chain(), wrap=["Block"], transport="fake", shard=2)
+    old = []
+    for block in model.blocks:
+        block.up.register_forward_pre_hook(
+            lambda module, *_: old.append(weakref.ref(module.weight.untyped_storage()))
+        )
+    mean_square(model(**vectors(0, 0), order=order)).backward()
+    model.zero_grad()
+    with NewSlots(tuple(old)) as made:
+        mean_square(model(**vectors(1, 0), order=order)).backward()
+    return made
+
+
+def test_rings_that_stay_alike_are_used_again():
+    assert learn((3, 1, 2, 0)).num_bytes == 0
+
+
+def test_rings_are_freed_before_others_are_made():
+    made = learn((0, 1, 2, 3, 0, 1, 2, 3))  # which gives each block a ring of its own
+    assert made.num_bytes > 0
+    assert made.alive == 0
 
 
 # ---- blocks skipped on one rank ------------------------------------------------------------------

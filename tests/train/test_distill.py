@@ -15,9 +15,9 @@ from fullshard.config.values import DistillLoss
 from fullshard.errors import ConfigError
 from fullshard.models.lora import PROJECTION
 from fullshard.recipes.base import IGNORED
-from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.recipes.distill.loss import Distillation, Teacher
+from fullshard.recipes.head import Head
 from support.parity import whole_gradients
 
 VOCAB, LENGTH, BATCH = 97, 24, 4
@@ -83,7 +83,7 @@ def mixed(loss, temperature, alpha, beta, chunk_size=7):
 
 
 def recipe_of(own, other, mix):
-    return Distillation(None, Head(own), Teacher(other, Head(other)), mix)  # type: ignore[arg-type]
+    return Distillation(Head(own), Teacher(other, Head(other)), mix)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -147,7 +147,7 @@ def test_all_logits_from_a_cache_are_the_teacher_itself():
     from fullshard.recipes.distill.logits import TopK
 
     other_chunks = mixed(DistillLoss.FORWARD_KL, 2.0, 0.8, 0.5, chunk_size=5)
-    cached = Distillation(None, recipe._head, TopK(None, None, None), other_chunks)  # type: ignore[arg-type]
+    cached = Distillation(recipe._head, TopK(None, None, None), other_chunks)
     assert cached.loss(own, given | kept)[0].item() == pytest.approx(beside.item(), rel=1e-12)
 
 

@@ -11,7 +11,7 @@ import torch
 import fullshard as fs
 from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DataError, DivergedError
-from fullshard.recipes.base import IGNORED, causal_lm_loss, num_label_tokens
+from fullshard.recipes.base import IGNORED, causal_lm_loss, predicted_of
 from fullshard.run.loop import Loop
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
@@ -107,7 +107,7 @@ def test_loss_counts_what_transformers_counts():
     mean = torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
     )
-    assert count == num_label_tokens(labels)
+    assert count == len(predicted_of({"labels": labels}))
     torch.testing.assert_close(total / count, mean)
 
 

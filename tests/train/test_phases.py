@@ -15,10 +15,10 @@ from benchmarks.memory_rank import live_peak_bytes, train
 import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
-from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.build import given_model_config
 from fullshard.outlook.memory import Source, checkpoint_bytes
 from fullshard.outlook.predict import Machine
-from fullshard.recipes.base import causal_lm_loss
+from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, storage_of
 
@@ -38,19 +38,19 @@ def config_of(recompute: str, folder: str | None):
 
 
 def build(config) -> Any:
-    return build_sharded(config, given_model_config(config), CPU)
+    return sharded(config, given_model_config(config), CPU)
 
 
 def forward(config) -> Any:
     """A model that has computed a loss, and no gradient."""
-    model, training = build(config), config.training
+    (model, objective), training = build(config), config.training
     ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
-    loss = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids.clone())
+    loss = objective.loss(model, {"input_ids": ids, "labels": ids.clone()})
     return model, loss
 
 
 def resume(config, checkpoint: Path) -> Any:
-    model = build(config)
+    model, _ = build(config)
     optimizer = build_optimizer(model, config.training)
     fs.load(checkpoint, model, optimizer)
     return model, optimizer

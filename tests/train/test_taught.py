@@ -19,7 +19,7 @@ from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
 from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
-from fullshard.recipes.base import Recipe, Seat
+from fullshard.recipes.base import Seat
 from fullshard.recipes.distill.teacher import Teaching, build_teacher
 from fullshard.recipes.registry import Command, check_command
 from fullshard.run.optim import build_optimizer
@@ -57,14 +57,13 @@ def learn(config: Any) -> Any:
         config.training,
         Seat(dist.get_rank(), dist.get_world_size(), torch.device("cpu")),
     )
-    data: Recipe = None  # type: ignore[assignment]
-    teaching = Teaching(config, data, build_teacher(config, seat, Path()))
+    teaching = Teaching(config, build_teacher(config, seat, Path()))
     model = teaching.student(given_model_config(config), seat)
-    recipe = teaching.recipe()
+    objective = teaching.objective()
     optimizer = build_optimizer(model, training)
     for _ in range(NUM_STEPS):
         ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
-        loss, num_tokens = recipe.loss(model, {"input_ids": ids, "labels": ids.clone()})
+        loss, num_tokens = objective.loss(model, {"input_ids": ids, "labels": ids.clone()})
         (loss * (1 / num_tokens)).backward()
         del loss
         fs.clip_grad_norm_(model, 1.0)

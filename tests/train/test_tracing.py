@@ -113,18 +113,15 @@ def test_a_traced_model_is_left_as_it_was():
     assert model.config.num_hidden_layers == 14
 
 
-def test_a_plain_layer_s_weight_gradient_is_written_and_another_dtype_s_is_not():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 512, bias=False), torch.nn.Linear(512, 1))
-    model = model.to("meta")
+def test_a_large_gradient_is_let_go_before_the_next_is_made():
+    layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(4)]
+    model = torch.nn.Sequential(*layers).to("meta")
 
     def work(model):
-        return model(torch.zeros(1, 64, dtype=next(model.parameters()).dtype)).sum()
+        return model(torch.zeros(1, 300)).sum()
 
-    def backward_bytes(**sharding):
-        config = ShardConfig(wrap="none", **sharding)
-        plan = fs.plan(model, config, world_size=2)
-        return max(moment.gradients for moment in trace_step(model, plan, config, work))
-
-    assert backward_bytes() < 64 * 512 * 4
-    assert backward_bytes(param_dtype="bf16") >= 64 * 512 * 2  # its slot is float32
+    config = ShardConfig(wrap="none")
+    plan = fs.plan(model, config, world_size=2)
+    most = max(moment.gradients for moment in trace_step(model, plan, config, work))
+    assert 300 * 300 * 4 <= most < 2 * 300 * 300 * 4
     assert peak([]).total == 0

@@ -72,8 +72,8 @@ class DistillConfig(Section):
     beta: Annotated[float, Number(above=0, below=1)] = 0.5
     """Weight of the teacher in the mixture of jsd."""
 
-    chunk_size: Count = 1024
-    """Tokens whose logits are held at a time."""
+    chunk_size: Count | None = None
+    """Tokens whose logits are held at a time. None: training.loss_chunk_size."""
 
     teacher_dtype: Word[DType] | None = None
     """Of the teacher's weights. None: bfloat16 on accelerators, else float32."""
@@ -96,3 +96,8 @@ class DistillConfig(Section):
 
     layers: Count | None = None
     """Layers that the student keeps of the teacher's, spread evenly, first and last among them."""
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens whose logits are held at a time, where all settings are filled in."""
+        return self.chunk_size or 1 << 30

@@ -128,6 +128,10 @@ class TrainingConfig(Section):
     max_seq_length: Annotated[int, Number(at_least=2)] = 1024
     """Tokens of one sequence (alias max_length, whose default in TRL this is)."""
 
+    loss_chunk_size: Annotated[int, Number(at_least=0)] = 512
+    """Tokens whose logits are held at a time: a model's plain linear head makes the loss, and no
+    tensor of tokens x vocabulary exists. 0: from the logits of all tokens at once."""
+
     learning_rate: Annotated[float, Number(at_least=0)] = 5e-5
     """Peak learning rate."""
 

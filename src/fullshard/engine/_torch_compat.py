@@ -16,7 +16,6 @@ from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     _disable_current_modes,
-    _get_current_dispatch_mode_stack,
 )
 
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
@@ -71,16 +70,6 @@ def has_modes() -> bool:
     return bool(modes) or is_transforming()
 
 
-def replays_operations() -> bool:
-    """Whether a selective recompute is under way, which must make the operations of its forward."""
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    from torch.utils.checkpoint import _CachedTorchDispatchMode
-
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _CachedTorchDispatchMode) for mode in modes)
-
-
 def is_profiling() -> bool:
     """Whether a profiler of torch's listens."""
     return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -103,14 +92,6 @@ def unwrapped(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         while functorch.is_functorch_wrapped_tensor(inner):
             inner = functorch.get_unwrapped(inner)
             yield inner
-
-
-def apply_untransformed(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` for where no transformation of torch.func is under way.
-
-    The public one looks for such in each of its arguments, which takes longer than the call.
-    """
-    return super(torch.autograd.Function, function).apply  # pyright: ignore
 
 
 def saved_buffers(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -23,7 +23,6 @@ from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import ATTRIBUTE, Engine
-from fullshard.engine.linear import give_back_forward
 from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
@@ -268,7 +267,5 @@ def _close(module: nn.Module) -> Engine:
     engine.runtime.reset()
     for handle in engine.handles:
         handle.remove()
-    for inner in module.modules():
-        give_back_forward(inner)
     delattr(module, ATTRIBUTE)
     return engine

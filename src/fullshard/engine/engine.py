@@ -27,7 +27,6 @@ from fullshard.engine._torch_compat import call_outside_compile, no_guard, unles
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.kept import Kept, own_modules, tensors_in
-from fullshard.engine.linear import write_gradients_in_place
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.parameter import ShardedParameter, ShardRecord
@@ -35,13 +34,14 @@ from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
+from fullshard.engine.streamed import StreamedRuntime
 from fullshard.engine.unit import Group, Member, Rings, Swap, Unit, cut_group
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
 from fullshard.planner.units import UnitPlan
-from fullshard.transport import Transport
+from fullshard.transport import Transport, streams
 from fullshard.transport.base import Hook, torch_dtype
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
@@ -96,11 +96,13 @@ class Engine:
         self._find_swaps(model)
         divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
-        self.runtime = Runtime(
+        made = streams.of(self.device)
+        kind = Runtime if made is None else partial(StreamedRuntime, made, plan.homes)
+        self.runtime = kind(
             self.units, plan.scheduler(), self.gradients, recorder, poison=config.poison
         )
         self.runtime.before_step = self._before_step
-        self.rings = self._bind()
+        self.rings = self._bind({})
         self._agreed = False
         self._looked = -1  # the step at which replicas were compared last
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
@@ -173,8 +175,9 @@ class Engine:
                         path, _, attribute = name.rpartition(".")
                         unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
 
-    def _bind(self) -> Rings:
-        given = self.home.open_slots(self.plan.units, self.plan.rings)
+    def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
+        """Make the plan's rings but for those that are given, and let units use them."""
+        given |= self.home.open_slots(self.plan.units, self.plan.rings)
         rings = Rings(self.plan.rings, given, self.device, poison=self.config.poison)
         for unit in self.units:
             unit.bind(rings, self.runtime.on_gradient)
@@ -191,8 +194,7 @@ class Engine:
         others = set(self.index_of)
         self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        watched = write_gradients_in_place(self.runtime, self.units, owners, self.__deepcopy__)
-        left_out = {*map(id, modules), *watched}
+        left_out = {*map(id, modules)}
         self.handles += _watch_exits(self.units, owners, left_out, self._watch)
 
     # ---- hooks: torch calls them with more than they need
@@ -326,7 +328,9 @@ class Engine:
             unit.plan = unit_plan
             for group, group_plan in zip(unit.groups, unit_plan.groups, strict=True):
                 group.plan = group_plan
-        self.rings = self._bind()
+        for unit in self.units:
+            unit.unbind()
+        self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
 
     # ---- whole tensors

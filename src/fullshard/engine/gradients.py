@@ -149,8 +149,7 @@ class Gradients:
             compute = member.compute
             gradient = compute.grad
             if gradient is None:
-                if not member.written:  # a function of the user's that gave none
-                    member.expected = False
+                member.expected = False  # a function of the user's gave none
                 continue
             compute.grad = None
             if gradient.layout is not torch.strided:
@@ -159,7 +158,7 @@ class Gradients:
                     "sparse=False."
                 )
             target = self._target(unit, group, member)
-            targets, gradients = added if group.deferred is not None or member.written else copied
+            targets, gradients = added if group.deferred is not None else copied
             targets.append(target)
             gradients.append(gradient)
             member.touched = True
@@ -167,27 +166,6 @@ class Gradients:
             foreach_copy(*copied)
         if added[0]:
             foreach_add(*added)
-
-    def write_product(
-        self, unit: Unit, group: Group, member: Member, factors: tuple[torch.Tensor, torch.Tensor]
-    ) -> bool:
-        """Write gy^T x into the unit's buffer. See [Note: written gradients].
-
-        Returns:
-            False where the buffer has another dtype; nothing is written then.
-        """
-        gy, x = factors
-        in_slot = group.grad_full is not None and group.grad_full is group.grad_slot
-        target = member.target if in_slot else self._target(unit, group, member)
-        assert target is not None
-        if target.dtype is not gy.dtype:
-            return False
-        if group.deferred is None and not member.written:
-            torch.mm(gy.t(), x, out=target)
-        else:
-            target.addmm_(gy.t(), x)
-        member.written = member.touched = True
-        return True
 
     def _target(self, unit: Unit, group: Group, member: Member) -> torch.Tensor:
         """The parameter's place in the unit's buffer, in its own shape."""
@@ -422,7 +400,7 @@ class Gradients:
                     self._count_deferred(-group.grads.held.nbytes)
                     group.grads.held = None
                 for member in group.members:
-                    member.touched = member.expected = member.written = False
+                    member.touched = member.expected = False
                     member.compute.grad = None
                     with no_guard():
                         member.param.grad = _before(member.param.grad)

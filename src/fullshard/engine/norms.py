@@ -26,7 +26,7 @@ import torch
 from fullshard.engine._torch_compat import foreach_norm, no_guard
 from fullshard.errors import EngineError
 from fullshard.planner.layout import clean_name
-from fullshard.transport import Transport
+from fullshard.transport import Transport, streams
 
 if TYPE_CHECKING:
     from fullshard.engine.parameter import ShardRecord
@@ -319,7 +319,7 @@ class Alike:
     """The small sums of one model. See [Note: what ranks say]."""
 
     def __init__(self) -> None:
-        self._landing: tuple[torch.Tensor, str, dict[str, int], torch.cuda.Event] | None = None
+        self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
 
     def all_reduce(
         self,
@@ -362,17 +362,17 @@ class Alike:
 
     def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
         """Look at the last sum, which has most likely landed by now, and keep this one."""
+        found = streams.of(head.device)
+        assert found is not None
         if self._landing is not None:
-            landed, before, counts, landing_done = self._landing
-            landing_done.synchronize()
+            landed, before, counts, done = self._landing
+            found.finish(done)
             wrong = _differing(landed, counts, maximum=False)
             if wrong is not None:
                 raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        landing = torch.zeros(len(head), dtype=torch.float64, pin_memory=True)
+        landing = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
         landing.copy_(head, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        self._landing = landing, asked, said, done
+        self._landing = landing, asked, said, found.event()
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:

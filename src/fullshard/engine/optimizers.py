@@ -97,7 +97,7 @@ class _Watch:
             models.update(p.record.norms for p in shards)
             first = None if trusted else next(filter(is_cut, shards), None)
             if first is not None:
-                self._probe_once(optimizer, group, first.device)
+                self._probe_once(optimizer, group, first)
         if optimizer not in self._cut and not trusted:
             self._cut.add(optimizer)
             self._cut_states(optimizer)
@@ -122,15 +122,17 @@ class _Watch:
             yield from optimizer.state.items()
 
     def _probe_once(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor
     ) -> None:
         kind = type(optimizer)
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
-        key = (kind, device.type, *((k, _structure(v)) for k, v in numbers.items()))
+        dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+        key = (kind, like.device.type, dtype, *((k, _structure(v)) for k, v in numbers.items()))
         if key not in self._passed:
             rate = {"lr": PROBE_RATE} if settings.get("lr") is not None else {}
-            sliced = probe(kind, {**settings, **rate}, device)
+            like = torch.empty(0, dtype=dtype, device=like.device)
+            sliced = probe(kind, {**settings, **rate}, like)
             self._sliced.setdefault(kind, set()).update(sliced)
             self._passed.add(key)
 
@@ -222,14 +224,14 @@ def is_cut(param: ShardedParameter) -> bool:
 
 
 def probe(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any], device: torch.device
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], like: torch.Tensor
 ) -> set[str]:
     """Step on a tensor and on its halves; returns the states that have its elements.
 
     Args:
         kind: The class.
         settings: Settings of one parameter group.
-        device: The parameters' device; fused and capturable steps exist on some devices only.
+        like: Of the parameters' device and precision; some steps exist for some of these only.
 
     Raises:
         NotElementwiseError: The results differ, or the class cannot be tried.
@@ -243,7 +245,7 @@ def probe(
         )
     generator = torch.Generator().manual_seed(0)
     drawn = [
-        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64).to(device)
+        torch.randn(PROBE_SHAPE, generator=generator, dtype=torch.float64).to(like)
         for _ in range(1 + PROBE_STEPS)
     ]
     half = PROBE_SHAPE[0] // 2
@@ -256,7 +258,8 @@ def probe(
             f"whether it is right on shards; it raised {type(error).__name__}: {error}. Use an "
             "elementwise optimizer of torch.optim, or strategy no_shard."
         ) from error
-    if not torch.allclose(whole[0], torch.cat(halves), rtol=1e-9, atol=1e-12):
+    rounding = 64 * torch.finfo(like.dtype).eps  # kernels treat the rest of a vector otherwise
+    if not torch.allclose(whole[0], torch.cat(halves), rtol=rounding, atol=rounding / 64):
         raise NotElementwiseError(
             f"{kind.__name__}: expected an elementwise optimizer; three steps on a tensor and on "
             "its halves differ, so shards would change the result. Use an elementwise one (AdamW, "

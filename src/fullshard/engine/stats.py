@@ -41,8 +41,11 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def communication_seconds(model: nn.Module) -> float:
-    """Seconds that this rank spent issuing collectives and waiting for them, since fs.shard."""
-    return engine_of(model).runtime.actions.communication_s
+    """Seconds that this rank spent issuing collectives and waiting for them, since fs.shard.
+
+    On a device with streams: what its step's stream waited, as far as it has come.
+    """
+    return engine_of(model).runtime.actions.seconds()
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -391,24 +391,6 @@ class Runtime:
         queue_callback(end)
         return True
 
-    def write_gradient(
-        self, unit: Unit, group: Group, member: Member, gy: torch.Tensor, x: torch.Tensor
-    ) -> bool:
-        """Write gy^T x into the parameter's place; False where the caller should make it.
-
-        Args:
-            gy: (tokens, out), gradient of a linear layer's output.
-            x: (tokens, in), its input.
-        """
-        task = graph_task_id()
-        if self._task != task and not self._begin_backward(task):
-            return True  # an inner one asks for no parameter's
-        if not member.expected:
-            return True  # nobody asked for it
-        if not self.scheduler.holds(unit.index):
-            self._check_slot(unit, member)
-        return self.gradients.write_product(unit, group, member, (gy, x))
-
     def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
         """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
         task = graph_task_id()
@@ -465,7 +447,6 @@ class Runtime:
                 else:
                     self._run([event])
         for unit in self.units:
-            unit.wait()
             if unit.swapped:
                 unit.swapped = 0
                 unit.show_shards()
@@ -555,6 +536,10 @@ class Actions:
             recorder.begin(event, step)
             act(event)
             recorder.record(event, step)
+
+    def seconds(self) -> float:
+        """Seconds so far in events that may wait for other ranks."""
+        return self.communication_s
 
     def _act(self, event: Event) -> None:
         kind = event.kind

@@ -14,8 +14,7 @@ recompute brings back and what backward makes on its way are counted as they com
 
 Integers are computed, since models look at them to decide what to do (masks, packed sequences).
 Weights are not counted: the plan has them. Their gradients are, as long as the engine leaves them
-where autograd put them: plain linear layers write theirs into the slot (engine/linear.py), others
-wait for their unit's rest if they are small (engine/gradients.py).
+where autograd put them: small ones wait for their unit's rest (engine/gradients.py).
 
 [Note: traced operations]
 The same trace lists the operations of each unit. What a unit computes in forward is what runs
@@ -40,7 +39,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.config.schema import ShardConfig
 from fullshard.engine._torch_compat import outside_modes, tree_leaves, tree_map_only
 from fullshard.engine.gradients import MOST_WAITING
-from fullshard.engine.linear import pretend_to_write
 from fullshard.engine.precision import apply_dtypes, cast_tensors
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.unit import LARGE_NUMEL
@@ -98,8 +96,6 @@ def trace_step(
         name: group for u in plan.units for group in u.groups for n in group.names for name in n
     }
     ledger = Ledger() if ledger is None else ledger
-    reduced = {name: torch_dtype(g.dtypes.reduce) for name, g in groups.items()}
-    pretend_to_write(model, reduced, ledger.write)
     apply_dtypes(model, config)
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
@@ -179,8 +175,14 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
             return None
         return cast_tensors(output, torch_dtype(config.output_dtype))
 
+    def at_the_head(_: nn.Module, __: Any) -> None:
+        ledger.kind = Kind.LOGITS
+
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     model.register_forward_hook(after)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        head.register_forward_pre_hook(at_the_head)
 
 
 class Ledger(TorchDispatchMode):
@@ -201,9 +203,6 @@ class Ledger(TorchDispatchMode):
 
     def watch(self, model: nn.Module, plan: Plan) -> None:
         """The model that will be traced is there."""
-
-    def write(self, gy: torch.Tensor, x: torch.Tensor) -> None:
-        """A linear layer writes its weight's gradient gy^T x where the engine collects it."""
 
     def move(self, param: torch.Tensor) -> None:
         """The gradient of a parameter goes where the engine collects it."""
@@ -339,9 +338,6 @@ class Census(Ledger):
                     leaf.register_hook(begin)
 
         return leave
-
-    def write(self, gy: torch.Tensor, x: torch.Tensor) -> None:
-        self._note_operation(_product(gy.t(), x))
 
     def move(self, param: torch.Tensor) -> None:
         if param.grad is not None:

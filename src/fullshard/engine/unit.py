@@ -50,7 +50,6 @@ class Member:
         node: The autograd node that accumulates into `compute`.
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
-        written: Whether the running backward wrote into `target` itself.
         target: The parameter's place in the gradient slot (None where frozen).
     """
 
@@ -62,7 +61,6 @@ class Member:
     node: Any = None
     expected: bool = False
     touched: bool = False
-    written: bool = False
     target: torch.Tensor | None = None
 
     @cached_property
@@ -358,6 +356,16 @@ class Unit:
         for table, name, param, _ in self.places:
             table[name] = param
 
+    def unbind(self) -> None:
+        """Hold no slots."""
+        self.places, self._computes, self._common, self.versions = [], [], [], Versions()
+        for group in self.gathered:
+            group.full = group.part = group.full.new_empty(0)
+        for group in self.trained:
+            group.grad_slot, group.gaps = None, []
+        for member in (member for group in self.groups for member in group.members):
+            member.compute, member.node, member.target = nn.Parameter(torch.empty(0)), None, None
+
     def bind(self, rings: Rings, on_gradient: OnGradient) -> None:
         """Point the compute parameters at their slot, and listen for their gradients.
 
@@ -414,7 +422,7 @@ def expect(members: Sequence[Member]) -> int:
     """Note which of them the running backward will reach; returns how many."""
     left = 0
     for member in members:
-        member.expected, member.written = is_reached(member), False
+        member.expected = is_reached(member)
         left += member.expected
     return left
 
@@ -591,6 +599,7 @@ class Rings:
         poison: bool,
     ) -> None:
         self._buffers: dict[str, list[torch.Tensor]] = {}
+        self._rings = rings
         for ring in rings:
             dtype = torch_dtype(ring.dtype)
             slots = given.get(ring.name)
@@ -601,6 +610,11 @@ class Rings:
                 for slot in slots:
                     slot.fill_(float("nan"))
             self._buffers[ring.name] = slots
+
+    def give(self, rings: Sequence[Ring]) -> dict[str, list[torch.Tensor]]:
+        """Give away the slots of rings that are alike, and drop all others."""
+        held, self._buffers = self._buffers, {}
+        return {ring.name: held[ring.name] for ring in rings if ring in self._rings}
 
     def view(self, ref: SlotRef, numel: int) -> torch.Tensor:
         """(numel,): a group's part of its slot."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fullshard.jax.modules import split as split
 from fullshard.jax.state import load as load
+from fullshard.jax.state import load_values as load_values
 from fullshard.jax.state import memory as memory
 from fullshard.jax.state import pad_batch as pad_batch
 from fullshard.jax.state import save as save
@@ -29,6 +30,7 @@ from fullshard.xla.gather import gather as gather
 from fullshard.xla.gather import scan_blocks as scan_blocks
 from fullshard.xla.mesh import make_mesh as make_mesh
 from fullshard.xla.plan import plan as plan
+from fullshard.xla.step import eval_step as eval_step
 from fullshard.xla.step import full_params as full_params
 from fullshard.xla.step import init as init
 from fullshard.xla.step import train_step as train_step
@@ -37,11 +39,13 @@ __all__ = [
     "analyze_memory",
     "census",
     "create_fsdp_train_step",
+    "eval_step",
     "fsdp_with_checkpointing",
     "full_params",
     "gather",
     "init",
     "load",
+    "load_values",
     "make_mesh",
     "memory",
     "pad_batch",

@@ -15,8 +15,8 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
 from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
-from fullshard.xla.plan import XlaPlan, pad
-from fullshard.xla.step import State, Step, with_optimizer
+from fullshard.xla.plan import XlaPlan
+from fullshard.xla.step import State, Step, stored, with_optimizer
 from fullshard.xla_state import read, write
 
 
@@ -42,6 +42,7 @@ def load(
     plan: XlaPlan,
     path: str | PathLike[str],
     tx: optax.GradientTransformation | None = None,
+    variables: Any = None,
 ) -> State:
     """A state from a checkpoint of either engine, each device the bytes that it holds.
 
@@ -49,21 +50,40 @@ def load(
         plan: Plan of the model that was saved.
         path: A checkpoint, a folder of step-* (its newest complete one), or a Hugging Face folder.
         tx: The optimizer whose state was saved; None: parameters alone.
+        variables: Arrays like the state's variables that were saved.
 
     Raises:
         CheckpointError: There is none, or it is of another model; names the tensor.
     """
-    return read.load(plan, Path(path), tx)[0]
+    return read.load(plan, Path(path), tx, variables)[0]
 
 
-def shard(plan: XlaPlan, params: Any, tx: optax.GradientTransformation | None = None) -> State:
-    """A state from parameters that are there already, on the host or on any devices."""
+def load_values(path: str | PathLike[str]) -> dict[str, Any]:
+    """The `step` and the `**values` that `save` was given. A collective.
+
+    Args:
+        path: As for `load`.
+    """
+    return read.load_values(Path(path))
+
+
+def shard(
+    plan: XlaPlan,
+    params: Any,
+    tx: optax.GradientTransformation | None = None,
+    variables: Any = None,
+) -> State:
+    """A state from parameters that are there already, on the host or on any devices.
+
+    They are copied: a step uses up the state, and not the caller's arrays.
+    """
 
     def place(array: ArrayPlan, leaf: Any) -> Any:
-        return pad(array, jnp.asarray(leaf, array.dtypes.master))
+        return stored(array, jnp.asarray(leaf))
 
     whole = plan.with_arrays(place, params)
-    return with_optimizer(plan, jax.device_put(whole, plan.shardings), tx)
+    placed = jax.device_put(whole, plan.shardings, may_alias=False)
+    return with_optimizer(plan, placed, tx, variables=variables)
 
 
 def memory(step: Step, state: State, batch: Any) -> dict[str, int]:

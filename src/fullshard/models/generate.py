@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+ScoreProcessor = Callable[[Any, Any], Any]  # (ids, scores) -> scores, both (1, ...)
 
 MOST_NEW_TOKENS = 200  # where nobody says how many
 
@@ -99,48 +102,82 @@ def generate(
     """
     require_transformers()
     quiet_libraries()
-    import torch
-
-    model, tokenizer = _load(folder, trust=trust)
     with untrusted("--prompt", "UTF-8 text", ConfigError, "Write it in the locale's encoding."):
         (prompt or "").encode()
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    model, tokenizer = _load(folder, trust=trust)
+    return sample(model, tokenizer, prompt, settings)
+
+
+def sample(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | None,
+    settings: SamplingSettings,
+    processors: Sequence[ScoreProcessor] = (),
+) -> Sample:
+    """Goes on from a text; a collective where the model is sharded.
+
+    Args:
+        model: In evaluation.
+        tokenizer: Its tokenizer.
+        prompt: None: the beginning-of-text token.
+        settings: How to draw.
+        processors: (ids, scores) -> scores, for every token.
+
+    Raises:
+        ConfigError: There is nothing to go on from, or the model cannot generate.
+    """
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
     if len(ids) >= (positions := num_positions(model.config) or len(ids) + 1):
         told = "the model has %d positions: of the prompt's %d tokens the last %d are used"
         keep = max(1, positions // 2)
         logger.warning(told, positions, len(ids), keep)
         ids = ids[-keep:]
     start = tokenizer.bos_token_id
-    if not ids and start is None:
+    if not ids and isinstance(start, int):
+        ids = [start]
+    if not ids:
         raise ConfigError(
-            f"--prompt: expected text, got none, and the tokenizer in '{folder}' has no "
-            "beginning-of-text token to start from. Give a prompt."
+            "--prompt: expected text, got none, and the tokenizer has no beginning-of-text token "
+            "to start from. Give a prompt."
         )
+    most = settings.max_new_tokens or _room(model, len(ids))
+    new = continued(model, ids, most, tokenizer, settings, processors)
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    assert isinstance(text, str), "one list of tokens is one text"
+    return Sample(prompt or "", text, len(new))
+
+
+def continued(
+    model: Any,
+    ids: Sequence[int],
+    most: int,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: SamplingSettings,
+    processors: Sequence[ScoreProcessor] = (),
+) -> list[int]:
+    """At most `most` tokens after these; see `sample`."""
+    import torch
+
+    inputs = torch.tensor([list(ids)], device=next(model.buffers(), torch.empty(0)).device)
+    drawn = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
     torch.manual_seed(settings.seed)
-    inputs = torch.tensor([ids or [start]])
-    sampling = (
-        {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
-        if settings.temperature > 0
-        else {"do_sample": False}
-    )
     try:
         with torch.no_grad():
-            output: torch.Tensor = cast("Any", model).generate(
+            output: torch.Tensor = model.generate(
                 inputs,
                 attention_mask=torch.ones_like(inputs),
-                max_new_tokens=settings.max_new_tokens or _room(model, inputs.shape[1]),
+                max_new_tokens=most,
                 pad_token_id=tokenizer.pad_token_id,
-                **sampling,
+                logits_processor=list(processors),
+                **(drawn if settings.temperature > 0 else {"do_sample": False}),
             )
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"FOLDER: expected a model that can generate with its generation_config.json, got "
-            f"'{folder}' ({type(error).__name__}: {error}). Correct its files."
+            f"expected a model that can generate with its generation_config.json, got "
+            f"{type(model).__name__} ({type(error).__name__}: {error}). Correct its files."
         ) from error
-    new = output[0, inputs.shape[1] :]
-    text = tokenizer.decode(new.tolist(), skip_special_tokens=True)
-    assert isinstance(text, str), "one list of tokens is one text"
-    return Sample(prompt or "", text, len(new))
+    return output[0, inputs.shape[1] :].tolist()
 
 
 def _room(model: PreTrainedModel, num_prompt_tokens: int) -> int:

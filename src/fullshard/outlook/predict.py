@@ -97,6 +97,7 @@ class Job:
         optimizer: What it keeps.
         beside: What other models keep beside the trained one, under a configuration.
         is_timed: Whether the forecast knows all that a step computes.
+        chunk_size: Tokens whose logits are held at a time; None: those of all tokens.
     """
 
     model: Architecture
@@ -106,6 +107,7 @@ class Job:
     optimizer: OptimizerStates = ADAMW
     beside: RowsOf | None = None
     is_timed: bool = True
+    chunk_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
     if machine.memory_bytes is not None and state > machine.memory_bytes:
         trace = None  # whatever a step computes, it does not fit
     traced = trace(plan, config, job.batch.micro_batch) if trace is not None else None
-    counted = _counted(run, held) if traced is None else traced.whole.rows()
+    counted = _counted(run, held, job.chunk_size) if traced is None else traced.whole.rows()
     forward = sum(counted.values()) if traced is None else traced.forward.total
     counted["accumulation buffers"] = _accumulation_bytes(plan, job.batch)
     if machine.device is not None:
@@ -302,16 +304,22 @@ def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
     return again - once
 
 
-def _counted(run: Workload, held: PeakMemory) -> dict[str, float]:
+def _counted(run: Workload, held: PeakMemory, chunk_size: int | None) -> dict[str, float]:
     """From shapes: at the peak there are logits, or a block's inside, not both."""
-    logits = _logits_bytes(run)
+    logits = _logits_bytes(run, chunk_size)
     return {
         Kind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
         Kind.LOGITS: logits,
     }
 
 
-def _logits_bytes(run: Workload) -> float:
-    """Our loss: logits and their gradient as computed, log-probabilities and theirs in float32."""
+def _logits_bytes(run: Workload, chunk_size: int | None) -> float:
+    """Our loss: logits and their gradient as computed, log-probabilities and theirs in float32.
+
+    A loss in chunks makes the gradient of the head's weight beside them, in float32.
+    """
     element = 4 if run.precision.math is Math.FLOAT32 else 2
-    return (2 * element + 8) * run.model.vocab * run.tokens_per_micro_batch
+    tokens, wide = run.tokens_per_micro_batch, 0.0
+    if chunk_size is not None and chunk_size < tokens:
+        tokens, wide = chunk_size, 4 * run.model.head_params
+    return (2 * element + 8) * run.model.vocab * tokens + wide

@@ -166,7 +166,8 @@ class ArraysPlan:
     def collectives(self, num_micro_batches: int = 1) -> dict[str, Collectives]:
         """What a training step issues, a tensor each. The census of the compiled step is the same.
 
-        Two small ones sum loss and label tokens, and the squared norm of the gradients.
+        Two small ones sum loss and label tokens (in two parts, which float32 adds exactly), and the
+        squared norm of the gradients.
         """
         found: dict[str, Collectives] = dict.fromkeys((GATHER, SCATTER, REDUCE), Collectives())
         for array in self.arrays:
@@ -177,7 +178,7 @@ class ArraysPlan:
                 )
         scalar = max(ITEMSIZE[array.dtypes.accumulate] for array in self.arrays)
         if self.mesh.world_size > 1:
-            found[REDUCE] = found[REDUCE].plus(1, 2 * scalar)
+            found[REDUCE] = found[REDUCE].plus(1, 3 * scalar)
         if self.mesh.shard > 1:
             found[REDUCE] = found[REDUCE].plus(1, scalar)
         return found

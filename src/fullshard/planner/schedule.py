@@ -277,8 +277,9 @@ class Scheduler:
             if reads and not self._table.look_ahead(ahead, unit, events):
                 break
             self._issued += 1
-        if backward and not used:
-            events += self._drain(force=False)
+        if not used:
+            self._table.enter(unit)  # its slot is free again, as where it was used
+            events += self._drain(force=False) if backward else []
 
     def _catch_up(self, events: list[Event], *, backward: bool) -> None:
         """Do what is left of the order: other ranks may need it."""
@@ -324,8 +325,7 @@ class Scheduler:
         return events
 
     def _land(self, events: list[Event]) -> None:
-        unit = self._outstanding.popleft()
-        events.append(event_of(EventKind.ACCUMULATE, unit))
+        events.append(event_of(EventKind.ACCUMULATE, self._outstanding.popleft()))
 
 
 def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,7 +34,6 @@ from fullshard.config.schema import RunConfig
 from fullshard.config.values import GradReduction
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
-from fullshard.models.build import build_sharded
 from fullshard.transport import Transport
 
 if TYPE_CHECKING:
@@ -122,8 +122,23 @@ class RankTeam:
         return flat.cpu().reshape(self.world_size, len(values)).tolist()
 
 
+class Objective(Protocol):
+    """What is minimised."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        """Loss summed over the label tokens of a batch, and their number."""
+        ...
+
+
+class WholeLogits:
+    """The cross-entropy of the next tokens, from the logits of all tokens at once."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+
+
 class RowBatches(ABC):
-    """Batches of one rank and the loss of their next tokens; a kind of data adds what a row is.
+    """Batches of one rank and what is learned of them; a kind of data adds what a row is.
 
     Args:
         num_held_out: Held-out rows.
@@ -142,6 +157,7 @@ class RowBatches(ABC):
         self._seat = seat
         world_size = order.shape.world_size
         self._evaluation = evaluation_samples(num_held_out, per_device_eval, world_size)
+        self.objective: Objective = WholeLogits()
 
     @property
     def samples_per_step(self) -> int:
@@ -163,10 +179,13 @@ class RowBatches(ABC):
         return self._batch(chosen, held_out=False)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+        return self.objective.loss(model, batch)
 
     def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
         arrays = {**self._arrays(chosen, held_out=held_out), "rows": chosen.copy()}
+        counts = np.zeros(arrays["labels"].shape, dtype=bool)
+        counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
+        arrays[PREDICTED] = np.flatnonzero(counts)  # here, where it makes no GPU wait
         return {name: torch.from_numpy(a).to(self._seat.device) for name, a in arrays.items()}
 
     def _of_step(self, step: int) -> Indices:
@@ -183,17 +202,11 @@ class RowBatches(ABC):
         """Arrays of a batch, by name; rows of -1 have labels that count nothing."""
 
 
-def _build(
-    config: RunConfig, model_config: PretrainedConfig, data: Recipe, seat: Seat, _: Path
-) -> tuple[nn.Module, Recipe]:
-    return build_sharded(config, model_config, seat.device), data
-
-
 @dataclass(frozen=True)
 class RecipeKind:
-    """What a command trains and on which data; as it stands, pre-training on text.
+    """What a command trains and on which data.
 
-    A recipe names what is different and has one line in the registry.
+    A recipe names what is different from pre-training on text and has one line in the registry.
 
     Attributes:
         uses_chats: (configuration) -> whether the run's data is chat data.
@@ -201,21 +214,22 @@ class RecipeKind:
         check_data: (configuration, facts of the data) -> None; raises DataError.
         write: (configuration, facts, batches, seat) -> None, a collective: what is written in place
             of a trained model.
-        build: (configuration, the model's, batches, seat, the run's folder) -> the sharded model
-            and the recipe around the batches. A collective.
+        build: (configuration, the model's, batches, seat, the run's folder) -> the sharded model;
+            the batches have their objective. A collective.
         xla_shapes: (configuration, width of a decoder) -> further arrays that are trained on XLA.
         on_xla: (configuration, decoder) -> what it learns from on XLA besides its batches.
     """
 
+    build: Callable[[RunConfig, PretrainedConfig, RowBatches, Seat, Path], nn.Module]
     uses_chats: Callable[[RunConfig], bool] = lambda _: False
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, DatasetFacts, RowBatches, Seat], None] | None = None
-    build: Callable[..., tuple[nn.Module, Recipe]] = _build
     xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
     on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
 
 
+PREDICTED = "predicted"  # of a batch: the flat positions whose next token counts
 IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
 
 
@@ -234,16 +248,30 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     Returns:
         The sum in float32 (float64 logits: float64) and the count.
     """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
     targets = labels[:, 1:].reshape(-1)
-    predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).to(dtype)
-    total = F.cross_entropy(predictions, targets, ignore_index=IGNORED, reduction="sum")
-    return total, num_label_tokens(labels)
+    total = cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), targets)
+    return total, int((targets != IGNORED).sum())
 
 
-def num_label_tokens(labels: torch.Tensor) -> int:
-    """Tokens that a batch's labels ask for: the first position of a sequence predicts nothing."""
-    return int((labels[:, 1:] != IGNORED).sum())
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum over (num_tokens, vocabulary) logits, in float32 at least."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(dtype), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def predicted_of(batch: Batch) -> torch.Tensor:
+    """The flat positions of a batch whose next token counts; the last of a row predicts nothing."""
+    if PREDICTED in batch:
+        return batch[PREDICTED]
+    counts = batch["labels"].roll(-1, 1) != IGNORED
+    counts[:, -1] = False
+    return counts.reshape(-1).nonzero().reshape(-1)
+
+
+def blank(batch: Batch) -> Batch:
+    """A batch of which no token counts."""
+    nothing = torch.full_like(batch["labels"], IGNORED)
+    return {**batch, "labels": nothing, PREDICTED: predicted_of(batch)[:0]}
 
 
 def backward_scale(num_tokens: int, world_size: int, reduction: GradReduction) -> float:

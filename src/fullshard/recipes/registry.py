@@ -85,7 +85,7 @@ def check_command(config: RunConfig, command: Command) -> None:
     """
     from fullshard.config.problems import ConfigProblems
 
-    problems = [*_of_xla(config), *command.about.check(config, command)]
+    problems = [*_of_xla(config, command), *command.about.check(config, command)]
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
     owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
     for section, owner in owners.items():
@@ -102,12 +102,18 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
 
 
-def _of_xla(config: RunConfig) -> Iterator[Problem]:
+def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
     from fullshard.config.problems import Problem
     from fullshard.config.values import Backend
 
-    sft = config.sft
+    if config.backend is not Backend.JAX:
+        return
+    training, sft = config.training, config.sft
+    chunk = training.loss_chunk_size if "loss_chunk_size" in training.model_fields_set else 0
+    if chunk and command is not Command.DISTILL:
+        says = f"{chunk} with backend: jax is not yet supported"
+        yield Problem("training.loss_chunk_size", "", says, "Leave it out")
     asked = sft.num_samples if sft is not None and "num_samples" in sft.model_fields_set else 0
-    if asked and config.backend is Backend.JAX:
+    if asked:
         says = f"{asked} with backend: jax is not yet supported"
         yield Problem("sft.num_samples", "", says, "Leave it out: no prompt is answered")

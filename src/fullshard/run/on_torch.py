@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,19 +25,22 @@ from fullshard.engine.stats import communication_seconds
 from fullshard.errors import DataError, DivergedError
 from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
+from fullshard.models.generate import Sample, SamplingSettings, ScoreProcessor, continued, sample
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.recipes.base import (
-    IGNORED,
     Batch,
     RankTeam,
-    Recipe,
+    RowBatches,
     Team,
     backward_scale,
-    num_label_tokens,
+    blank,
+    predicted_of,
 )
+from fullshard.recipes.head import whole_logits
+from fullshard.recipes.registry import Command
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import RunConsole, RunFacts, banner
 from fullshard.run.loop import Loop, Update, diverged
@@ -47,6 +50,8 @@ from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 
 logger = logging.getLogger(__name__)
+
+OFFLOADED_TOKENS = 20  # of the sample at the end
 
 
 @dataclass
@@ -134,7 +139,7 @@ class TorchTrainee:
         """
         if loop.recipe.tokens_per_step is not None:
             return batches, loop.recipe.tokens_per_step
-        here = sum(num_label_tokens(batch["labels"]) for batch in batches)
+        here = sum(len(predicted_of(batch)) for batch in batches)
         parts = loop.team.exchange([here, len(batches)])
         most = int(max(part[1] for part in parts))
         self._last = batches[-1] if batches else self._last
@@ -144,9 +149,8 @@ class TorchTrainee:
                 f"batches of step {step}: expected at least one; {who} has none. Give every rank "
                 "data for the first step at least, and no more steps than there are data for."
             )
-        blank = {**self._last, "labels": torch.full_like(self._last["labels"], IGNORED)}
         missing = most - len(batches)
-        return batches + [blank] * missing, int(sum(part[0] for part in parts))
+        return batches + [blank(self._last)] * missing, int(sum(part[0] for part in parts))
 
     def _accumulate(self, batches: list[Batch], num_tokens: int, loop: Loop) -> float:
         """Forward and backward of every micro-batch; returns this rank's summed loss."""
@@ -189,11 +193,14 @@ class TorchSide:
         self._session = session
 
     @cached_property
+    def _bare(self) -> nn.Module:
+        return model_on_meta(self._session.config, self._session.model_config)
+
+    @cached_property
     def _view(self) -> View:
         """The run as the planner sees it."""
         config, session = self._session.config, self._session
-        bare = model_on_meta(config, session.model_config)
-        return view_of(config, bare, topology_of(config, session.seat.world_size))
+        return view_of(config, self._bare, topology_of(config, session.seat.world_size))
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """Inside, running out of memory is answered with the plan."""
@@ -207,14 +214,16 @@ class TorchSide:
         """Labelled lines of the banner."""
         run = self._session
         facts = (run.command, run.config, run.dataset.facts, run.steps)
-        return banner(RunFacts(*facts, self._shown_plan, run.seat.device.type))
+        lines = banner(RunFacts(*facts, self._shown_plan, run.seat.device.type))
+        why = None if run.command is Command.DISTILL else whole_logits(self._bare, run.config)
+        return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
-    def build(self, data: Recipe, console: RunConsole | None) -> tuple[TorchTrainee, Recipe, Team]:
-        """The sharded model and its optimizer, the recipe around its data, and the ranks."""
+    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[TorchTrainee, Team]:
+        """The sharded model and its optimizer, and the ranks."""
         run, training = self._session, self._session.config.training
         config, seat, folder = run.config, run.seat, run.folder.path
         kind = run.command.kind
-        self._model, recipe = kind.build(config, run.model_config, data, seat, folder)
+        self._model = kind.build(config, run.model_config, data, seat, folder)
         self._model.train()
         if seat.is_first:
             self._check_plan()
@@ -231,7 +240,7 @@ class TorchSide:
             self._average,
             partial(self._answer_prompts, console),
         )
-        return trainee, recipe, RankTeam(engine_of(self._model).transport, seat)
+        return trainee, RankTeam(engine_of(self._model).transport, seat)
 
     def utilization(self) -> float | None:
         """Model FLOPs utilization of one token a second, where that is known."""
@@ -273,30 +282,43 @@ class TorchSide:
         if not isinstance(data, ChatDataset):
             return
         most = (self._session.config.sft or SftConfig()).sample_tokens
-        end = data.tokenizer.eos_token_id
         watchdog.phase("sampling", step)
-        for prompt in data.samples:
-            room = max(0, min(most, data.facts.sequence_length - len(prompt)))
-            ids = _answer(self._model, prompt, room, end if isinstance(end, int) else None)
-            if console is not None:
-                decode = partial(data.tokenizer.decode, skip_special_tokens=True)
-                console.print_sample(step, str(decode(prompt)), str(decode(ids)))
+        with self._sampling() as same:
+            for prompt in data.samples:
+                room = min(most, data.facts.sequence_length - len(prompt))
+                ids: list[int] = []
+                if room > 0:
+                    likely = SamplingSettings(temperature=0)
+                    ids = continued(self._model, prompt, room, data.tokenizer, likely, [same])
+                if console is not None:
+                    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+                    console.print_sample(step, str(decode(prompt)), str(decode(ids)))
 
+    def sample(self, prompt: str) -> Sample:
+        """A text by the sharded model. A collective."""
+        run = self._session
+        # Each token gathers the model: one that is read from the host or disk says less.
+        most = OFFLOADED_TOKENS if self._shown_plan.homes.offloads else None
+        settings = SamplingSettings(most, seed=run.config.training.seed)
+        with self._sampling() as same:
+            return sample(self._model, run.dataset.tokenizer, prompt, settings, [same])
 
-@torch.no_grad()
-def _answer(model: nn.Module, prompt: Sequence[int], most: int, end: int | None) -> list[int]:
-    """The most likely tokens after a prompt, up to `end` or `most` of them. A collective.
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[ScoreProcessor]:
+        """Inside, the model is in evaluation; gives what makes all ranks draw from one's scores.
 
-    Every rank sees the same tokens, so all of them stop together; no cache of keys.
-    """
-    was_training = model.training
-    model.eval()
-    device = next(model.buffers(), torch.empty(0)).device
-    ids = torch.tensor([list(prompt)], device=device)
-    for _ in range(most):
-        logits = model(input_ids=ids, use_cache=False).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-        if int(ids[0, -1]) == end:
-            break
-    model.train(was_training)
-    return ids[0, len(prompt) :].tolist()
+        Ranks that rounded otherwise would draw other tokens and leave each other waiting.
+        """
+        transport, is_first = engine_of(self._model).transport, self._session.seat.is_first
+
+        def same(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            shared = scores.double() if is_first else torch.zeros_like(scores, dtype=torch.float64)
+            transport.all_reduce(shared.view(-1))
+            return shared.to(scores.dtype)
+
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            yield same
+        finally:
+            self._model.train(was_training)

@@ -25,11 +25,12 @@ from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import build_model, model_on_meta, trainable, weights_folder
 from fullshard.models.export import write_folder
+from fullshard.models.generate import Sample, SamplingSettings, generate
 from fullshard.models.lora import first_values
 from fullshard.observe.memory import memory_bytes
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.text import human_bytes
-from fullshard.recipes.base import IGNORED, Batch, Recipe, Team
+from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import DataFacts, RunConsole
@@ -41,13 +42,13 @@ from fullshard.saving import SaveSettings
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
 from fullshard.xla.distill import PROJECTION, Decoder
+from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, plan
 from fullshard.xla.step import (
     State,
     Step,
     eval_step,
     train_step,
-    trained,
     whole_array,
     with_optimizer,
 )
@@ -186,8 +187,8 @@ class XlaSide:
             lines += self._teaching.lines(num_micro_batches)
         return [*lines, *facts.lines()]
 
-    def build(self, data: Recipe, console: RunConsole | None) -> tuple[XlaTrainee, Recipe, Team]:
-        """The state and its programs, the data, and the ranks."""
+    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaTrainee, Team]:
+        """The state and its programs, and the ranks."""
         run, teaching = self._session, self._teaching
         if console is not None and isinstance(run.dataset, ChatDataset) and run.dataset.samples:
             logger.info("held-out prompts are not answered with backend: jax")
@@ -213,11 +214,11 @@ class XlaSide:
             write.Beside(groups, tied=tied),
             {"config.json": run.model_config.to_json_string()},
             teaching.beside if teaching is not None else lambda batch: batch,
-            getattr(data, "row_length", None),
+            data.row_length,
         )
         if run.resume.path is None:
             trainee.state = self._initial(tx)
-        return trainee, data, ProcessTeam()
+        return trainee, ProcessTeam()
 
     def utilization(self) -> float | None:
         """Not known here."""
@@ -231,6 +232,15 @@ class XlaSide:
         processes.leave()
         if run.seat.is_first:
             write_folder(weights, run.model_config, run.dataset.tokenizer, run.folder.model)
+
+    def sample(self, prompt: str) -> Sample | None:
+        """A text by the exported model, on the first rank."""
+        run = self._session
+        if not run.seat.is_first:
+            return None
+        settings = SamplingSettings(seed=run.config.training.seed)
+        trust = run.config.model.trust_remote_code
+        return generate(run.folder.model, prompt, settings, trust=trust)
 
     def _join(self) -> None:
         """Meet the other ranks in jax."""

@@ -39,6 +39,8 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.strategy import row_of
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.distill.planned import Taught
+from fullshard.recipes.distill.teacher import settings_of
+from fullshard.recipes.head import whole_logits
 from fullshard.run.tracing import Tracer
 from fullshard.transport.shared.segment import Host
 
@@ -47,7 +49,11 @@ if TYPE_CHECKING:
 
 
 def job_of(
-    model: nn.Module, training: TrainingConfig, world_size: int, taught: Taught | None = None
+    model: nn.Module,
+    training: TrainingConfig,
+    world_size: int,
+    taught: Taught | None = None,
+    chunk_size: int | None = None,
 ) -> Job:
     """A step's work on one rank.
 
@@ -56,6 +62,7 @@ def job_of(
         training: Its batch.
         world_size: Ranks that share train_batch_size.
         taught: What it learns from, where that is a teacher.
+        chunk_size: Tokens whose logits are held at a time; None: those of all tokens.
     """
     training = training.divided(world_size)
     batch = Batch(
@@ -77,9 +84,9 @@ def job_of(
         vocab=_number(config, "vocab_size"),
     )
     on_meta = all(param.is_meta for param in model.parameters())
-    trace = Tracer(model, training.max_seq_length, taught) if on_meta else None
+    trace = Tracer(model, training.max_seq_length, taught, chunk_size) if on_meta else None
     model_shapes = decoder(shapes, _active_params(model, config, numel))
-    job = Job(model_shapes, batch, trace, optimizer=states_of(training))
+    job = Job(model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size)
     if taught is not None:  # what a teacher computes is in no forecast
         return replace(job, beside=taught.rows, is_timed=False)
     if job.optimizer.owned is not None:  # nor what an owner does
@@ -334,7 +341,9 @@ def view_of(
         free.append(MICRO_BATCH)
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
-    job = job_of(model, training, world, taught)
+    whole = taught is None and whole_logits(model, config) is not None
+    chunk_size = None if whole else settings_of(config).tokens_at_once
+    job = job_of(model, training, world, taught, chunk_size)
     if optimizer is not None:
         job = replace(job, optimizer=optimizer)
     outlook = look(plan_at(sharding, topology), sharding, job, machine)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.config.schema import RunConfig
 from fullshard.data.bigram import Baseline
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
-from fullshard.models.generate import Sample, SamplingSettings, generate
+from fullshard.models.generate import Sample
 from fullshard.observe.memory import memory_bytes
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
@@ -131,17 +130,17 @@ def conclude(
     folder: RunFolder,
     watcher: RunWatcher,
     facts: DatasetFacts,
-    config: RunConfig,
+    sample: Sample,
     wall_s: float,
     average_loss: float | None = None,
 ) -> None:
-    """On rank 0, once model/ is written: draws a sample from it, writes and shows what came of it.
+    """On rank 0, once model/ is written: writes and shows what came of it.
 
     Args:
         folder: Folder of the run, with its model.
         watcher: Has the last rows, and the console.
-        facts: Facts of the data: baseline and prompt.
-        config: The run's configuration; gives the sample's seed and whether model code may run.
+        facts: Facts of the data: the baseline.
+        sample: What the model writes.
         wall_s: Since the ranks began.
         average_loss: Held-out loss of the averaged weights (ema_decay).
     """
@@ -157,9 +156,6 @@ def conclude(
         average_loss,
         stopped_early=watcher.step.step < folder.read_record()["planned"]["num_steps"],
     )
-    settings = SamplingSettings(seed=config.training.seed)
-    trust = config.model.trust_remote_code
-    sample = generate(folder.model, facts.prompt, settings, trust=trust)
     _finish(folder, result, sample)
     _print_result(console, folder, result, sample)
 

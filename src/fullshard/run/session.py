@@ -29,9 +29,10 @@ from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
+from fullshard.models.generate import Sample
 from fullshard.observe import watchdog
 from fullshard.observe.position import Verdict
-from fullshard.recipes.base import Recipe, RowBatches, Seat, Team
+from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data, make_recipe
 from fullshard.recipes.registry import Command
 from fullshard.run.checkpoints import RunCheckpoints, Saved
@@ -62,8 +63,8 @@ class Side(Protocol):
         """Labelled lines of the banner, on rank 0."""
         ...
 
-    def build(self, data: Recipe, console: RunConsole | None) -> tuple[SavedTrainee, Recipe, Team]:
-        """What is trained, the recipe around its data, and the ranks. A collective."""
+    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[SavedTrainee, Team]:
+        """What is trained, and the ranks. A collective."""
         ...
 
     def utilization(self) -> float | None:
@@ -72,6 +73,10 @@ class Side(Protocol):
 
     def export(self, loop: Loop) -> float | None:
         """Writes the model; returns the held-out loss of its average, if any. A collective."""
+        ...
+
+    def sample(self, prompt: str) -> Sample | None:
+        """A text by the trained model, on rank 0 at least. A collective, after `export`."""
         ...
 
 
@@ -169,21 +174,23 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return
     console = _announced(session, side) if session.seat.is_first else None
-    trainee, recipe, team = side.build(data, console)
+    trainee, team = side.build(data, console)
     settings, limit = session.settings(), config.training.save_total_limit
     with caught_stop_signals(SAVE_SIGNALS, _is_ending) as caught:
         keeper = RunCheckpoints(folder, trainee, steps, limit, caught, settings.patience)
         done = keeper.resume(session.resume)
         utilization = side.utilization() if console else None
         with RunWatcher(console, folder, done, config, utilization) as watcher:
-            loop = Loop(trainee, recipe, settings, team, watcher, keeper)
+            loop = Loop(trainee, data, settings, team, watcher, keeper)
             loop.run(done)
     watchdog.phase("saving", steps.num_steps)
     average_loss = side.export(loop)
+    watchdog.phase("sampling", steps.num_steps)
+    wall_s, facts = time.perf_counter() - began, session.dataset.facts
+    drawn = side.sample(facts.prompt)
     watchdog.phase("")
-    if console:
-        wall_s = time.perf_counter() - began
-        conclude(folder, watcher, session.dataset.facts, config, wall_s, average_loss)
+    if console and drawn:
+        conclude(folder, watcher, facts, drawn, wall_s, average_loss)
 
 
 def _announced(session: Session, side: Side) -> RunConsole:

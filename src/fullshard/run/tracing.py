@@ -27,9 +27,9 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
-from fullshard.recipes.base import causal_lm_loss
-from fullshard.recipes.distill.head import Head
+from fullshard.recipes.base import WholeLogits
 from fullshard.recipes.distill.planned import Taught
+from fullshard.recipes.head import MOST_TRACED, Head, NextToken
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,22 @@ class Tracer:
         model: On meta.
         length: Tokens of a sample.
         taught: What it learns from, where that is a teacher.
+        chunk_size: Tokens whose logits its own loss holds at a time; None: those of all tokens.
     """
 
-    def __init__(self, model: nn.Module, length: int, taught: Taught | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        length: int,
+        taught: Taught | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
         self._spec = spec_of(model)
         self._length = length
         self._taught = taught
+        self._chunk_size = chunk_size
         self._model = model
-        if taught is not None:
+        if taught is not None or chunk_size is not None:
             self._model = copy.deepcopy(model)
             Head(self._model)
         self._traces: dict[Any, list[Moment]] = {}
@@ -101,7 +109,7 @@ class Tracer:
     def _find_work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
         if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
             return None
-        work, blocks = self._work(int(samples)), repeated_blocks(self._spec)
+        work, blocks = self._work(int(samples), MOST_TRACED), repeated_blocks(self._spec)
         step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
         depth = 2 * step + len(blocks) % step
         if len(blocks) <= max(MOST_BLOCKS, depth):
@@ -159,16 +167,21 @@ class Tracer:
             self._traces[known] = trace_step(model, plan, config, work, beside=beside)
         return self._traces[known]
 
-    def _work(self, samples: int) -> Any:
-        """The recipe's forward and loss, as `PackedText` or a teacher has them."""
+    def _work(self, samples: int, most_chunks: int | None = None) -> Any:
+        """The recipe's forward and loss, as `PackedText` or a teacher has them.
+
+        Larger chunks where there would be too many: they compute the same.
+        """
         if self._taught is not None:
             return self._taught.work(samples, self._length)
-        shape = (samples, self._length)
+        shape, size = (samples, self._length), self._chunk_size
+        if size is not None and most_chunks is not None:
+            size = max(size, -(-samples * self._length // most_chunks))
 
         def work(model: nn.Module) -> torch.Tensor:
             ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-            logits = model(input_ids=ids, use_cache=False).logits
-            return causal_lm_loss(logits, labels)[0] * 1.0
+            objective = WholeLogits() if size is None else NextToken(Head.of(model), size)
+            return objective.loss(model, {"input_ids": ids, "labels": labels})[0] * 1.0
 
         return work
 

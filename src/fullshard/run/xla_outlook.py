@@ -20,9 +20,9 @@ from fullshard.xla import optim
 from fullshard.xla.aot import Compiled, compile_step, devices_of
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table
 from fullshard.xla.mesh import make_mesh
+from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import plan
 from fullshard.xla.residuals import kept_for_backward, without_devices
-from fullshard.xla.step import trained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

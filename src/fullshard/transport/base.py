@@ -214,6 +214,7 @@ class OwnHome:
 
     def __init__(self) -> None:
         self.num_writes = 0
+        self.await_reads: Callable[[], None] | None = None  # by a device, of shards on the host
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
         """Nothing."""
@@ -232,6 +233,8 @@ class OwnHome:
 
     def before_write(self) -> None:
         self.num_writes += 1
+        if self.await_reads is not None:
+            self.await_reads()
 
     def claim(self, slot: torch.Tensor) -> None:
         """Nothing."""

@@ -45,8 +45,9 @@ from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import optim, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
 from fullshard.xla.mesh import make_mesh
+from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import XlaPlan, plan
-from fullshard.xla.step import State, Step, train_step, trained
+from fullshard.xla.step import State, Step, train_step
 from fullshard.xla_state import read, write
 
 if TYPE_CHECKING:

@@ -13,14 +13,17 @@ from typing import Any
 import jax
 import optax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
 
 from fullshard.errors import ConfigError, WillNotFitError
 from fullshard.planner.arrays import Collectives
 from fullshard.xla import processes
 from fullshard.xla.census import census
 from fullshard.xla.gpu_targets import compiler_options, gpu_devices
-from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import LossFn, State, opt_shardings, train_step, trained
+from fullshard.xla.losses import LossFn
+from fullshard.xla.opt_state import abstract_opt_state
+from fullshard.xla.plan import Tree, XlaPlan, spec_of
+from fullshard.xla.step import State, train_step
 
 
 @dataclass(frozen=True)
@@ -123,17 +126,13 @@ def compile_step(
 def abstract_state(plan: XlaPlan, tx: optax.GradientTransformation) -> State:
     """A state's shapes, each with its sharding."""
 
-    def shaped(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    stored = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
-    opt_state = jax.eval_shape(tx.init, trained(plan, stored))
-    return State(
-        jax.tree.map(shaped, stored, plan.shardings),
-        jax.tree.map(shaped, opt_state, opt_shardings(plan, tx)),
-        jax.ShapeDtypeStruct((), "int32", sharding=plan.replicated),
-        plan,
+    stored = plan.map(
+        lambda a: jax.ShapeDtypeStruct(
+            a.stored_shape, str(a.dtypes.master), sharding=NamedSharding(plan.mesh, spec_of(a))
+        )
     )
+    step = jax.ShapeDtypeStruct((), "int32", sharding=plan.replicated)
+    return State(stored, abstract_opt_state(plan, tx), step, plan)
 
 
 def memory_of(compiled: Any, *, on_cpu: bool) -> dict[str, int]:

@@ -24,8 +24,8 @@ from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.xla.decoder import IGNORED, DecoderConfig, head_of, hidden_of, token_loss
 from fullshard.xla.divergence import divergence, top_k_divergence
+from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import LossFn
 
 PROJECTION = "distill_projection"  # of a student whose width is not its teacher's
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before
@@ -157,10 +157,10 @@ def _chunked(
         head: (vocabulary, width) of the student.
         other_head: The teacher's, or None.
         loss: Loss of a chunk's logits, summed.
-        settings: Settings; chunk_size is read.
+        settings: Settings; tokens_at_once is read.
     """
     num_rows = rows.hidden.shape[0]
-    num_chunks = -(-num_rows // settings.chunk_size)
+    num_chunks = -(-num_rows // settings.tokens_at_once)
     size = -(-num_rows // num_chunks)
     wide = jnp.promote_types(rows.hidden.dtype, jnp.float32)
 

@@ -17,6 +17,19 @@ from fullshard.planner.strategy import row_of
 
 REPLICATE, SHARD = "replicate", "shard"
 AXES = (REPLICATE, SHARD)
+# By platform: the scheduler that hides latency, and gathers and sums that start early.
+_OVERLAP: dict[str, dict[str, Any]] = {
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_pipelined_all_gather": True,
+        "xla_gpu_enable_pipelined_reduce_scatter": True,
+    },
+    "tpu": {
+        "xla_tpu_enable_latency_hiding_scheduler": True,
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    },
+}
 
 
 def make_mesh(
@@ -62,3 +75,9 @@ def sizes_of(mesh: DeviceMesh) -> Mesh:
 def live_axes(mesh: DeviceMesh) -> tuple[str, ...]:
     """The axes that are longer than 1: over the others there is nothing to do."""
     return tuple(axis for axis in AXES if mesh.shape[axis] > 1)
+
+
+def compiler_options_for(mesh: DeviceMesh) -> dict[str, Any]:
+    """Options of XLA that let collectives run behind computation, where the backend has them."""
+    devices: Any = getattr(mesh, "devices", None)  # an abstract mesh has none
+    return _OVERLAP.get(devices.flat[0].platform, {}) if devices is not None else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import Backend, DType
+from fullshard.config.values import Backend, DType, did_you_mean
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh
@@ -63,10 +64,28 @@ class XlaPlan:
         return jax.tree.unflatten(self.structure, [function(a) for a in self.table.arrays])
 
     def with_arrays(self, function: Any, tree: Tree) -> Tree:
-        """A tree like the parameters' from each (array's plan, leaf)."""
-        leaves = jax.tree.leaves(tree)
-        pairs = zip(self.table.arrays, leaves, strict=True)
-        return jax.tree.unflatten(self.structure, [function(a, leaf) for a, leaf in pairs])
+        """A tree like the parameters' from each (array's plan, leaf).
+
+        Raises:
+            ConfigError: The tree has other names than the planned one.
+        """
+        found = jax.tree.leaves_with_path(tree)
+        names, planned = [path_name(path) for path, _ in found], [a.name for a in self.table.arrays]
+        if names != planned:
+            pairs = itertools.zip_longest(planned, names)
+            wanted, given = next((a, b) for a, b in pairs if a != b)
+            raise ConfigError(
+                f"params: expected the tree that was planned, which has {wanted or 'no more'} "
+                f"where this one has {given or 'no more'}. Plan this tree."
+            )
+        leaves = [function(a, leaf) for a, (_, leaf) in zip(self.table.arrays, found, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @cached_property
+    def index_of_path(self) -> dict[tuple[Any, ...], int]:
+        """The place of each array in the plan, by its path in the tree."""
+        paths = jax.tree.leaves_with_path(self.map(lambda array: array))
+        return {path: at for at, (path, _) in enumerate(paths)}
 
     def under(self, prefix: str) -> list[ArrayPlan]:
         """The arrays of a subtree, in the order of its leaves.
@@ -134,11 +153,10 @@ def table_of(
     contract = ContractRule(
         settings.master_dtype, settings.param_dtype, settings.reduce_dtype, settings.fp32_modules
     )
-    paths = jax.tree.leaves_with_path(shapes)
-    named = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in paths]
+    named = [(path_name(path), x) for path, x in jax.tree.leaves_with_path(shapes)]
     names = [name for name, _ in named]
     check_globs("freeze", freeze, names, "arrays")
-    check_globs("blocks", blocks, names, "subtrees")
+    _check_blocks(blocks, names)
     arrays = [
         _array(name, leaf, _block_of(name, blocks), (contract, sizes, tuple(freeze)))
         for name, leaf in named
@@ -164,6 +182,11 @@ def batch_spec(mesh: DeviceMesh, num_micro_batches: int) -> PartitionSpec:
     """Samples over all devices; micro-batches, if there are several, on an axis before."""
     axes = live_axes(mesh) or None
     return PartitionSpec(axes) if num_micro_batches == 1 else PartitionSpec(None, axes)
+
+
+def own_shape(array: ArrayPlan) -> tuple[int, ...]:
+    """Shape of the whole array, without padding."""
+    return ((array.num_layers,) if array.block else ()) + array.shape
 
 
 def pad(array: ArrayPlan, leaf: jax.Array) -> jax.Array:
@@ -206,6 +229,25 @@ def _array(
     cut = cut_of(own, sizes.shard)
     layers = shape[0] if block else 0
     return ArrayPlan(name, own, cut, contract.of(spec), trainable, block, layers)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A path in a tree as text: `layers.0.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _check_blocks(blocks: Sequence[str], names: Sequence[str]) -> None:
+    subtrees = {name[:at] for name in names for at, sign in enumerate(name) if sign == "."}
+    for block in blocks:
+        if block not in subtrees:
+            near = did_you_mean(block, sorted(subtrees))
+            raise ConfigError(
+                f"blocks: expected paths of subtrees; got {block!r}, which is none. "
+                f"{near or 'There are: ' + ', '.join(sorted(subtrees)[:8]) + '.'}"
+            )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{twice}: expected names that differ; two arrays have it. Rename one.")
 
 
 def _block_of(name: str, blocks: Sequence[str]) -> str:

@@ -20,9 +20,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from fullshard.planner.arrays import ArraysPlan
+from fullshard.xla.losses import LossFn
 from fullshard.xla.mesh import AXES
+from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec
-from fullshard.xla.step import LossFn, gradients, trained
+from fullshard.xla.step import Beside, gradients
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,11 @@ def kept_for_backward(plan: XlaPlan, loss_fn: LossFn, batch: Tree) -> Kept:
         partial(gradients, plan, lambda _: loss_fn, 1),
         mesh=plan.mesh,
         in_specs=(plan.specs, batch_spec(plan.mesh, 1), PartitionSpec()),
-        out_specs=(trained(plan, plan.specs), PartitionSpec()),
+        out_specs=(trained(plan, plan.specs), PartitionSpec(), PartitionSpec()),
         check_vma=False,
     )
     params = plan.map(lambda a: jax.ShapeDtypeStruct(a.stored_shape, str(a.dtypes.master)))
-    program = jax.make_jaxpr(mapped)(params, batch, None)
+    program = jax.make_jaxpr(mapped)(params, batch, Beside())
     # Products keep weights transposed.
     blocks = [array.shape for array in plan.table.arrays if array.block]
     weights = {shape for one in blocks for shape in (one, one[::-1])}

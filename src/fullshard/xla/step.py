@@ -8,11 +8,19 @@
 Gradients leave `shard_map` as ordinary sharded arrays, so any optax transformation works on them,
 also one that looks at whole matrices. State goes in and comes out in the plan's shardings, and in
 place.
+
+[Note: keys]
+`step(state, batch, rng=key)` gives the loss a key, `loss_fn(parameters, batch, rng=...)`. The
+global batch has micro-batches x devices parts, in the order of its samples; part i has the key
+
+    fold_in(fold_in(key, state.step), i)
+
+so that one device which runs the parts in turn, each with its key, computes the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,16 +35,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fullshard.errors import ConfigError, DataError
 from fullshard.xla import wire
 from fullshard.xla.gather import collect, reduce
-from fullshard.xla.mesh import SHARD, live_axes
-from fullshard.xla.plan import Tree, XlaPlan, batch_spec, pad, unpad
+from fullshard.xla.losses import LossFn, Sums, sums_of
+from fullshard.xla.mesh import SHARD, compiler_options_for, live_axes
+from fullshard.xla.opt_state import fresh, opt_shardings, trained, updated
+from fullshard.xla.plan import Tree, XlaPlan, batch_spec, own_shape, pad, unpad
 
-LossFn = Callable[..., tuple[jax.Array, jax.Array]]
+_SPLIT = 4096  # of a count: float32 adds both parts exactly
 NORM_EPSILON = 1e-6  # torch's: optax clips without
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("params", "opt_state", "step"),
+    data_fields=("params", "opt_state", "step", "variables"),
     meta_fields=("plan",),
 )
 @dataclass(frozen=True)
@@ -48,12 +58,33 @@ class State:
         opt_state: The optimizer's; None where there is none.
         step: Updates so far, an int32 scalar.
         plan: Plan of the model.
+        variables: What the loss changes without gradients, such as BatchNorm's averages; every
+            device has all of it. None: there is none.
     """
 
     params: Tree
     opt_state: Any
     step: Any
     plan: XlaPlan
+    variables: Any = None
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("given", "rng", "variables"), meta_fields=()
+)
+@dataclass(frozen=True)
+class Beside:
+    """What a loss may meet beside parameters and the batch; None: there is no such.
+
+    Attributes:
+        given: Arrays of `Given`.
+        rng: The key of this step.
+        variables: Of the state.
+    """
+
+    given: Tree = None
+    rng: Any = None
+    variables: Tree = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +105,7 @@ def init(
     init_fn: Callable[[Any], Tree],
     tx: optax.GradientTransformation | None = None,
     key: Any = None,
+    variables: Tree = None,
 ) -> State:
     """A state that is born sharded: no device ever holds the whole, and any mesh gives one bits.
 
@@ -82,29 +114,32 @@ def init(
         init_fn: key -> parameters.
         tx: The optimizer.
         key: A jax.random.key; None: of seed 0.
+        variables: What the loss changes without gradients, such as BatchNorm's averages.
     """
     key = jax.random.key(0) if key is None else key
-    return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx)
+    return with_optimizer(plan, born_sharded(plan, init_fn)(key), tx, variables=variables)
 
 
 def born_sharded(plan: XlaPlan, init_fn: Callable[[Any], Tree]) -> Any:
     """The compiled function of `init`: key -> sharded parameters."""
 
     def build(key: Any) -> Tree:
-        return plan.with_arrays(_stored, init_fn(key))
+        return plan.with_arrays(stored, init_fn(key))
 
     return jax.jit(build, out_shardings=plan.shardings)
 
 
 def with_optimizer(
-    plan: XlaPlan, params: Tree, tx: optax.GradientTransformation | None, step: int = 0
+    plan: XlaPlan,
+    params: Tree,
+    tx: optax.GradientTransformation | None,
+    step: int = 0,
+    variables: Tree = None,
 ) -> State:
     """A state from sharded parameters, with a fresh optimizer."""
-    opt_state = None
-    if tx is not None:
-        make = jax.jit(tx.init, out_shardings=opt_shardings(plan, tx))
-        opt_state = make(trained(plan, params))
-    return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan)
+    opt_state = None if tx is None else fresh(plan, tx, params)
+    variables = jax.device_put(variables, plan.replicated, may_alias=False)
+    return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan, variables)
 
 
 def scalar(value: Any, sharding: Any) -> jax.Array:
@@ -112,35 +147,11 @@ def scalar(value: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback((), sharding, lambda _: np.asarray(value))
 
 
-def trained(plan: XlaPlan, tree: Tree) -> Tree:
-    """The tree with None for arrays that are not updated."""
-    return plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, tree)
-
-
-def opt_shardings(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
-    """Shardings of an optimizer's state: what is shaped like a parameter lies like it."""
-    shapes = trained(plan, plan.map(_stored_shape))
-    state = jax.eval_shape(tx.init, shapes)
-    shardings = trained(plan, plan.shardings)
-
-    def like(leaf: Any, shape: Any, sharding: Any) -> Any:
-        return sharding if leaf.shape == shape.shape else plan.replicated
-
-    return optax.tree_map_params(
-        tx,
-        like,
-        state,
-        shapes,
-        shardings,
-        transform_non_params=lambda _: plan.replicated,
-    )
-
-
 class Step:
     """(state, batch) -> (state, metrics). The state that is given is used up.
 
     Metrics: `loss`, the mean over all label tokens of the global batch; `grad_norm` before
-    clipping; `num_tokens`.
+    clipping; `num_tokens`; those of the loss function, each divided by the tokens too.
     """
 
     def __init__(
@@ -149,18 +160,26 @@ class Step:
         self.plan = plan
         self.num_micro_batches = num_micro_batches
         self._run = run
-        self._beside = None if given is None else given.params
+        self._given = None if given is None else given.params
 
-    def __call__(self, state: State, batch: Any, **extra: Any) -> tuple[State, dict[str, Any]]:
+    def __call__(
+        self, state: State, batch: Any, *, rng: Any = None, **extra: Any
+    ) -> tuple[State, dict[str, Any]]:
         """One update.
 
         Args:
             state: State of `init` or `load`.
             batch: Arrays whose first axis is this process's samples (behind an axis of
                 micro-batches, where there are several).
-            **extra: Given to the optimizer's update, such as learning_rate.
+            rng: A jax.random.key, which may be the same in each step: see [Note: keys].
+            **extra: Numbers for the optimizer's update, such as learning_rate; those of
+                `optax.inject_hyperparams` are replaced.
+
+        Raises:
+            ConfigError: The optimizer does not read such a number.
+            DataError: The samples do not divide over the devices.
         """
-        found = self._run(state, self.place(batch), _arrays(extra), self._beside)
+        found = self._run(state, self.place(batch), _arrays(extra), self._given, rng)
         if jax.default_backend() == "cpu":
             # Steps in flight on several CPU devices of a process wait for each other's threads.
             jax.block_until_ready(found)
@@ -170,9 +189,11 @@ class Step:
         """This process's part of a batch as arrays over all devices."""
         return place_batch(self.plan, batch, self.num_micro_batches)
 
-    def compile(self, state: Any, batch: Any, compiler_options: Any = None, **extra: Any) -> Any:
+    def compile(
+        self, state: Any, batch: Any, compiler_options: Any = None, *, rng: Any = None, **extra: Any
+    ) -> Any:
         """The compiled step; shapes will do in place of arrays."""
-        lowered = self._run.lower(state, batch, _arrays(extra), self._beside)
+        lowered = self._run.lower(state, batch, _arrays(extra), self._given, rng)
         return lowered.compile(compiler_options)
 
     def num_compiled(self) -> int:
@@ -180,7 +201,7 @@ class Step:
         return self._run._cache_size()
 
 
-def train_step(
+def train_step(  # noqa: PLR0913  (settings by name)
     plan: XlaPlan,
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
@@ -188,6 +209,7 @@ def train_step(
     max_grad_norm: float | None = None,
     num_micro_batches: int = 1,
     given: Given | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Step:
     """Compile what one update does.
 
@@ -195,11 +217,13 @@ def train_step(
         plan: Plan of the parameters.
         loss_fn: (parameters, batch) -> (summed loss, number of label tokens) of one device's
             samples. It meets whole arrays in the compute dtype, and shards of stacked blocks.
+            More it may take and return: see [Note: losses].
         tx: Any optax transformation. Those that change single elements cost no communication.
         max_grad_norm: Clip above it, as torch does.
         num_micro_batches: Batches whose gradients are added before the update.
         given: Further arrays, met by the loss as a third argument in the same way. Nobody asks
             for their gradients, and every step reads the same ones.
+        compiler_options: XLA's, on top of those that `compiler_options_for` gives for the backend.
     """
     tx = optax.with_extra_args_support(tx)
     mapped = jax.shard_map(
@@ -208,26 +232,30 @@ def train_step(
         in_specs=(
             plan.specs,
             batch_spec(plan.mesh, num_micro_batches),
-            PartitionSpec() if given is None else given.plan.specs,
+            Beside(PartitionSpec() if given is None else given.plan.specs, *[PartitionSpec()] * 2),
         ),
-        out_specs=(trained(plan, plan.specs), PartitionSpec()),
+        out_specs=(trained(plan, plan.specs), PartitionSpec(), PartitionSpec()),
         check_vma=False,  # see [Note: gathers on XLA]
     )
 
     def run(
-        state: State, batch: Any, extra: dict[str, Any], beside: Tree = None
+        state: State, batch: Any, extra: dict[str, Any], met: Tree = None, rng: Any = None
     ) -> tuple[State, dict[str, Any]]:
-        grads, metrics = mapped(state.params, batch, beside)
+        rng = None if rng is None else jax.random.fold_in(rng, state.step)
+        grads, metrics, variables = mapped(state.params, batch, Beside(met, rng, state.variables))
         if max_grad_norm is not None:
             factor = max_grad_norm / (metrics["grad_norm"] + NORM_EPSILON)
             grads = jax.tree.map(lambda g: g * jnp.minimum(factor, 1.0).astype(g.dtype), grads)
-        mine = trained(plan, state.params)
-        updates, opt_state = tx.update(grads, state.opt_state, mine, **extra)
-        params = _merge(plan, state.params, optax.apply_updates(mine, updates))
-        return State(params, opt_state, state.step + 1, plan), metrics
+        before = state.params, state.opt_state
+        params, opt_state = updated(plan, tx, grads, before, extra)
+        return State(params, opt_state, state.step + 1, plan, variables), metrics
 
-    shardings = State(plan.shardings, opt_shardings(plan, tx), plan.replicated, plan)
-    compiled = jax.jit(run, donate_argnums=0, out_shardings=(shardings, plan.replicated))
+    whole = plan.replicated
+    shardings = State(plan.shardings, opt_shardings(plan, tx), whole, plan, whole)
+    options = {**compiler_options_for(plan.mesh), **(compiler_options or {})}
+    compiled = jax.jit(
+        run, donate_argnums=0, out_shardings=(shardings, whole), compiler_options=options or None
+    )
     return Step(plan, compiled, num_micro_batches, given)
 
 
@@ -242,28 +270,39 @@ def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
 
     def seeing(beside: Tree) -> LossFn:
         met = lax.stop_gradient(whole_but_blocks(plan, beside))
-        return lambda params, batch: loss_fn(params, batch, met)
+        return lambda params, batch, **more: loss_fn(params, batch, met, **more)
 
     return seeing
 
 
-def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[Any, Any]]:
-    """(state, batch) -> (summed loss, label tokens) over all devices."""
+def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[Any, ...]]:
+    """(state, batch) -> what the loss function returns, summed over all devices.
 
-    def totals(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
-        total, count = loss_fn(whole_but_blocks(plan, params), batch)
-        summed = _sum_over(plan, jnp.stack([total, count.astype(total.dtype)]))
-        return summed[0], summed[1]
+    That is (summed loss, label tokens), and the metrics where there are such. Variables are read
+    and not changed.
+    """
+
+    def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
+        given = {} if variables is None else {"variables": variables}
+        found = loss_fn(whole_but_blocks(plan, params), batch, **given)
+        sums = sums_of(found, variables)
+        total, count, metrics = _over_devices(plan, (sums.total, sums.count, sums.metrics))
+        return (total, count, metrics) if len(found) > 2 else (total, count)
 
     mapped = jax.shard_map(
         totals,
         mesh=plan.mesh,
-        in_specs=(plan.specs, batch_spec(plan.mesh, 1)),
+        in_specs=(plan.specs, batch_spec(plan.mesh, 1), PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
     run = jax.jit(mapped)
-    return lambda state, batch: jax.block_until_ready(run(state.params, place_batch(plan, batch)))
+
+    def evaluate(state: State, batch: Any) -> tuple[Any, ...]:
+        found = run(state.params, place_batch(plan, batch), state.variables)
+        return jax.block_until_ready(found)
+
+    return evaluate
 
 
 def place_batch(plan: XlaPlan, batch: Any, num_micro_batches: int = 1) -> Any:
@@ -301,45 +340,88 @@ def gradients(
     num_micro_batches: int,
     params: Tree,
     batch: Any,
-    beside: Tree,
-) -> tuple[Tree, dict[str, jax.Array]]:
-    """Gradients of the mean over all label tokens, and what they were like; on one device.
+    beside: Beside,
+) -> tuple[Tree, dict[str, jax.Array], Tree]:
+    """Gradients of the mean over all label tokens, metrics, and variables; on one device.
 
     What lies outside of blocks is gathered once for all micro-batches: XLA would take such a
     gather out of their loop on some backends and not on others.
     """
-    met, loss_fn = whole_but_blocks(plan, params), seeing(beside)
+    met, loss_fn = whole_but_blocks(plan, params), seeing(beside.given)
     arrays = [array for array in plan.table.arrays if array.trainable]
 
-    def summed(mine: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
-        return loss_fn(_merge(plan, met, mine), batch)
+    def summed(mine: Tree, batch: Any, variables: Tree, at: Any) -> tuple[jax.Array, Sums]:
+        more = {} if variables is None else {"variables": variables}
+        if beside.rng is not None:
+            more["rng"] = _key(plan, beside.rng, at)
+        sums = sums_of(loss_fn(_merge(plan, met, mine), batch, **more), variables)
+        return sums.total, sums
 
-    def micro_batch(carry: Any, batch: Any) -> tuple[Any, None]:
+    def micro_batch(carry: Any, turn: Any) -> tuple[Any, Any]:
+        (kept, variables), (at, batch) = carry, turn
         value_and_grad = jax.value_and_grad(summed, has_aux=True)
-        (total, count), grads = value_and_grad(trained(plan, met), batch)
+        (_, sums), grads = value_and_grad(trained(plan, met), batch, variables, at)
         found = [
             grad if array.block else reduce(array, grad, plan.table.mesh)
             for array, grad in zip(arrays, jax.tree.leaves(grads), strict=True)
         ]
-        sums = jnp.stack([total, count.astype(total.dtype)])
-        add = partial(jax.tree.map, lambda kept, new: kept + new.astype(kept.dtype))
-        return add(carry, (found, sums)), None
+        kept = [old + new.astype(old.dtype) for old, new in zip(kept, found, strict=True)]
+        return (kept, sums.variables), (sums.total, sums.count, sums.metrics)
 
     mine = jax.tree.leaves(trained(plan, params))
-    wide = jnp.float64 if any(a.dtypes.accumulate == "float64" for a in arrays) else jnp.float32
     zeros = [jnp.zeros(x.shape, a.dtypes.accumulate) for a, x in zip(arrays, mine, strict=True)]
-    carry = (zeros, jnp.zeros(2, wide))
+    carry = (zeros, beside.variables)
     if num_micro_batches == 1:
-        (grads, sums), _ = micro_batch(carry, batch)
+        (grads, variables), sums = micro_batch(carry, (0, batch))
     else:
-        (grads, sums), _ = lax.scan(micro_batch, carry, batch)
-    total, count = _sum_over(plan, sums)
-    grads = [grad / jnp.maximum(count, 1).astype(grad.dtype) for grad in grads]
-    norm = _norm(plan, grads)
-    loss = total / jnp.maximum(count, 1)
+        turns = (jnp.arange(num_micro_batches), batch)
+        (grads, variables), sums = lax.scan(micro_batch, carry, turns)
+        sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
+    total, count, metrics = _over_devices(plan, sums)
+    divisor = jnp.where(count == 0, 1, count)
+    grads = [grad / divisor.astype(grad.dtype) for grad in grads]
+    metrics = {name: value / divisor for name, value in {**metrics, "loss": total}.items()}
+    metrics |= {"grad_norm": _norm(plan, grads), "num_tokens": count}
     structure = jax.tree.structure(trained(plan, params))
-    metrics = {"loss": loss, "grad_norm": norm, "num_tokens": count}
-    return jax.tree.unflatten(structure, grads), metrics
+    return jax.tree.unflatten(structure, grads), metrics, _averaged(plan, variables)
+
+
+def _key(plan: XlaPlan, rng: Any, at: Any) -> Any:
+    """See [Note: keys]."""
+    axes = live_axes(plan.mesh)
+    part = at * plan.table.mesh.world_size + (lax.axis_index(axes) if axes else 0)
+    return jax.random.fold_in(rng, part)
+
+
+def _over_devices(plan: XlaPlan, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Loss, tokens and metrics of all devices, by one reduction; tokens stay exact in float32."""
+    total, count, metrics = sums
+    structure, leaves = jax.tree.structure(metrics), jax.tree.leaves(metrics)
+    values = [total, count // _SPLIT, count % _SPLIT, *leaves]
+    flat = [jnp.ravel(value).astype(_wide(plan, total)) for value in values]
+    ends = np.cumsum([part.size for part in flat])[:-1].tolist()
+    parts = jnp.split(_sum_over(plan, jnp.concatenate(flat)), ends)
+    found = [part.reshape(jnp.shape(value)) for part, value in zip(parts, values, strict=True)]
+    high, low = (part.astype(_wide(plan, count)) for part in found[1:3])
+    return found[0], high * _SPLIT + low, jax.tree.unflatten(structure, found[3:])
+
+
+def _wide(plan: XlaPlan, value: Any) -> Any:
+    """The dtype in which numbers like this one are added up."""
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        return jnp.promote_types(value.dtype, jnp.int32)
+    dtypes = {array.dtypes.accumulate for array in plan.table.arrays}
+    return jnp.float64 if "float64" in dtypes else jnp.float32
+
+
+def _averaged(plan: XlaPlan, variables: Tree) -> Tree:
+    """Variables over all devices: means of floating point, else those of the first device."""
+    leaves, structure = jax.tree.flatten(variables)
+    at = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    wide = [leaves[i].astype(_wide(plan, leaves[i])) for i in at]
+    for i, total in zip(at, wire.total(wide, live_axes(plan.mesh)), strict=True):
+        leaves[i] = (total / plan.table.mesh.world_size).astype(leaves[i].dtype)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
@@ -367,18 +449,13 @@ def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
     return plan.with_arrays(lambda array, leaf: next(updated) if array.trainable else leaf, params)
 
 
-def _stored(array: Any, leaf: jax.Array) -> jax.Array:
-    own = ((array.num_layers,) if array.block else ()) + array.shape
-    if tuple(leaf.shape) != own:
+def stored(array: Any, leaf: jax.Array) -> jax.Array:
+    if tuple(leaf.shape) != own_shape(array):
         raise ConfigError(
-            f"{array.name}: expected shape {own}, as planned; got {tuple(leaf.shape)}. Plan the "
-            "tree that init_fn gives."
+            f"{array.name}: expected shape {own_shape(array)}, as planned; got "
+            f"{tuple(leaf.shape)}. Plan the tree that init_fn gives."
         )
     return pad(array, leaf.astype(array.dtypes.master))
-
-
-def _stored_shape(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.stored_shape, jnp.dtype(str(array.dtypes.master)))
 
 
 def _arrays(extra: dict[str, Any]) -> dict[str, Any]:

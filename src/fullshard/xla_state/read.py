@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.format import Kind, key_of
@@ -29,14 +30,31 @@ from fullshard.saving import SAVES
 from fullshard.xla.plan import XlaPlan
 from fullshard.xla.step import State, scalar, with_optimizer
 from fullshard.xla.together import agree, tell
-from fullshard.xla_state.states import NUMPY, OPTAX, STATE_NAMES, bytes_of, sorted_states
+from fullshard.xla_state.states import (
+    NUMPY,
+    OTHERS,
+    VARIABLES,
+    bytes_of,
+    is_adamw,
+    named_leaves,
+    states_of,
+)
 from fullshard.xla_state.write import Beside
 
 
 def load(
-    plan: XlaPlan, path: Path, tx: optax.GradientTransformation | None = None
+    plan: XlaPlan,
+    path: Path,
+    tx: optax.GradientTransformation | None = None,
+    variables: Any = None,
 ) -> tuple[State, Beside]:
     """A state from a checkpoint, or from a Hugging Face folder, as a step 0. A collective.
+
+    Args:
+        plan: Plan of the model.
+        path: A checkpoint, a folder of them or a Hugging Face folder.
+        tx: The optimizer whose state was saved; None: parameters alone.
+        variables: Arrays like those that were saved; of a Hugging Face folder, the first ones.
 
     Raises:
         CheckpointError: There is none, or it is of another model; names the tensor.
@@ -44,21 +62,36 @@ def load(
     if not is_checkpoint(path) and ((path / ONE_FILE).is_file() or (path / INDEX).is_file()):
         with _open_folder(path) as source:
             params = _read_arrays(plan, source, str)
-        return with_optimizer(plan, params, tx), Beside()
-    agree(SAVES.wait)
-    with Checkpoint.open(_choose(path), checked=True) as checkpoint:
+        return with_optimizer(plan, params, tx, variables=variables), Beside()
+    with _opened(path) as checkpoint:
         source = _Saved(checkpoint)
         params = _read_arrays(plan, source, partial(key_of, Kind.MODEL))
         get_tensor = partial(state_tensor, checkpoint, 0)
-        state = with_optimizer(plan, params, tx, _num_updates(checkpoint, get_tensor))
+        step = _num_updates(checkpoint, get_tensor)
+        state = with_optimizer(plan, params, tx, step, variables)
+        state = replace(state, variables=_saved_variables(state, source))
         groups: Sequence[Mapping[str, Any]] = ()
         saved = checkpoint.state["state"]
         values = {n: checkpoint.value(n, coded, get_tensor) for n, coded in saved.items()}
         if tx is not None:
-            state = _with_saved_optimizer(state, source, values.pop(OPTAX, ()))
+            state = _with_saved_optimizer(state, source)
             saved = checkpoint.state["optimizer"]["groups"]
             groups = checkpoint.value("groups", saved, get_tensor)
     return state, Beside(groups, values, checkpoint.index.tied)
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """The caller's values of a checkpoint, and its step. A collective."""
+    with _opened(path) as checkpoint:
+        get_tensor = partial(state_tensor, checkpoint, 0)
+        saved = checkpoint.state["state"]
+        found = {n: checkpoint.value(n, coded, get_tensor) for n, coded in saved.items()}
+        return {**found, "step": checkpoint.state["step"]}
+
+
+def _opened(path: Path) -> AbstractContextManager[Checkpoint]:
+    agree(SAVES.wait)
+    return Checkpoint.open(_choose(path), checked=True)
 
 
 def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> int:
@@ -70,28 +103,69 @@ def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> in
     return int(step or 0)
 
 
-def _with_saved_optimizer(state: State, source: _Saved, numbers: Sequence[Any]) -> State:
-    kind = (source.checkpoint.state.get("optimizer") or {}).get("class")
-    states = sorted_states(state)
-    words = {owner[1] for owner, _ in states if owner is not None}
-    if kind != "optax" and not (kind == "AdamW" and words == set(STATE_NAMES.values())):
+def _with_saved_optimizer(state: State, source: _Saved) -> State:
+    saved = source.checkpoint.state.get("optimizer") or {}
+    kind, others = saved.get("class"), saved.get("others")
+    leaves, words = states_of(state.plan, state.opt_state)
+    if not (kind == "AdamW" and is_adamw(words)) and (kind != "optax" or others is None):
         raise CheckpointError(
-            f"{source.where}: expected the states of this optimizer ({', '.join(sorted(words))}); "
-            f"it has those of {kind or 'none'}. Load the parameters alone: tx=None."
+            f"{source.where}: expected the states of this optimizer "
+            f"({', '.join(sorted(words.values())) or 'none'}); it has those of {kind or 'none'}"
+            f"{'' if others or kind != 'optax' else ', of an older version'}. Load the parameters "
+            "alone: tx=None."
         )
-    saved = iter(numbers)
-    leaves: list[Any] = []
-    for owner, leaf in states:
-        if owner is None:  # a count of steps, or a number
-            value = next(saved, None)
-            value = int(state.step) if value is None else value
-            leaves.append(scalar(np.asarray(value, leaf.dtype), leaf.sharding))
-            continue
-        _, word, array, _ = owner
-        key = partial(_state_key, word)
-        leaves.append(_read_array(array, leaf, source, key))
-    opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), leaves)
+    found: list[Any] = []
+    for leaf in leaves:
+        if leaf.at is not None:
+            key = partial(_state_key, words[leaf.name])
+            found.append(_read_array(state.plan.table.arrays[leaf.at], leaf.value, source, key))
+        elif others is not None and leaf.name in others:
+            found.append(_read_leaf(source, OTHERS, leaf.name, leaf.value, others[leaf.name]))
+        elif kind == "AdamW" and leaf.name.rpartition(".")[2] == "count":
+            value = np.asarray(int(state.step), leaf.value.dtype)
+            found.append(scalar(value, leaf.value.sharding))
+        elif others is None:  # torch has no such number
+            found.append(leaf.value)
+        else:
+            raise _lacking(source, leaf.name, "optimizer that was saved")
+    opt_state = jax.tree.unflatten(jax.tree.structure(state.opt_state), found)
     return replace(state, opt_state=opt_state)
+
+
+def _saved_variables(state: State, source: _Saved) -> Any:
+    table, wanted = source.checkpoint.state.get("variables") or {}, named_leaves(state.variables)
+    missing = {name for name, _ in wanted}.symmetric_difference(table)
+    if missing:
+        raise _lacking(source, min(missing), "variables that were saved, as variables=")
+    found = [_read_leaf(source, VARIABLES, name, leaf, table[name]) for name, leaf in wanted]
+    return jax.tree.unflatten(jax.tree.structure(state.variables), found)
+
+
+def _lacking(source: _Saved, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source.where}: expected the same leaves in the checkpoint and in what it is loaded "
+        f"into; {name} is in one of them. Give the {what}."
+    )
+
+
+def _read_leaf(source: _Saved, prefix: str, name: str, like: Any, impl: str) -> jax.Array:
+    """A leaf that every device holds whole."""
+    key = key_of(Kind.STATE, f"{prefix}.{name}")
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    data = jax.eval_shape(jax.random.key_data, like) if is_key else like
+    dtype, shape = source.find(key) or ("", ())
+    own_impl = str(jax.random.key_impl(like)) if is_key else ""
+    if shape != data.shape or impl != own_impl or dtype not in NUMPY:
+        raise CheckpointError(
+            f"{source.where}: expected {name} of shape {data.shape} {own_impl}; it has {shape} "
+            f"{impl}. Give what was saved."
+        )
+    values = np.empty(shape, NUMPY[dtype])
+    source.read(key, 0, bytes_of(values), values.itemsize)
+    values = values.astype(data.dtype)
+    replicated = NamedSharding(like.sharding.mesh, PartitionSpec())
+    placed = jax.make_array_from_callback(shape, replicated, lambda index: values[index])
+    return jax.random.wrap_key_data(placed, impl=impl) if is_key else placed
 
 
 def _state_key(word: str, name: str) -> str:
@@ -220,6 +294,6 @@ def _check_there(array: ArrayPlan, source: Source, key: str, name: str) -> None:
     if found is None or found[1] != array.shape or found[0] not in NUMPY:
         got = "it has none" if found is None else f"it has {found[0]} {found[1]}"
         raise CheckpointError(
-            f"{source.where}: expected {key} of shape {array.shape} and of floating point; {got}. "
+            f"{source.where}: expected {key} of shape {array.shape}; {got}. "
             f"Plan the model that was saved; its arrays' names are those of the tree ({name})."
         )

@@ -32,12 +32,14 @@ from fullshard.xla.plan import XlaPlan, unpad
 from fullshard.xla.step import State
 from fullshard.xla.together import agree, tell
 from fullshard.xla_state.states import (
-    DTYPES,
-    OPTAX,
-    STATE_NAMES,
+    OTHERS,
+    VARIABLES,
     bytes_of,
-    numbers_of,
-    optimizer_arrays,
+    dtype_name,
+    is_adamw,
+    leaf_pieces,
+    named_leaves,
+    states_of,
 )
 
 
@@ -65,8 +67,8 @@ def save(folder: Path, state: State, settings: SaveSettings, beside: Beside | No
     beside = beside or Beside()
     agree(SAVES.wait)
     plan = state.plan
+    facts, own = agree(partial(_facts, state, settings.step, beside))
     pieces = [piece for piece in _pieces(state) if piece.is_there]
-    facts, own = _facts(state, settings.step, beside)
     target = folder / step_name(settings.step) if settings.step is not None else folder
     place = _open_place(target.resolve(), settings)
     texts = {STATE: json.dumps(facts, indent=1), PLAN: plan.table.to_json(), **settings.texts}
@@ -85,16 +87,18 @@ def _pieces(state: State) -> Iterator[Piece]:
     for at, (array, leaf) in enumerate(pairs):
         for name, piece in _ranges(plan, at, array, leaf):
             yield piece(key_of(Kind.MODEL, name))
-    for at, word, array, leaf in optimizer_arrays(state):
-        for name, piece in _ranges(plan, at, array, leaf):
-            yield piece(key_of(Kind.OPTIMIZER, name, word))
+    leaves, words = states_of(plan, state.opt_state)
+    for leaf in leaves:
+        if leaf.at is not None:
+            for name, piece in _ranges(plan, leaf.at, plan.table.arrays[leaf.at], leaf.value):
+                yield piece(key_of(Kind.OPTIMIZER, name, words[leaf.name]))
 
 
 def _ranges(
     plan: XlaPlan, at: int, array: ArrayPlan, leaf: jax.Array
 ) -> Iterator[tuple[str, Callable[[str], Piece]]]:
     """(tensor's name, key -> its range here) of each layer; replicas take turns, by array."""
-    dtype = DTYPES[str(leaf.dtype)]
+    dtype = dtype_name(array.name, leaf)
     for layer, name in enumerate(array.names()):
         start, values = _range(plan, at, array, leaf, layer)
         data = bytes_of(values)
@@ -116,9 +120,8 @@ def _range(
     turn = at % plan.table.mesh.replicate
     if leaf.is_fully_addressable:
         whole = unpad(array, np.asarray(leaf)[layer] if array.block else np.asarray(leaf))
-        return 0, np.array(whole, copy=True).reshape(
-            -1
-        )  # the next step reuses what it is read from
+        # Copied: the next step reuses what it is read from.
+        return 0, np.array(whole, copy=True).reshape(-1)
     owners = plan.mesh.devices[turn]
     flat = _flatten(plan, array)(leaf, layer)
     parts = {shard.device: shard.data for shard in flat.addressable_shards}
@@ -161,16 +164,23 @@ def _facts(state: State, step: int | None, beside: Beside) -> tuple[dict[str, An
     if state.opt_state is not None:
         names = [n for a in state.plan.table.arrays if a.trainable for n in a.names()]
         groups = beside.groups or [{"params": names}]
-        words = {word for _, word, _, _ in optimizer_arrays(state)}
-        kind = "AdamW" if words == set(STATE_NAMES.values()) else "optax"
+        leaves, words = states_of(state.plan, state.opt_state)
+        for leaf in leaves:
+            if leaf.at is not None:
+                dtype_name(leaf.name, leaf.value)
         count = torch.tensor(float(state.step))
         scalars = {name: {"step": count} for name in names} if words else {}
+        others = [(leaf.name, leaf.value) for leaf in leaves if leaf.at is None]
+        table, own = leaf_pieces(OTHERS, others)
+        pieces.extend(own)
         facts["optimizer"] = {
-            "class": kind,
+            "class": "AdamW" if is_adamw(words) else "optax",
             "groups": coded(GROUPS, list(groups)),
             "scalars": coded(SCALARS, scalars),
+            "others": table,
         }
-        values[OPTAX] = numbers_of(state)
+    facts["variables"], own = leaf_pieces(VARIABLES, named_leaves(state.variables))
+    pieces.extend(own)
     facts["state"] = {name: coded(name, value) for name, value in values.items()}
     return facts, pieces
 

@@ -57,7 +57,7 @@ class Wrapped(optim.Optimizer):
         super().__init__(inner.param_groups, {})
 
 
-CPU = torch.device("cpu")
+LIKE = torch.empty(0)
 ELEMENTWISE = [
     optim.AdamW,
     optim.Adam,
@@ -83,34 +83,34 @@ def a_parameter() -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_elementwise_optimizers_pass(kind):
-    probe(kind, settings_of(kind(a_parameter(), lr=0.01)), CPU)
+    probe(kind, settings_of(kind(a_parameter(), lr=0.01)), LIKE)
 
 
 def test_an_optimizer_of_ones_own_passes():
-    probe(SignDescent, settings_of(SignDescent(a_parameter(), 0.1, momentum=0.9)), CPU)
+    probe(SignDescent, settings_of(SignDescent(a_parameter(), 0.1, momentum=0.9)), LIKE)
 
 
 @pytest.mark.parametrize("kind", [Normalized, Late])
 def test_an_optimizer_of_ones_own_that_mixes_elements_is_refused(kind):
     with pytest.raises(NotElementwiseError, match=f"^{kind.__name__}: expected an elementwise"):
-        probe(kind, settings_of(kind(a_parameter(), 0.1, momentum=0.9)), CPU)
+        probe(kind, settings_of(kind(a_parameter(), 0.1, momentum=0.9)), LIKE)
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon])
 def test_whole_matrix_optimizers_are_refused(kind):
     with pytest.raises(NotElementwiseError, match="strategy no_shard"):
-        probe(kind, settings_of(kind(a_parameter())), CPU)
+        probe(kind, settings_of(kind(a_parameter())), LIKE)
 
 
 def test_what_cannot_be_tried_is_refused():
     inner = optim.SGD(a_parameter(), lr=0.1)
     with pytest.raises(NotElementwiseError, match="that can be tried on a small tensor"):
-        probe(Wrapped, settings_of(Wrapped(inner)), CPU)
+        probe(Wrapped, settings_of(Wrapped(inner)), LIKE)
 
 
 def test_the_probe_leaves_random_numbers_alone():
     torch.manual_seed(3)
     wanted = torch.rand(2)
     torch.manual_seed(3)
-    probe(optim.AdamW, {"lr": 0.1}, CPU)
+    probe(optim.AdamW, {"lr": 0.1}, LIKE)
     assert torch.equal(torch.rand(2), wanted)

@@ -13,6 +13,7 @@ from torch import nn
 import fullshard as fs
 from fullshard.planner.events import EventKind
 from fullshard.planner.plan import Plan
+from fullshard.planner.schedule import nominal_trace
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 
@@ -121,6 +122,54 @@ def test_no_event_uses_a_slot_that_holds_something_else(
         wrap=["Block", "Inner"] if nested else "auto",
     )
     replay(plan)
+
+
+def travels(plan: Plan, called: set[int], used: set[int]) -> list[tuple[EventKind, int]]:
+    """Gathers and reductions of a rank that calls some units, and of these uses some outputs."""
+    scheduler, order = plan.scheduler(), plan.order
+    events = scheduler.begin_forward()
+    for what, index in nominal_trace(plan.units, [i for i in order.forward if i in called]):
+        if what == "enter":
+            events += scheduler.enter_forward(index)
+        else:
+            events += scheduler.leave_forward(index, training=True)
+    scheduler.begin_backward([unit.index for unit in plan.units if unit.index not in used])
+    for what, index in nominal_trace(plan.units, [i for i in order.backward if i in used]):
+        if what == "enter":
+            events += scheduler.enter_backward(index)
+        elif plan.units[index].trainable:
+            events += scheduler.complete(index)
+    events += scheduler.end_backward()
+    return [(e.kind, e.unit) for e in events if e.kind in (EventKind.GATHER, EventKind.REDUCE)]
+
+
+@settings(deadline=None)
+@given(
+    num_blocks=st.integers(2, 7),
+    depths=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    strategy=st.sampled_from(STRATEGIES),
+    skipped=st.sets(st.integers(1, 7)),
+    dropped=st.sets(st.integers(1, 7)),
+)
+def test_gathers_and_reductions_alternate_alike_on_a_rank_that_leaves_out_blocks(
+    num_blocks: int,
+    depths: tuple[int, int],
+    strategy: str,
+    skipped: set[int],
+    dropped: set[int],
+) -> None:
+    plan = fs.plan(
+        Model(num_blocks, 0),
+        world_size=4,
+        local_world_size=2,
+        strategy=strategy,
+        forward_prefetch=depths[0],
+        backward_prefetch=depths[1],
+    )
+    every = {unit.index for unit in plan.units}
+    blocks = {unit.index for unit in plan.units if unit.name.startswith("blocks.")}
+    called = every - (skipped & blocks)
+    assert travels(plan, called, called - (dropped & blocks)) == travels(plan, every, every)
 
 
 def test_a_block_is_gathered_before_the_block_in_front_of_it_ends() -> None:

@@ -1,4 +1,4 @@
-"""The recipe of distillation: another recipe's batches, the loss against a teacher.
+"""The objective of distillation: the loss against a teacher.
 
     teacher body --> teacher's head asked --> student body --> student's head asked
                      (its weight is there)                     (both weights are there)
@@ -23,8 +23,8 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,9 @@ from torch import nn
 from fullshard.config.schema import DistillConfig
 from fullshard.config.values import DistillLoss
 from fullshard.models.lora import PROJECTION
-from fullshard.recipes.base import IGNORED, Batch, Recipe, inputs_of
-from fullshard.recipes.distill.head import Head, chunked
+from fullshard.recipes.base import Batch, cross_entropy
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK, with_logits
+from fullshard.recipes.head import ChunkLoss, Head, Tokens
 
 
 def divergence(
@@ -79,12 +79,6 @@ def top_k_divergence(
     return _kl(p, q) * settings.temperature**2
 
 
-def cross_entropy(student: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum over tokens."""
-    dtype = torch.promote_types(student.dtype, torch.float32)
-    return F.cross_entropy(student.to(dtype), labels, reduction="sum")
-
-
 def log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """In float32 at least."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -104,106 +98,56 @@ class Teacher:
 
 
 class Distillation:
-    """A recipe around another one's data.
+    """The objective of a student.
 
     Args:
-        data: Whose batches these are.
         head: Head of the student.
         teacher: A model, or the logits that one left.
         settings: The loss, and tokens whose logits are held at a time.
     """
 
-    def __init__(
-        self, data: Recipe, head: Head, teacher: Teacher | TopK, settings: DistillConfig
-    ) -> None:
-        self._data = data
+    def __init__(self, head: Head, teacher: Teacher | TopK, settings: DistillConfig) -> None:
         self._head = head
         self._teacher = teacher
         self._settings = settings
 
-    @property
-    def samples_per_step(self) -> int:
-        return self._data.samples_per_step
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._data.steps_per_epoch
-
-    @property
-    def tokens_per_step(self) -> int | None:
-        return self._data.tokens_per_step
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        batches = self._data.micro_batches(step)
-        if isinstance(self._teacher, TopK):
-            return [with_logits(batch, self._teacher) for batch in batches]
-        return batches
-
-    def held_out(self) -> Iterable[Batch]:
-        return self._data.held_out()
-
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        labels = batch["labels"][:, 1:]
-        step = _Step(
-            inputs_of(batch),
-            predicted := (labels != IGNORED).nonzero(as_tuple=True),
-            labels[predicted],
-        )
+        tokens = Tokens.of(batch)
         if not model.training:
-            total = self._student(model, step, lambda z, rows: cross_entropy(z, step.targets[rows]))
+            own = partial(self._cross_entropy, tokens)
+            total = self._head.loss(model, tokens, own, self._settings.tokens_at_once)
         elif isinstance(self._teacher, TopK):
-            total = self._student(model, step, self._beside_cache(step, batch))
+            known = batch if TOP_VALUES in batch else with_logits(batch, self._teacher)
+            beside = self._beside_cache(tokens, known)
+            total = self._head.loss(model, tokens, beside, self._settings.tokens_at_once)
         else:
-            total = self._inside_teacher(self._teacher, model, step)
-        return total, len(step.targets)
+            total = self._inside_teacher(self._teacher, model, tokens)
+        return total, len(tokens.targets)
 
-    def _student(
-        self,
-        model: nn.Module,
-        step: _Step,
-        loss: Callable[[torch.Tensor, slice], torch.Tensor],
-        hidden_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """The student's forward, whose head makes the loss of (logits, which tokens)."""
-
-        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-            rows = h[:, :-1][step.predicted]
-            total = chunked(
-                rows,
-                w,
-                b,
-                lambda h, w, b, rows: loss(F.linear(h, w, b), rows),
-                self._settings.chunk_size,
-            )
-            if hidden_loss is not None:
-                total = total + hidden_loss(rows)
-            return total.reshape(1, 1, 1)
-
-        with self._head.asked(answer):
-            return model(**step.inputs, use_cache=False).logits.reshape(())
-
-    def _inside_teacher(self, teacher: Teacher, model: nn.Module, step: _Step) -> torch.Tensor:
+    def _inside_teacher(self, teacher: Teacher, model: nn.Module, tokens: Tokens) -> torch.Tensor:
         found: list[torch.Tensor] = []
+        share, size = 1 - self._settings.alpha, self._settings.tokens_at_once
+
+        def labels(student: torch.Tensor, at: slice) -> torch.Tensor:
+            return share * self._cross_entropy(tokens, student, at)
 
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-            rows = h[:, :-1][step.predicted]
+            rows, loss, apart = tokens.rows(h), labels, None
+            if self._settings.loss is DistillLoss.HIDDEN:
+                apart = partial(self._apart, model, rows)
+            else:
+                loss = self._beside(tokens, rows, w, b)
             with torch.enable_grad():
-                if self._settings.loss is DistillLoss.HIDDEN:
-                    total = self._student(
-                        model, step, self._labels(step), lambda own: self._apart(model, own, rows)
-                    )
-                else:
-                    total = self._student(model, step, self._beside(step, rows, w, b))
-            found.append(total)
+                found.append(self._head.loss(model, tokens, loss, size, apart))
             return h.new_zeros(1, 1, 1)
 
         with torch.no_grad(), teacher.head.asked(answer):
-            teacher.model(**step.inputs, use_cache=False)
+            teacher.model(**tokens.inputs, use_cache=False)
         return found[0]
 
     def _beside(
-        self, step: _Step, rows: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
-    ) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+        self, tokens: Tokens, rows: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
+    ) -> ChunkLoss:
         """Against the teacher's logits, which are made a chunk at a time too."""
 
         def loss(student: torch.Tensor, at: slice) -> torch.Tensor:
@@ -211,25 +155,22 @@ class Distillation:
                 teacher = F.linear(rows[at], w, b)
             size = min(student.shape[1], teacher.shape[1])  # entries behind are padding
             value = divergence(student[:, :size], teacher[:, :size], self._settings)
-            return self._mixed(value, student, step.targets[at])
+            return self._mixed(value, student, tokens.targets[at])
 
         return loss
 
-    def _beside_cache(
-        self, step: _Step, batch: Batch
-    ) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+    def _beside_cache(self, tokens: Tokens, batch: Batch) -> ChunkLoss:
         """Against the logits that `distill cache` kept."""
-        values, ids = (batch[name][:, :-1][step.predicted] for name in (TOP_VALUES, TOP_IDS))
+        values, ids = tokens.rows(batch[TOP_VALUES]), tokens.rows(batch[TOP_IDS])
 
         def loss(student: torch.Tensor, at: slice) -> torch.Tensor:
             value = top_k_divergence(student, values[at], ids[at], self._settings)
-            return self._mixed(value, student, step.targets[at])
+            return self._mixed(value, student, tokens.targets[at])
 
         return loss
 
-    def _labels(self, step: _Step) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-        share = 1 - self._settings.alpha
-        return lambda student, at: share * cross_entropy(student, step.targets[at])
+    def _cross_entropy(self, tokens: Tokens, student: torch.Tensor, at: slice) -> torch.Tensor:
+        return cross_entropy(student, tokens.targets[at])
 
     def _mixed(
         self, value: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
@@ -239,24 +180,9 @@ class Distillation:
             return value
         return alpha * value + (1 - alpha) * cross_entropy(student, targets)
 
-    def _apart(self, model: nn.Module, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def _apart(self, model: nn.Module, other: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Mean square over the width, summed over tokens."""
         projection = getattr(model, PROJECTION, None)
         seen = own if projection is None else projection(own)
         dtype = torch.promote_types(seen.dtype, torch.float32)
         return self._settings.alpha * (seen.to(dtype) - other.to(dtype)).square().mean(-1).sum()
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A micro-batch.
-
-    Attributes:
-        inputs: Arguments of both models.
-        predicted: Rows and columns of (batch, length - 1) that predict a token that counts.
-        targets: (num_predicted,) these tokens.
-    """
-
-    inputs: Batch
-    predicted: tuple[torch.Tensor, ...]
-    targets: torch.Tensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +20,10 @@ from fullshard.models.config import config_from_folder
 from fullshard.outlook.memory import TEACHER
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
-from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES, TopK
 from fullshard.recipes.distill.loss import Distillation, Teacher
 from fullshard.recipes.distill.teacher import settings_of, teacher_dtype, teacher_sharding
+from fullshard.recipes.head import Head
 
 
 @dataclass(frozen=True)
@@ -93,21 +92,15 @@ class Taught:
         s = self.settings
 
         def work(student: nn.Module, *teachers: nn.Module) -> torch.Tensor:
-            data: Any = None
             ids = torch.zeros(samples, length, dtype=torch.long)
             batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
             if teachers:
-                teacher = Teacher(teachers[0], _head_of(teachers[0]))
+                teacher = Teacher(teachers[0], Head.of(teachers[0]))
             else:
                 teacher = TopK(None, None, None)
                 values = torch.zeros(samples, length, s.top_k)
                 batch |= {TOP_VALUES: values, TOP_IDS: values.long()}
-            recipe = Distillation(data, _head_of(student), teacher, s)
-            return recipe.loss(student.train(), batch)[0] * 1.0
+            objective = Distillation(Head.of(student), teacher, s)
+            return objective.loss(student.train(), batch)[0] * 1.0
 
         return work
-
-
-def _head_of(model: Any) -> Head:
-    """A copied model's own, which was copied with it."""
-    return model.get_output_embeddings().forward.__self__

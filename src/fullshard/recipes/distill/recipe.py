@@ -11,7 +11,7 @@ from torch import nn
 from fullshard.config.schema import RunConfig
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
-from fullshard.recipes.base import Recipe, RecipeKind, Seat
+from fullshard.recipes.base import RecipeKind, RowBatches, Seat
 from fullshard.recipes.distill.logits import check_facts
 from fullshard.recipes.distill.teacher import check_teacher, set_up, settings_of, write_cache
 
@@ -31,11 +31,13 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
 
 
 def _build(
-    config: RunConfig, model_config: PretrainedConfig, data: Recipe, seat: Seat, folder: Path
-) -> tuple[nn.Module, Recipe]:
+    config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, folder: Path
+) -> nn.Module:
     """The teacher is built first: the student may be cut out of it."""
     teaching = set_up(config, folder, data, seat)
-    return teaching.student(model_config, seat), teaching.recipe()
+    student = teaching.student(model_config, seat)
+    data.objective = teaching.objective()
+    return student
 
 
 def _xla_shapes(config: RunConfig, width: int) -> Any:
@@ -50,12 +52,11 @@ def _on_xla(config: RunConfig, student: Any) -> Any:
     return XlaTeaching.of(config, student)
 
 
-_CACHE = RecipeKind(_uses_chats, check_teacher, write=write_cache)
+_CACHE = RecipeKind(_build, _uses_chats, check_teacher, write=write_cache)
 _DISTILL = replace(
     _CACHE,
     check_data=_check_data,
     write=None,
-    build=_build,
     xla_shapes=_xla_shapes,
     on_xla=_on_xla,
 )

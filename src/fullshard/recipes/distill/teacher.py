@@ -27,9 +27,9 @@ from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model, check_model_folder, config_from_folder
 from fullshard.models.student import choose, counting, is_cut, write_student
 from fullshard.recipes.base import RankTeam, Recipe, RowBatches, Seat, inputs_of
-from fullshard.recipes.distill.head import Head
 from fullshard.recipes.distill.logits import TopK, write_facts
 from fullshard.recipes.distill.loss import Distillation, Teacher
+from fullshard.recipes.head import Head
 from fullshard.recipes.registry import Command
 
 if TYPE_CHECKING:
@@ -46,33 +46,34 @@ class Teaching:
 
     Attributes:
         config: Configuration of the run; its model is where the student's weights come from.
-        data: Recipe of the batches.
         teacher: A model, or the logits that one left.
         heads: The student's, once it is built.
     """
 
     config: RunConfig
-    data: Recipe
     teacher: Teacher | TopK
     heads: list[Head] = field(default_factory=list[Head])
 
     def student(self, model_config: PretrainedConfig, seat: Seat) -> nn.Module:
-        """The sharded student, of whose head the recipe takes hold."""
+        """The sharded student, whose head makes the loss."""
 
         def before(model: nn.Module) -> None:
             self.heads.append(Head(model))
 
         return build_sharded(self.config, model_config, seat.device, before)
 
-    def recipe(self) -> Distillation:
-        """The data's recipe with the loss of distillation."""
+    def objective(self) -> Distillation:
+        """The loss of distillation."""
         (head,) = self.heads
-        return Distillation(self.data, head, self.teacher, settings_of(self.config))
+        return Distillation(head, self.teacher, settings_of(self.config))
 
 
 def settings_of(config: RunConfig) -> DistillConfig:
-    """The section, or its defaults."""
-    return config.distill or DistillConfig()
+    """The section, or its defaults, complete."""
+    found = config.distill or DistillConfig()
+    if found.chunk_size is not None:
+        return found
+    return found.model_copy(update={"chunk_size": config.training.loss_chunk_size})
 
 
 def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -105,7 +106,7 @@ def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teachin
     """Build the teacher, and cut the student out of it where that is asked for. A collective."""
     settings = settings_of(config)
     if settings.cache is not None:
-        return Teaching(config, data, TopK.load(Path(settings.cache)))
+        return Teaching(config, TopK.load(Path(settings.cache)))
     teacher = build_teacher(config, seat, folder)
     if is_cut(settings):
         student = folder / "student"
@@ -113,7 +114,7 @@ def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teachin
         whole = settings.model_copy(update={"experts": None, "layers": None})
         model = ModelConfig(name_or_path=str(student))
         config = config.model_copy(update={"model": model, "distill": whole})
-    return Teaching(config, data, teacher)
+    return Teaching(config, teacher)
 
 
 def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
@@ -212,7 +213,9 @@ def write_cache(config: RunConfig, facts: DatasetFacts, data: RowBatches, seat: 
         def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
             for at, row in enumerate(chosen.tolist()):  # noqa: B023  (asked at once)
                 if row >= 0:
-                    kept.put(row, h[at], partial(F.linear, weight=w, bias=b), settings.chunk_size)
+                    kept.put(
+                        row, h[at], partial(F.linear, weight=w, bias=b), settings.tokens_at_once
+                    )
             return h.new_zeros(1, 1, 1)
 
         with teacher.head.asked(answer):

@@ -21,8 +21,9 @@ from fullshard.recipes.distill.logits import TopK, with_logits
 from fullshard.recipes.distill.teacher import settings_of
 from fullshard.xla.decoder import DecoderConfig
 from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation
+from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import Given, LossFn
+from fullshard.xla.step import Given
 from fullshard.xla.teacher import teacher_table
 from fullshard.xla_state import read
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import nn
 
+from fullshard.config.schema import RunConfig
 from fullshard.data.order import Indices, SampleOrder
 from fullshard.data.text import Dataset
-from fullshard.recipes.base import IGNORED, RecipeKind, RowBatches, Seat
+from fullshard.models.build import build_sharded
+from fullshard.recipes.base import IGNORED, Objective, RecipeKind, RowBatches, Seat, WholeLogits
+from fullshard.recipes.head import Head, NextToken, whole_logits
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class PackedText(RowBatches):
@@ -40,4 +49,27 @@ class PackedText(RowBatches):
         return {"input_ids": ids, "labels": labels}
 
 
-KINDS = {"train": RecipeKind()}
+def build(
+    config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, _: Path
+) -> nn.Module:
+    """The sharded model; the batches have its objective. A collective."""
+    model, data.objective = sharded(config, model_config, seat.device)
+    return model
+
+
+def sharded(
+    config: RunConfig, model_config: PretrainedConfig, device: torch.device
+) -> tuple[nn.Module, Objective]:
+    """The sharded model, and its loss: its head makes it where it can. A collective."""
+    heads: list[Head] = []
+
+    def before(model: nn.Module) -> None:
+        if whole_logits(model, config) is None:
+            heads.append(Head(model))
+
+    model = build_sharded(config, model_config, device, before)
+    size = config.training.loss_chunk_size
+    return model, NextToken(heads[0], size) if heads else WholeLogits()
+
+
+KINDS = {"train": RecipeKind(build)}

@@ -9,6 +9,7 @@ import numpy as np
 from fullshard.data.chat_rows import ChatDataset, dealt
 from fullshard.data.order import Indices, SampleOrder
 from fullshard.recipes.base import IGNORED, RecipeKind, RowBatches, Seat
+from fullshard.recipes.pretrain.recipe import build
 
 
 class Chats(RowBatches):
@@ -68,4 +69,4 @@ class Chats(RowBatches):
         return arrays
 
 
-KINDS = {"sft": RecipeKind(uses_chats=lambda _: True)}
+KINDS = {"sft": RecipeKind(build, uses_chats=lambda _: True)}

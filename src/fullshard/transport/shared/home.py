@@ -143,6 +143,7 @@ class SharedHome:
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
+        self._gradients = None  # earlier ones are freed before new ones are made
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
         self._gradients = GradientSlots(self._board, self._num_parts, most, rings, self._tell_all)
         return self._gradients.slots

@@ -1,0 +1,149 @@
+"""`python -m benchmarks.head_loss`: the cross-entropy of a head by several hands, time and memory.
+
+One process makes hidden states, a head and labels, and measures forward and backward of the loss:
+from whole logits, by ours, by torch's chunked one, by TRL's. Engines take turns in each round, and
+all of them must come to the same loss and gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+
+from benchmarks.command import command_line, run_script
+from benchmarks.memory_rank import live_peak_bytes
+from fullshard.bench.machine import Neighbours
+from fullshard.bench.page import Page
+from fullshard.bench.statistics import paired_ratio
+from fullshard.cli.bench import OutFlag, show
+from fullshard.cli.outcome import Outcome
+from fullshard.cli.words import JsonFlag
+from fullshard.config.schema import TrainingConfig
+from fullshard.recipes.base import cross_entropy
+from fullshard.recipes.head import chunked
+
+NAME = "benchmarks.head_loss"
+MIB = 1 << 20
+WHOLE = "whole logits"
+# Vocabulary, width, tokens of a micro-batch.
+SHAPES = ((32_000, 512, 1024), (32_000, 1024, 1024), (128_256, 256, 512))
+COLUMNS = ("vocabulary", "width", "tokens", "loss by", "time, whole logits = 1", "peak, MiB")
+METHOD = (
+    "Forward and backward of the summed loss in float32 on one thread: engines in turn, the median "
+    "of the rounds' ratios with its 95 % bootstrap interval. Each result is compared with that of "
+    "whole logits to 1e-4.",
+    "Peak is the highest sum of live bytes of torch's CPU allocator, from torch.profiler's memory "
+    "events, of the loss and both gradients; hidden states and weight were there before.",
+)
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def whole(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """From the logits of all tokens."""
+    return F.cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
+
+
+def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As the recipes make it."""
+    size = TrainingConfig().loss_chunk_size
+
+    def loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        return cross_entropy(logits, labels[rows])
+
+    return chunked(hidden, weight, None, loss, size)
+
+
+def torchs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """torch.nn.functional.linear_cross_entropy with its own choice of chunks."""
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    linear_cross_entropy: Any = F.linear_cross_entropy
+    options = LinearCrossEntropyOptions()
+    return linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
+
+
+def trls(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """TRL's function of SFTTrainer's loss, with the chunks of its trainer."""
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    found: Any = ChunkedLogProbFunction.apply(
+        hidden, weight, None, labels, 1.0, 8192, None, 1.0, ()
+    )
+    return -found[0].sum()
+
+
+ENGINES: dict[str, Loss] = {WHOLE: whole, "fullshard": ours, "torch": torchs, "TRL": trls}
+
+
+def measure(shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
+    """A row for each engine on one shape."""
+    vocabulary, width, tokens = shape
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(vocabulary, width) * width**-0.5)
+    labels = torch.randint(vocabulary, (tokens,))
+
+    def step(loss: Loss) -> list[torch.Tensor]:
+        total = loss(hidden, weight, labels)
+        return [total.detach(), *torch.autograd.grad(total / tokens, [hidden, weight])]
+
+    wanted = step(whole)
+    times: dict[str, list[float]] = {name: [] for name in ENGINES}
+    for _ in range(rounds):
+        for name, loss in ENGINES.items():
+            start = time.perf_counter()
+            found = step(loss)
+            times[name].append(time.perf_counter() - start)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, msg=name)
+    rows = []
+    for name, loss in ENGINES.items():
+        ratio = paired_ratio(times[name], times[WHOLE])
+        rows.append(
+            {
+                "name": name,
+                "vocabulary": vocabulary,
+                "width": width,
+                "tokens": tokens,
+                "time_ratio": ratio.value,
+                "time_ratio_interval": [ratio.low, ratio.high],
+                "memory_peak_bytes": live_peak_bytes(lambda loss=loss: step(loss)),
+            }
+        )
+    return rows
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds of all engines.")] = 7,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Measure a head's loss from whole logits, in chunks, by torch and by TRL."""
+    torch.set_num_threads(1)
+    with Neighbours() as neighbours:
+        rows = [row for shape in SHAPES for row in measure(shape, rounds)]
+    absent = {"Liger": "Its kernels need Triton and a GPU."}
+    title = "The loss of a head, in chunks"
+    cells = [_cells(row) for row in rows]
+    told = (NAME.partition(".")[2], title, command_line(NAME), rows, COLUMNS, cells, METHOD)
+    return show(Page(*told, neighbours.share, absent=absent), out)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    low, high = row["time_ratio_interval"]
+    return (
+        f"{row['vocabulary']:,}",
+        f"{row['width']:,}",
+        f"{row['tokens']:,}",
+        row["name"],
+        f"{row['time_ratio']:.2f} ({low:.2f} to {high:.2f})",
+        f"{row['memory_peak_bytes'] / MIB:,.0f}",
+    )
+
+
+if __name__ == "__main__":
+    run_script(NAME)

@@ -1,0 +1,138 @@
+"""A step on a device with streams. See [Note: streams] in transport/streams.py."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from fullshard.engine._torch_compat import graph_task_id
+from fullshard.engine.step import WAITS, Actions, Runtime, Use
+from fullshard.engine.unit import Group, Member, Unit
+from fullshard.planner.events import Event, EventKind
+from fullshard.planner.homes import Homes
+from fullshard.transport import Fetch
+from fullshard.transport.base import OwnHome
+from fullshard.transport.streams import Streams
+
+
+class StreamedRuntime(Runtime):
+    """A runtime whose hooks may be called on any stream.
+
+    Args:
+        streams: Streams of the device.
+        homes: Where shards are.
+        parts: Arguments of `Runtime`.
+        poison: Fill released slots with NaN.
+    """
+
+    def __init__(self, streams: Streams, homes: Homes, *parts: Any, poison: bool) -> None:
+        super().__init__(*parts, poison=poison)
+        kind = OffloadedActions if homes.offloads else TimedActions
+        self.actions = kind(streams, self.actions)
+        self._streams = streams
+        self._stream = streams.current()  # the step's
+
+    def _on_the_steps(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Call `work` on the step's stream."""
+        here, streams = self._streams.current(), self._streams
+        if here == self._stream:
+            return work(*args)
+        streams.join(self._stream, here)
+        try:
+            with streams.on(self._stream):
+                return work(*args)
+        finally:
+            streams.join(here, self._stream)
+
+    def enter(self, index: int, *, begins: bool) -> None:
+        enter = super().enter
+        if graph_task_id() == -1:
+            enter(index, begins=begins)
+        else:  # a recompute
+            self._on_the_steps(lambda: enter(index, begins=begins))
+
+    def _begin_step(self, index: int, *, stale: bool) -> None:
+        before, self._stream = self._stream, self._streams.current()
+        if before != self._stream:
+            self._streams.join(self._stream, before)
+        super()._begin_step(index, stale=stale)
+
+    def _enter_backward(self, use: Use) -> None:
+        self._on_the_steps(super()._enter_backward, use)
+
+    def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
+        gradient = member.compute.grad
+        if gradient is not None and self._streams.current() != self._stream:
+            self._streams.keep(gradient, self._stream)
+        self._on_the_steps(super().on_gradient, unit, group, member)
+
+    def _end_backward(self) -> None:
+        self._on_the_steps(super()._end_backward)
+
+
+class TimedActions(Actions):
+    """Measures on the device what may wait for other ranks.
+
+    Args:
+        streams: Streams of the device.
+        actions: What is measured.
+    """
+
+    def __init__(self, streams: Streams, actions: Actions) -> None:
+        vars(self).update(vars(actions))
+        self._streams = streams
+        self._of = self._of | {EventKind.GATHER: self._gather}
+        self._times: deque[tuple[Any, Any]] = deque()  # the device may not have come to yet
+
+    def _act(self, event: Event) -> None:
+        if event.kind not in WAITS:
+            self._of[event.kind](event)
+            return
+        start = self._streams.event(timed=True)
+        self._of[event.kind](event)
+        self._times.append((start, self._streams.event(timed=True)))
+
+    def seconds(self) -> float:
+        while self._times and (took_s := self._streams.seconds(*self._times[0])) is not None:
+            self.communication_s += took_s
+            self._times.popleft()
+        return self.communication_s
+
+
+class OffloadedActions(TimedActions):
+    """Copies shards from the host beside the step, and lets the host wait before it writes them."""
+
+    def __init__(self, streams: Streams, actions: Actions) -> None:
+        super().__init__(streams, actions)
+        self._copies = streams.make("copy")
+        self._done: Any = None  # when the last shard has been read
+        for unit in self._units:
+            home = unit.transport.home
+            assert isinstance(home, OwnHome)
+            home.await_reads = self._await_reads
+
+    def _gather(self, event: Event) -> None:
+        streams, unit = self._streams, self._units[event.unit]
+        streams.join(self._copies, streams.current())
+        with streams.on(self._copies):
+            super()._gather(event)
+            self._done = streams.event()
+        unit.fetch = _Copied(streams, self._done, unit.fetch)
+
+    def _await_reads(self) -> None:
+        if self._done is not None:
+            self._streams.finish(self._done)
+            self._done = None
+
+
+class _Copied:
+    """A gather under way whose parts are copied from the host first."""
+
+    def __init__(self, streams: Streams, copied: Any, fetch: Fetch | None) -> None:
+        self._streams, self._done, self._fetch = streams, copied, fetch
+
+    def wait(self) -> None:
+        self._streams.wait(self._done)
+        if self._fetch is not None:
+            self._fetch.wait()

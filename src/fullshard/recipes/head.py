@@ -1,0 +1,302 @@
+"""The loss of next tokens, and a model's head that is asked for a loss in place of logits.
+
+[Note: the head as a loss]
+A loss over a vocabulary needs the head's weight, which under sharding is there only during the
+head's own forward. So that forward is what computes the loss, chunk by chunk:
+
+    body --> hidden (tokens, width) --> head.forward: for each chunk of tokens
+                                            logits --> loss, d loss / d hidden, d loss / d weight
+                                        returns the summed loss
+
+The gradients are made at once and kept, so that no chunk's logits outlive it and the head is
+gathered once a forward and once a backward. Nobody ever holds logits of all tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fullshard.config.schema import RunConfig
+from fullshard.config.values import DType
+from fullshard.errors import ConfigError
+from fullshard.recipes.base import Batch, cross_entropy, inputs_of, predicted_of
+
+# What answers in place of the head: (hidden, weight, bias) -> any tensor.
+Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+# Loss of some tokens, summed: (their logits, which rows they are).
+ChunkLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+
+FP16_SCALE = 1024.0  # gradients of a chunk that is fp16 are below its smallest number without it
+# Chunks whose part of the weight's gradient is added in its own dtype: each addition rounds, in
+# bfloat16 to 2^-9. More are added in float32, which takes twice the memory and then a copy.
+MOST_ROUNDED = 8
+MOST_TRACED = 16  # chunks of a trace: seconds of it
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+def obstacle(model: Any) -> str | None:
+    """Why a model's head cannot be asked for a loss; None where it can."""
+    after = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None)]
+    if type(model.get_output_embeddings()) is not nn.Linear:
+        return "no plain linear head"
+    return f"{after[0]} in its configuration" if after else None
+
+
+class Head:
+    """The output layer of a causal language model; install it before the model is sharded.
+
+    Raises:
+        ConfigError: The model has no such layer, or does something to logits behind it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if (why := obstacle(model)) is not None:
+            raise ConfigError(
+                f"distill: expected a model whose logits are its head's output, got "
+                f"{type(model).__name__} with {why}. Use another architecture."
+            )
+        layer = model.get_output_embeddings()
+        self._table = layer._parameters
+        self._answer: Answer | None = None
+        self._is_proven = False
+        layer.forward = self._forward
+
+    @staticmethod
+    def of(model: Any) -> Head:
+        """That of a copied model, which was copied with it."""
+        found = model.get_output_embeddings().forward.__self__
+        assert isinstance(found, Head), "it was installed before the copy was made"
+        return found
+
+    @contextlib.contextmanager
+    def asked(self, answer: Answer) -> Iterator[None]:
+        """Inside, the model's `logits` are what `answer` makes of its hidden states."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def loss(
+        self,
+        model: nn.Module,
+        tokens: Tokens,
+        loss: ChunkLoss,
+        chunk_size: int,
+        hidden_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """The model's forward, and the loss that its head makes.
+
+        Args:
+            model: Whose head this is.
+            tokens: The micro-batch.
+            loss: Of a chunk's logits.
+            chunk_size: Rows at a time.
+            hidden_loss: What the predicting rows of hidden states add to it.
+
+        Raises:
+            ConfigError: The model changes what its head returns.
+        """
+        found: list[torch.Tensor] = []
+
+        def answer(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+            rows = tokens.rows(h)
+            total = chunked(rows, w, b, loss, chunk_size)
+            if hidden_loss is not None:
+                total = total + hidden_loss(rows)
+            found.append(total.detach())
+            return total.reshape(1, 1, 1)
+
+        with self.asked(answer):
+            logits = model(**tokens.inputs, use_cache=False).logits
+        if not self._is_proven:  # once: to look at numbers waits for a GPU
+            self._is_proven = _is_same(logits, found)
+            if not self._is_proven:
+                raise ConfigError(
+                    f"training.loss_chunk_size: expected a model whose logits are its head's "
+                    f"output, got {type(model).__name__}, which changes them. Set it to 0: the "
+                    "loss is then computed from the logits of all tokens."
+                )
+        return logits.reshape(())
+
+    def _forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._table["weight"], self._table.get("bias")
+        assert weight is not None, "a linear layer has a weight"
+        if self._answer is None:
+            return F.linear(input, weight, bias)
+        return self._answer(input, weight, bias)
+
+
+def _is_same(logits: torch.Tensor, found: list[torch.Tensor]) -> bool:
+    """Whether a model returned what its head did; not known of tensors without numbers."""
+    if len(found) != 1 or logits.numel() != 1:
+        return False
+    if isinstance(logits, FakeTensor):
+        return True
+    own = found[0].to(logits.dtype)
+    return torch.equal(logits.detach().reshape(()), own) or not own.isfinite()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a micro-batch that are predicted.
+
+    Attributes:
+        inputs: Arguments of the model.
+        positions: (num_predicted,) where they are predicted from, in rows laid end to end.
+        targets: (num_predicted,) these tokens.
+    """
+
+    inputs: Batch
+    positions: torch.Tensor
+    targets: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> Tokens:
+        """Those of a batch's labels."""
+        positions = predicted_of(batch)
+        return cls(inputs_of(batch), positions, batch["labels"].reshape(-1)[positions + 1])
+
+    def rows(self, states: torch.Tensor) -> torch.Tensor:
+        """(num_predicted, ...) of what a model has for every position, (batch, length, ...)."""
+        return states.flatten(0, 1).index_select(0, self.positions)
+
+
+class NextToken:
+    """The objective of pre-training and fine-tuning: the cross-entropy of the next tokens.
+
+    Args:
+        head: The model's, where that makes the loss.
+        chunk_size: Tokens whose logits are held at a time.
+    """
+
+    def __init__(self, head: Head, chunk_size: int) -> None:
+        self._head, self._chunk_size = head, chunk_size
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+        tokens = Tokens.of(batch)
+
+        def loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+            return cross_entropy(logits, tokens.targets[rows])
+
+        total = self._head.loss(model, tokens, loss, self._chunk_size)
+        return total, len(tokens.targets)
+
+
+def whole_logits(model: Any, config: RunConfig) -> str | None:
+    """Why the loss of a run is made from the logits of all tokens; None where it is not."""
+    if config.training.loss_chunk_size == 0:
+        return "training.loss_chunk_size is 0"
+    if config.sharding.output_dtype in (DType.BFLOAT16, DType.FLOAT16):
+        return "sharding.output_dtype would round the loss"
+    why = obstacle(model)
+    return None if why is None else f"{type(model).__name__} has {why}"
+
+
+def chunked(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    loss: ChunkLoss,
+    chunk_size: int,
+) -> torch.Tensor:
+    """A loss over rows of hidden states, summed; see [Note: the head as a loss].
+
+    Args:
+        hidden: (num_rows, width).
+        weight: (vocabulary, width) of the head.
+        bias: (vocabulary,), or None.
+        loss: Loss of some of the rows.
+        chunk_size: Rows at a time.
+
+    Returns:
+        The sum, in float32 at least. Its backward may run once.
+    """
+    how = _How(loss, chunk_size, torch.is_grad_enabled())
+    return _Chunked.apply(hidden, weight, bias, how)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _How:
+    """Arguments of `chunked`, and whether somebody will ask for gradients."""
+
+    loss: ChunkLoss
+    chunk_size: int
+    wants_gradients: bool
+
+
+class _Chunked(torch.autograd.Function):
+    """Sum of `loss` over chunks; keeps the gradients that it makes on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        how: _How,
+    ) -> torch.Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        inputs, is_half = (hidden, weight, bias), hidden.dtype is torch.float16
+        many = is_half or len(hidden) > MOST_ROUNDED * how.chunk_size
+        kept = [
+            torch.zeros_like(t, dtype=exact if wide else t.dtype)
+            if t is not None and t.requires_grad and how.wants_gradients
+            else None
+            for t, wide in zip(inputs, (is_half, many, True), strict=True)
+        ]
+        scale = FP16_SCALE if is_half else 1.0
+        starts: Sequence[int] = range(0, len(hidden), how.chunk_size)
+        if isinstance(hidden, FakeTensor) and len(starts) > MOST_TRACED:
+            starts = [*starts[:2], starts[-1]]  # the others hold what the second does
+        for start in starts:
+            rows = slice(start, min(start + how.chunk_size, len(hidden)))
+            logits = F.linear(hidden[rows], weight, bias)
+            if not how.wants_gradients:
+                total += how.loss(logits, rows).to(exact)
+                continue
+            with torch.enable_grad():
+                part = how.loss(logits.requires_grad_(), rows)
+                (gradient,) = torch.autograd.grad(part * scale, logits)
+            total += part.detach().to(exact)
+            _add_products(kept, gradient, hidden[rows], weight, rows)
+        ctx.save_for_backward(*(sums for sums in kept if sums is not None))
+        pairs = zip(kept, inputs, strict=True)
+        ctx.dtypes = [t.dtype if k is not None and t is not None else None for k, t in pairs]
+        ctx.scale = scale
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved, factor = iter(ctx.saved_tensors), gradient / ctx.scale
+        # In place: a copy of the weight's gradient may be the largest tensor of a step.
+        found = [None if d is None else next(saved).mul_(factor).to(d) for d in ctx.dtypes]
+        return (*found, None)
+
+
+def _add_products(
+    kept: list[torch.Tensor | None],
+    gradient: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    rows: slice,
+) -> None:
+    """Adds what a chunk's logits' gradient makes of hidden states, weight and bias."""
+    to_hidden, to_weight, to_bias = kept
+    if to_hidden is not None:
+        to_hidden[rows] = gradient @ weight
+    if to_weight is not None and to_weight.dtype is gradient.dtype:
+        to_weight.addmm_(gradient.T, hidden)
+    elif to_weight is not None:
+        to_weight += gradient.T @ hidden
+    if to_bias is not None:
+        to_bias += gradient.sum(0, dtype=to_bias.dtype)

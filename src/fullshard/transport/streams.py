@@ -1,0 +1,84 @@
+"""CUDA streams and events: no other file of the engine and the transports calls them.
+
+The file is not in `engine/`, because transports order their work by streams as well, and imports
+point from the engine to the transports.
+
+[Note: streams]
+    stream       what runs on it                             who waits for it
+    step         forward, backward, casts, sums, norms       the caller, at the end of backward
+    gather       NCCL's all-gathers                          step, before a unit is used
+    reduce       NCCL's reduce-scatters                      step, before their sums are read
+    replicate    NCCL's sums over replicas                   step, where they are called
+    copy         copies of shards from the host into slots   gather, before it sends them
+
+The step's stream is the one that was current when the outermost forward began. Autograd calls a
+hook on the stream of its node: for a node of the graph the stream of its forward, for a parameter
+the stream on which the model was sharded. A hook that is called on another stream than the step's
+works on the step's, and each of the two streams waits for the other (`engine/streamed.py`).
+
+What may touch a buffer, and when:
+
+    slot              its gather writes it after all that the step has queued; the step reads it
+                      after waiting for the gather
+    gradient slot     the step writes it; the reduction reads it; the step writes it again after
+                      waiting for the reduction
+    receive buffer    the reduction writes it; the step reads it after waiting, and lends it again
+    shard, sums       the step
+    shard on a host   the host writes it; a copy reads it; the host waits for copies before it
+                      writes again
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class Streams:
+    """Streams and events of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> Any:
+        """The stream on which the caller's operations are queued."""
+        return torch.cuda.current_stream(self._device)
+
+    def make(self, name: str) -> Any:  # noqa: ARG002 for streams that are played
+        """A new stream."""
+        return torch.cuda.Stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, operations are queued on the stream."""
+        return torch.cuda.stream(stream)
+
+    def join(self, waiting: Any, stream: Any) -> None:
+        """What is queued next on `waiting` waits for all that was queued on `stream`."""
+        waiting.wait_stream(stream)
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Once it is freed, the tensor's memory stays until the stream has done what it queued."""
+        tensor.record_stream(stream)
+
+    def event(self, *, timed: bool = False) -> Any:
+        """All that was queued on the current stream; `timed`: and when it was done."""
+        return self.current().record_event(torch.cuda.Event(enable_timing=timed))
+
+    def wait(self, event: Any) -> None:
+        """What is queued next on the current stream waits for an event."""
+        self.current().wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        """The host waits for an event."""
+        event.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float | None:
+        """Seconds between two timed events; None where the device has not come to the second."""
+        return start.elapsed_time(end) / 1e3 if end.query() else None
+
+
+def of(device: torch.device) -> Streams | None:
+    """Streams of a device; None for the CPU, where all runs in the order in which it is called."""
+    return Streams(device) if device.type == "cuda" else None

@@ -1,0 +1,168 @@
+"""Which leaves of an optimizer's state belong to parameters.
+
+A leaf belongs to the parameter that its path ends with, if it has the parameter's shape, whatever
+is around it: chains, masks, partitions. It is sharded and padded like the parameter. All other
+leaves (counts, keys, rates, factors) are replicated. The optimizer itself sees no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from fullshard.errors import ConfigError
+from fullshard.planner.arrays import ArrayPlan
+from fullshard.xla.plan import Tree, XlaPlan, own_shape, pad, path_name, spec_of, unpad
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of an optimizer's state.
+
+    Attributes:
+        name: Path in the state, without that of the parameter.
+        at: Index of the parameter that it belongs to; None: it belongs to none.
+        value: The array, or its shape.
+    """
+
+    name: str
+    at: int | None
+    value: Any
+
+
+def leaves_of(plan: XlaPlan, opt_state: Tree) -> list[Leaf]:
+    """The leaves in the order of the tree, with padding or without."""
+    arrays, known = plan.table.arrays, plan.index_of_path
+
+    def leaf_of(path: tuple[Any, ...], value: Any) -> Leaf:
+        for start in range(len(path) + 1):
+            at = known.get(path[start:])
+            if at is not None and value.shape in (own_shape(arrays[at]), arrays[at].stored_shape):
+                return Leaf(path_name(path[:start]), at, value)
+        return Leaf(path_name(path), None, value)
+
+    return [leaf_of(path, value) for path, value in jax.tree.leaves_with_path(opt_state)]
+
+
+def map_state(
+    plan: XlaPlan, function: Callable[[ArrayPlan | None, Any], Any], opt_state: Tree
+) -> Tree:
+    """A tree like the state from each (plan of the leaf's parameter, leaf)."""
+    arrays = plan.table.arrays
+    found = [
+        function(None if leaf.at is None else arrays[leaf.at], leaf.value)
+        for leaf in leaves_of(plan, opt_state)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(opt_state), found)
+
+
+def trained(plan: XlaPlan, tree: Tree) -> Tree:
+    """The tree with None for arrays that are not updated."""
+    return plan.with_arrays(lambda array, leaf: leaf if array.trainable else None, tree)
+
+
+def abstract_opt_state(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
+    """Shapes and shardings of the optimizer's state, as it is kept."""
+    own = plan.map(lambda a: jax.ShapeDtypeStruct(own_shape(a), str(a.dtypes.master)))
+
+    def kept(array: ArrayPlan | None, leaf: Any) -> jax.ShapeDtypeStruct:
+        if array is None:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=plan.replicated)
+        sharding = NamedSharding(plan.mesh, spec_of(array))
+        return jax.ShapeDtypeStruct(array.stored_shape, leaf.dtype, sharding=sharding)
+
+    return map_state(plan, kept, jax.eval_shape(tx.init, trained(plan, own)))
+
+
+def opt_shardings(plan: XlaPlan, tx: optax.GradientTransformation) -> Tree:
+    """Shardings of an optimizer's state."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_opt_state(plan, tx))
+
+
+def fresh(plan: XlaPlan, tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """The state of an optimizer that has not made a step."""
+
+    def make(params: Tree) -> Tree:
+        return _with_padding(plan, tx.init(trained(plan, plan.with_arrays(unpad, params))))
+
+    return jax.jit(make, out_shardings=opt_shardings(plan, tx))(params)
+
+
+def updated(
+    plan: XlaPlan,
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Tree,
+    before: tuple[Tree, Tree],
+    extra: dict[str, jax.Array],
+) -> tuple[Tree, Tree]:
+    """Parameters and state after one update.
+
+    Args:
+        plan: Plan of the parameters.
+        tx: The optimizer.
+        grads: Gradients of trained parameters.
+        before: Parameters and state.
+        extra: Numbers for the optimizer, such as learning_rate.
+
+    Raises:
+        ConfigError: The optimizer reads none of the numbers of that name.
+    """
+    params, opt_state = before
+    arrays = [array for array in plan.table.arrays if array.trainable]
+
+    def each(function: Callable[[ArrayPlan, Any], Any], tree: Tree) -> Tree:
+        leaves, structure = jax.tree.flatten(tree)
+        found = [function(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+        return jax.tree.unflatten(structure, found)
+
+    mine, grads = each(unpad, trained(plan, params)), each(unpad, grads)
+    state = map_state(plan, lambda array, leaf: unpad(array, leaf) if array else leaf, opt_state)
+
+    def update(extra: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+        return tx.update(grads, _with_hyperparams(state, extra), mine, **extra)
+
+    _check_read(update, extra)
+    updates, state = update(extra)
+    changed = iter(jax.tree.leaves(each(pad, optax.apply_updates(mine, updates))))
+    return (
+        plan.with_arrays(lambda a, leaf: next(changed) if a.trainable else leaf, params),
+        _with_padding(plan, state),
+    )
+
+
+def _with_padding(plan: XlaPlan, opt_state: Tree) -> Tree:
+    return map_state(plan, lambda array, leaf: pad(array, leaf) if array else leaf, opt_state)
+
+
+def _with_hyperparams(opt_state: Tree, extra: dict[str, jax.Array]) -> Tree:
+    """The state of `optax.inject_hyperparams` with the numbers that the step is given."""
+
+    def is_injected(node: Any) -> bool:
+        return isinstance(getattr(node, "hyperparams", None), dict)
+
+    def tell(node: Any) -> Any:
+        if not is_injected(node):
+            return node
+        told = {n: extra[n].astype(v.dtype) for n, v in node.hyperparams.items() if n in extra}
+        return node._replace(hyperparams=node.hyperparams | told)
+
+    return jax.tree.map(tell, opt_state, is_leaf=is_injected)
+
+
+def _check_read(update: Callable[[Any], Any], extra: dict[str, jax.Array]) -> None:
+    if not extra:
+        return
+    program = jax.make_jaxpr(update)(extra).jaxpr
+    read = {id(var) for step in program.eqns for var in step.invars}
+    read |= {id(var) for var in program.outvars}
+    for name, var in zip(sorted(extra), program.invars, strict=True):
+        if id(var) not in read:
+            raise ConfigError(
+                f"{name}: expected a number that the optimizer reads; this one does not read it. "
+                f"Make it with optax.inject_hyperparams(...)({name}=...), or leave {name} out."
+            )

@@ -1,0 +1,294 @@
+"""Every wait between streams is there, and each is needed: played on a CPU, with vector clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard as fs
+from fullshard.engine import engine, gradients, norms, step, streamed, unit
+from fullshard.transport import c10d
+from support.mutants import Mutant, calls_of
+from support.streams import DEFAULT, SIDE, Played
+
+WIDTH = 136  # the smallest whose layers' gradients are written by the product
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(self.norm(x))
+        self.aside = up.square().mean()
+        return x + self.down(torch.relu(up))
+
+
+class Chain(nn.Module):
+    """Equal blocks; `left_out` is one that a forward does without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.left_out, self.again = 9, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in (0, 2):
+            x = (
+                checkpoint(self.pair, at, x, use_reentrant=False)
+                if self.again
+                else self.pair(at, x)
+            )
+        return x.square().mean()
+
+    def pair(self, at: int, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[at : at + 2]:
+            x = x if block in self.blocks[self.left_out :][:1] else block(x)
+        return x
+
+
+class Tower(nn.Module):
+    """A table that is also the head, a frozen block, and a loss that leaves a block by its side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.table.weight
+        self.blocks[1].requires_grad_(False)
+        self.again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table((x[:, :5] * 10).long().abs() % WIDTH)
+        sides = []
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+            sides.append(block.aside)
+        return self.head(x).square().mean() + 0.1 * torch.stack(sides).sum()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model that is trained on the played device.
+
+    Attributes:
+        settings: Of fs.shard.
+        build: Makes the model.
+        stream: That it is trained on; it is sharded on the default one.
+        sync: no_sync around the first micro-batch: "", "all" or "outer".
+        again: Whether blocks are recomputed.
+    """
+
+    settings: dict[str, Any]
+    build: Callable[[], Any] = Chain
+    stream: str = DEFAULT
+    sync: str = ""
+    again: bool = False
+    do: Callable[[Trial, Any, Any], None] = field(default=lambda trial, model, played: None)
+
+    def __str__(self) -> str:
+        told = [f"{k}={v}" for k, v in self.settings.items()]
+        return " ".join([self.build.__name__, *told, self.stream, self.sync, "again" * self.again])
+
+    def run(self) -> Played:
+        """Two steps, and what else is to be done."""
+        torch.manual_seed(0)
+        with Played().device() as played:
+            model = self.build()
+            model.again = self.again
+            fs.shard(model, transport="fake", wrap=["Block"], **self.settings)
+            played.watch(model)
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+            with played.on(self.stream), played:
+                for _ in range(2):
+                    self.step(model, optimizer)
+                self.do(self, model, played)
+        return played
+
+    def step(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        around = nullcontext()
+        if self.sync:
+            around = fs.no_sync(model, outer_only=self.sync == "outer")
+        with around:
+            model(torch.randn(3, WIDTH)).backward()
+        if self.sync:
+            model(torch.randn(3, WIDTH)).backward()
+        fs.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+MESHES = {
+    "full_shard": {"shard": 4},
+    "shard_grad_op": {"shard": 4},
+    "no_shard": {"replicate": 4},
+    "hybrid_shard": {"shard": 2, "replicate": 2},
+    "hybrid_shard_zero2": {"shard": 2, "replicate": 2},
+}
+FULL = {"strategy": "full_shard", "shard": 4}
+HYBRID = {"strategy": "hybrid_shard", **MESHES["hybrid_shard"]}
+GRID = [
+    Trial(
+        {
+            "strategy": strategy,
+            **MESHES[strategy],
+            "reduction": reduction,
+            **({"offload": "cpu"} if offload else {}),
+            **({"param_dtype": "bf16", "reduce_dtype": "bf16"} if at % 3 == 0 else {}),
+            "forward_prefetch": 1 + at % 2,
+        },
+        build,
+        stream,
+        sync,
+        again,
+    )
+    for at, (strategy, reduction, again, sync, offload, build, stream) in enumerate(
+        product(
+            MESHES,
+            ("native", "ordered"),
+            (False, True),
+            ("", "all", "outer"),
+            (False, True),
+            (Chain, Tower),
+            (DEFAULT, SIDE),
+        )
+    )
+    if at % 13 == 0  # which has every pair of choices
+]
+
+
+@pytest.mark.parametrize("trial", GRID, ids=str)
+def test_nothing_is_touched_before_it_may_be(trial):
+    played = trial.run()
+    assert played.num_accesses > 1000
+    assert not played.races
+
+
+# ---- what else a model does
+
+
+def on_other_streams(trial, model, played):
+    """Two forwards on streams of their own, their backwards from a third."""
+    losses = []
+    for stream in ("one", "two"):
+        played.join(stream, played.now)
+        with played.on(stream):
+            losses.append(model(torch.randn(3, WIDTH)))
+    for stream, loss in zip(("one", "two"), losses, strict=True):
+        with played.backward_from("three", stream):
+            loss.backward()
+    played.join("three", "two")
+    with played.on("three"):
+        [p.grad.to_local().clone() for p in model.parameters()]
+
+
+def evaluates(trial, model, played):
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+    model(torch.randn(3, WIDTH)).backward()
+
+
+def updates_after_an_evaluation(trial, model, played):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(3, WIDTH)).backward()
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+    optimizer.step()
+
+
+def leaves_out_a_block(trial, model, played):
+    model.left_out = 3
+    model(torch.randn(3, WIDTH)).backward()
+    with torch.no_grad():
+        model(torch.randn(3, WIDTH))
+
+
+def raises_in_backward(trial, model, played):
+    raised = model.blocks[1].register_forward_hook(
+        lambda *told: told[2].register_hook(lambda _: 1 / 0) and None
+    )
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(3, WIDTH)).backward()
+    raised.remove()
+    model(torch.randn(3, WIDTH)).backward()
+
+
+def differentiates_inside_backward(trial, model, played):
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    kept = model.blocks[3](x)
+
+    def inner(gradient):
+        return gradient + torch.autograd.grad(kept, x, gradient)[0]
+
+    model.blocks[1].register_forward_hook(lambda *told: told[2].register_hook(inner) and None)
+    model(torch.randn(3, WIDTH)).backward()
+
+
+def reads_whole_tensors(trial, model, played):
+    model(torch.randn(3, WIDTH)).backward()
+    for param in model.parameters():
+        param.full_tensor().sum()
+        param.grad.full_tensor().sum()
+    with fs.unsharded(model):
+        sum(p.sum() for p in model.parameters())
+
+
+OTHERS = [
+    Trial(FULL, do=on_other_streams),
+    Trial(HYBRID, do=on_other_streams, stream=SIDE),
+    Trial(FULL | {"poison": True}, do=evaluates),
+    Trial(FULL | {"forward_prefetch": 2, "poison": True}, do=leaves_out_a_block),
+    Trial(FULL | {"offload": "cpu"}, do=updates_after_an_evaluation),
+    Trial(FULL, do=raises_in_backward),
+    Trial(FULL, do=differentiates_inside_backward),
+    Trial(FULL, do=reads_whole_tensors),
+]
+
+
+@pytest.mark.parametrize("trial", OTHERS, ids=lambda trial: trial.do.__name__)
+def test_nothing_is_touched_too_early_either_where_a_model(trial):
+    assert not trial.run().races
+
+
+# ---- and each wait is needed
+
+MODULES = (engine, gradients, norms, step, streamed, unit, c10d)
+WAITS = [
+    mutant
+    for module in MODULES
+    for mutant in calls_of(module, ("wait", "join", "keep", "finish"))
+    if "norms.keep" not in mutant.text
+]
+SHORT = [
+    Trial(FULL),
+    Trial(FULL, stream=SIDE),
+    Trial(FULL | {"reduction": "ordered"}, again=True),
+    Trial(HYBRID | {"param_dtype": "bf16"}, stream=SIDE),
+    Trial({"strategy": "no_shard", "replicate": 4, "offload": "cpu"}),
+    *OTHERS,
+]
+
+
+def is_caught(mutant: Mutant) -> bool:
+    with mutant.alive():
+        return any(trial.run().races for trial in SHORT)
+
+
+def test_the_waits_are_these():
+    assert len(WAITS) == 19, WAITS
+
+
+@pytest.mark.parametrize("mutant", WAITS, ids=str)
+def test_a_wait_that_is_left_out_is_seen(mutant):
+    assert is_caught(mutant)

@@ -1,0 +1,104 @@
+"""Statements left out, one at a time: what no test misses is either needless or untested."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A call that is a statement of its own, and is left out.
+
+    Attributes:
+        module: Name of its module.
+        function: Qualified name of the function that has it, or in which that function is defined.
+        line: Where it stands.
+        text: Its code.
+    """
+
+    module: str
+    function: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} {self.function}: {self.text}"
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Inside, the function does without the statement."""
+        module = sys.modules[self.module]
+        tree = ast.parse(_source(module))
+        _LeaveOut(self.line).visit(tree)
+        code = _code_of(compile(tree, str(module.__file__), "exec"), self.function)
+        function = _function(module, self.function)
+        before, function.__code__ = function.__code__, code
+        try:
+            yield
+        finally:
+            function.__code__ = before
+
+
+def calls_of(module: ModuleType, names: Collection[str]) -> list[Mutant]:
+    """Every statement of a module that calls a method of one of the names."""
+    found: list[Mutant] = []
+
+    def visit(node: ast.AST, owners: tuple[str, ...], function: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner, outermost = owners, function
+            if isinstance(child, ast.ClassDef | ast.FunctionDef):
+                inner = (*owners, child.name)
+                if isinstance(child, ast.FunctionDef):
+                    outermost = function or ".".join(inner)
+            if function and isinstance(child, ast.Expr) and _called(child.value) in names:
+                text = ast.unparse(child)
+                found.append(Mutant(module.__name__, function, child.lineno, text))
+            visit(child, inner, outermost)
+
+    visit(ast.parse(_source(module)), (), "")
+    return found
+
+
+def _called(call: ast.expr) -> str:
+    function = call.func if isinstance(call, ast.Call) else None
+    return function.attr if isinstance(function, ast.Attribute) else ""
+
+
+class _LeaveOut(ast.NodeTransformer):
+    """What the method is called on stays: `fetch(x).wait()` becomes `fetch(x)`."""
+
+    def __init__(self, line: int) -> None:
+        self._line = line
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        if node.lineno == self._line:
+            node.value = node.value.func.value  # type: ignore[attr-defined]
+        return node
+
+
+def _source(module: ModuleType) -> str:
+    return Path(str(module.__file__)).read_text(encoding="utf-8")
+
+
+def _code_of(code: CodeType, name: str) -> CodeType:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if inner.co_qualname == name:
+                return inner
+            if name.startswith(f"{inner.co_qualname}."):
+                return _code_of(inner, name)
+    raise AssertionError(f"expected {name} in {code.co_name}")
+
+
+def _function(module: ModuleType, name: str) -> FunctionType:
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found)[part]
+    return found

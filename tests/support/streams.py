@@ -1,0 +1,394 @@
+"""Streams played on a CPU: what a GPU might do at once is found by who waits for whom.
+
+    with Played().device() as played:   # the engine takes the CPU for a device with streams,
+        model = fs.shard(...)           # and process groups are played
+        played.watch(model)
+        with played:
+            ...                         # train
+    played.races                        # accesses that nothing orders
+
+Every operation belongs to a stream. `clocks[a][b]` is how much of what was queued on b is done when
+a comes to its next operation. Waits join clocks. Two accesses to the same bytes, one of them a
+write, are a race unless the clock of the later one knows the earlier one.
+
+Host memory belongs to a stream "host", which queues all others. Reading a value, or copying without
+`non_blocking`, makes the host wait. Freeing memory is a write by the stream that allocated it.
+
+Autograd's rules, which a CPU does not play: nodes run on the stream of their forward; a parameter's
+node runs on the stream on which it was bound and waits for its gradient if there is one; at the end
+the caller of backward waits for the streams of such nodes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard.engine import step as stepping
+from fullshard.engine import unit as units
+from fullshard.engine.engine import engine_of
+from fullshard.transport import c10d, streams
+from fullshard.transport.base import Axes
+
+DEFAULT, SIDE, HOST = "default", "side", "host"
+Clock = dict[str, int]
+
+
+class Access(NamedTuple):
+    """Bytes [start, stop) of a memory, read or written."""
+
+    start: int
+    stop: int
+    writes: bool
+    stream: str
+    tick: int
+    what: str
+
+
+class Played(TorchDispatchMode):
+    """Streams and process groups of a device that is played, and who touched what on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = DEFAULT
+        self.caller = ""  # of backward, where it is on another stream than the forward
+        self.place = ""  # the event that is carried out
+        self.clocks: defaultdict[str, Clock] = defaultdict(dict)
+        self.log: defaultdict[int, list[Access]] = defaultdict(list)
+        self.owners: dict[int, str] = {}  # of memory: the stream that took it
+        self.names: dict[int, str] = {}
+        self.hosts: set[int] = set()
+        self.kept: defaultdict[int, list[Clock]] = defaultdict(list)
+        self.races: Counter[str] = Counter()
+        self.num_accesses = 0
+        self.leaves: set[str] = set()
+
+    # ---- what fullshard.transport.streams asks for
+
+    def current(self) -> str:
+        return self.now
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def join(self, waiting: str, stream: str) -> None:
+        self.join_clock(waiting, self.clocks[stream])
+
+    def keep(self, tensor: torch.Tensor, stream: str) -> None:
+        self.kept[key_of(tensor)].append(self.clocks[stream])  # as it will be when it is freed
+
+    def make(self, name: str) -> str:
+        return name
+
+    def event(self, *, timed: bool = False) -> Clock:
+        return dict(self.clocks[self.now])
+
+    def wait(self, event: Clock) -> None:
+        self.join_clock(self.now, event)
+
+    def finish(self, event: Clock) -> None:
+        self.join_clock(HOST, event)
+
+    def seconds(self, start: Clock, end: Clock) -> float:
+        return 0.0
+
+    # ---- clocks
+
+    def join_clock(self, waiting: str, clock: Clock) -> None:
+        known = self.clocks[waiting]
+        for stream, tick in clock.items():
+            if tick > known.get(stream, 0):
+                known[stream] = tick
+
+    def tick(self, stream: str) -> int:
+        self.join(stream, HOST)  # it is queued now
+        clock = self.clocks[stream]
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock[stream]
+
+    def touch(self, key: int, span: tuple[int, int], access: tuple[bool, str, int, str]) -> None:
+        """Note an access, and what it races with."""
+        new = Access(*span, *access)
+        self.num_accesses += 1
+        left, clock = [], self.clocks[new.stream]
+        for old in self.log[key]:
+            overlaps = old.start < new.stop and new.start < old.stop
+            knows = clock.get(old.stream, 0) >= old.tick
+            if overlaps and (old.writes or new.writes) and not knows:
+                self.races[f"{self.names.get(key, 'memory')}: {_told(new)} after {_told(old)}"] += 1
+            covered = new.start <= old.start and old.stop <= new.stop
+            if not (covered and knows and (new.writes or not old.writes)):
+                left.append(old)
+        self.log[key] = [*left, new]
+
+    # ---- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        given |= kwargs or {}
+        result = func(*args, **(kwargs or {}))
+        returned = [r.alias_info for r in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in returned):
+            return result  # a view
+        name = func._schema.name.removeprefix("aten::")
+        touched = []
+        for argument in func._schema.arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            touched += [(t, writes) for t in _tensors(given.get(argument.name))]
+        touched += [
+            (t, True) for t, a in zip(_tensors(result), returned, strict=False) if a is None
+        ]
+        on_host = [key_of(tensor) in self.hosts for tensor, _ in touched]
+        stream = HOST if touched and all(on_host) else self.now
+        tick = self.tick(stream)
+        for tensor, writes in touched:
+            self.own(tensor, stream)
+            self.touch(
+                key_of(tensor), _span(tensor), (writes, stream, tick, f"{self.place} {name}")
+            )
+        queues = name in ("copy_", "_to_copy") and given.get("non_blocking")
+        if (any(on_host) and not queues) or name == "_local_scalar_dense":
+            self.join(HOST, stream)
+        return result
+
+    def own(self, tensor: torch.Tensor, stream: str) -> None:
+        """Memory that is seen for the first time is the stream's."""
+        storage, key = tensor.untyped_storage(), key_of(tensor)
+        if key not in self.owners:
+            self.owners[key] = stream
+            weakref.finalize(storage, self.freed, key)
+
+    def freed(self, key: int) -> None:
+        """The allocator may give the memory to whatever its stream does next."""
+        stream = self.owners.pop(key)
+        before = dict(self.clocks[stream])
+        for clock in self.kept.pop(key, ()):
+            self.join_clock(stream, clock)
+        tick = self.tick(stream)
+        self.touch(key, (0, 1 << 60), (True, stream, tick, f"{self.place} free"))
+        self.clocks[stream] = before | {stream: tick}  # others that it waited for, it alone did
+        self.log.pop(key)
+        self.names.pop(key, None)
+        self.hosts.discard(key)
+
+    # ---- the engine on it
+
+    @contextmanager
+    def device(self) -> Iterator[Played]:
+        """Inside, models are sharded and trained on the played device."""
+        patches = [
+            patch.object(streams, "of", lambda _: self),
+            patch.object(stepping, "has_modes", lambda: False),
+            patch.object(stepping, "queue_callback", self._queue_callback),
+            patch.object(units, "_gradient_hook", self._gradient_hook),
+            patch("fullshard.engine.shard.make_transport", self._make_transport),
+            patch.multiple(c10d, **Groups(self).functions()),
+            patch("fullshard.engine.norms.is_at_hand", lambda _: False),
+            patch("fullshard.engine.norms._differing", self._read_on_host),
+            patch("fullshard.engine.clip.is_at_hand", lambda _: False),
+        ]
+        with ExitStack() as stack:
+            for each in patches:
+                stack.enter_context(each)
+            yield self
+
+    @contextmanager
+    def backward_from(self, caller: str, forward: str) -> Iterator[None]:
+        """Inside, backward is called on one stream for what was computed on another."""
+        self.join(caller, forward)
+        self.join(forward, caller)  # the gradient that it begins with
+        self.caller = caller
+        with self.on(forward):
+            yield
+        self.caller = ""
+
+    def _read_on_host(self, landed: torch.Tensor, *_: Any, **__: Any) -> None:
+        access = (False, HOST, self.tick(HOST), "reads what ranks say")
+        self.touch(key_of(landed), _span(landed), access)
+
+    def _queue_callback(self, function: Any) -> None:
+        def ended() -> None:
+            with self.on(self.caller or self.now):
+                for leaf in self.leaves:
+                    self.join(self.now, leaf)
+                function()
+
+        queue(ended)
+
+    def _gradient_hook(self, unit: Any, group: int, member: int) -> Any:
+        hook, stream = gradient_hook(unit, group, member), self.now
+
+        def on_leaf(*args: Any) -> None:
+            alive = unit_of()
+            gradient = alive and alive.groups[group].members[member].compute.grad
+            if gradient is not None:
+                self.join(stream, self.now)
+                self.keep(gradient, stream)
+            self.leaves.add(stream)
+            with self.on(stream):
+                hook(*args)
+
+        unit_of = weakref.ref(unit)
+        return on_leaf
+
+    def _make_transport(self, config: Any, mesh: Any) -> c10d.C10dTransport:
+        replica, part = mesh.coordinates(0)
+        axes = Axes(
+            mesh,
+            0,
+            tuple(mesh.shard_groups()[replica]),
+            tuple(mesh.replicate_groups()[part]),
+            part,
+            replica,
+            ("gather", mesh.shard),
+            ("reduce", mesh.shard),
+            ("replicate", mesh.replicate),
+            ("world", mesh.world_size),
+        )
+        return c10d.C10dTransport(axes, config.reduction)
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Name what the engine owns, and say with every access what the engine did."""
+        engine = engine_of(model)
+        homes = engine.plan.homes
+        named = {
+            f"slot {ring}[{at}]": slot
+            for ring, slots in engine.rings._buffers.items()
+            for at, slot in enumerate(slots)
+        }
+        for unit in engine.units:
+            for at, group in enumerate(unit.groups):
+                title = f"{unit.plan.title}/{at}"
+                named[f"shard of {title}"] = group.master
+                if homes.parameters.value == "host":
+                    self.hosts.add(key_of(group.master))
+                if group.grads is not None:
+                    named[f"sums of {title}"] = group.grads.sums
+                    named[f"gradient of {title}"] = group.grads.shown
+                    if homes.gradients.value == "host":
+                        self.hosts |= {key_of(group.grads.sums), key_of(group.grads.shown)}
+        for name, tensor in named.items():
+            self.names[key_of(tensor)] = name
+        act, actions = engine.runtime.actions._act, engine.runtime.actions
+
+        def acting(event: Any) -> None:
+            before, self.place = self.place, f"{event.kind} {event.unit}"
+            try:
+                act(event)
+            finally:
+                self.place = before
+
+        actions._act = acting
+
+
+class Groups:
+    """Process groups of ranks that are alike; the collectives of each have their own stream."""
+
+    def __init__(self, played: Played) -> None:
+        self.played = played
+
+    def functions(self) -> dict[str, Any]:
+        """What stands for the functions of torch.distributed in `fullshard.transport.c10d`."""
+        return {
+            "all_gather_many": self.all_gather_many,
+            "all_gather_single": self.all_gather_single,
+            "reduce_scatter_many": self.reduce_scatter_many,
+            "dist": SimpleNamespace(
+                all_reduce=self.all_reduce,
+                all_to_all_single=self.all_to_all_single,
+                ReduceOp=SimpleNamespace(SUM="sum", MAX="max"),
+            ),
+        }
+
+    @contextmanager
+    def carried(self, group: tuple[str, int], works: list[Any]) -> Iterator[int]:
+        """Inside, the group's stream works, after all that the caller has queued."""
+        name, size = group
+        self.played.join(name, self.played.now)
+        with self.played.on(name):
+            yield size
+            works.append(Work(self.played))
+
+    def all_gather_many(self, fulls: Any, parts: Any, group: Any) -> Any:
+        works: list[Any] = []
+        with self.carried(group, works) as size:
+            for full, part in zip(fulls, parts, strict=True):
+                for place in full.chunk(size):
+                    if place.data_ptr() != part.data_ptr():
+                        place.copy_(part)
+        return works[0]
+
+    def all_gather_single(self, full: Any, part: Any, group: Any, async_op: bool = False) -> Any:
+        work = self.all_gather_many([full], [part], group)
+        return work if async_op else work.wait()
+
+    def reduce_scatter_many(self, parts: Any, fulls: Any, group: Any) -> list[Any]:
+        works: list[Any] = []
+        with self.carried(group, works) as size:
+            for full, part in zip(fulls, parts, strict=True):
+                part.copy_(full.view(size, -1).sum(0))
+        return works
+
+    def all_reduce(
+        self, values: Any, op: Any = "sum", group: Any = None, async_op: bool = False
+    ) -> Any:
+        works: list[Any] = []
+        with self.carried(group, works) as size:
+            values.mul_(size if op == "sum" else 1)
+        return works[0] if async_op else works[0].wait()
+
+    def all_to_all_single(self, received: Any, full: Any, group: Any, async_op: bool) -> Any:
+        works: list[Any] = []
+        with self.carried(group, works):
+            received.copy_(full)
+        assert async_op
+        return works[0]
+
+
+class Work:
+    """A collective under way."""
+
+    def __init__(self, played: Played) -> None:
+        self._played, self._done = played, dict(played.clocks[played.now])
+
+    def wait(self) -> None:
+        """What the current stream does next waits for it."""
+        self._played.join_clock(self._played.now, self._done)
+
+
+queue, gradient_hook = stepping.queue_callback, units._gradient_hook
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    many = value if isinstance(value, list | tuple) else [value]
+    return [t for t in many if isinstance(t, torch.Tensor)]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return (0, 0)
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return start, start + reach * size
+
+
+def _told(access: Access) -> str:
+    return f"{'write' if access.writes else 'read'} by [{access.what}] on {access.stream}"

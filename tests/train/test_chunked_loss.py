@@ -1,0 +1,180 @@
+"""The head makes the loss of `train` and `sft`, a chunk of tokens at a time: the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+
+import fullshard as fs
+from fullshard.config.load import load_config
+from fullshard.errors import ConfigError
+from fullshard.recipes.base import IGNORED, WholeLogits
+from fullshard.recipes.head import Head, NextToken, whole_logits
+
+VOCAB, CHUNK, RATE = 203, 7, 0.3
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def llama(*, tied: bool, frozen: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, tie_word_embeddings=tied, use_cache=False, **SIZES
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.3 * torch.randn_like(param)
+    if frozen:
+        for name, param in model.named_parameters():
+            param.requires_grad_(".1." in name)
+    return model
+
+
+def batches(rank: int) -> list[dict[str, torch.Tensor]]:
+    """Two documents a row in one batch, prompts that nobody learns in the other."""
+    draw = torch.Generator().manual_seed(rank)
+    ids = torch.randint(VOCAB, (2, 3, 13), generator=draw)
+    labels = ids.clone()
+    labels[1, :, : 5 + rank] = IGNORED
+    places = torch.cat([torch.arange(6), torch.arange(7)]).expand(3, 13)
+    return [
+        {"input_ids": ids[0], "labels": labels[0], "position_ids": places},
+        {"input_ids": ids[1], "labels": labels[1]},
+    ]
+
+
+def plain(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """From whole logits, in torch's words."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    targets = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits, targets, reduction="sum"), int((targets != IGNORED).sum())
+
+
+def steps(model: Any, loss: Any, ranks: range) -> list[float]:
+    """Losses of three steps of SGD over these ranks' batches, and one of an evaluation."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], RATE)
+    found = []
+    for _ in range(3):
+        for rank in ranks:
+            for batch in batches(rank):
+                total, count = loss(model, batch)
+                (total / 30).backward()
+                found.append(total.item() / count)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found.append(loss(model, batches(ranks[0])[1])[0].item())
+    return found
+
+
+def on_ranks(kind: dict[str, bool], sharding: dict[str, Any]) -> tuple[list[float], Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model = llama(**kind)
+    head = Head(model)
+    fs.shard(model, grad_reduction="sum", **sharding)
+    found = steps(model, NextToken(head, CHUNK).loss, range(rank, rank + 1))
+    return found, fs.full_state_dict(model, rank0_only=False)
+
+
+KINDS = [
+    ({"tied": False}, {"strategy": "full_shard"}),
+    ({"tied": True}, {"strategy": "shard_grad_op", "transport": "c10d"}),
+    ({"tied": False, "frozen": True}, {"transport": "direct"}),
+    ({"tied": True}, {"strategy": "no_shard", "activation_checkpointing": "block"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sharding"), KINDS, ids=["own", "tied", "frozen", "recomputed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_and_weights_are_those_of_whole_logits(ranks, world_size, kind, sharding):
+    expected = llama(**kind)
+    wanted = steps(expected, plain, range(world_size))
+    found = ranks(world_size)(on_ranks, kind, sharding)
+    for rank, (losses, state) in enumerate(found):
+        own = [
+            wanted[step * 2 * world_size + 2 * rank + at] for step in range(3) for at in range(2)
+        ]
+        torch.testing.assert_close(losses[:-1], own, rtol=1e-12, atol=1e-12)
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-11, atol=1e-12, msg=name)
+    assert found[0][0][-1] == pytest.approx(wanted[-1], rel=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor with a dimension of the vocabulary's size."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and VOCAB in tensor.shape:
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_no_tensor_of_tokens_by_vocabulary_exists():
+    model = llama(tied=False)
+    objective, given = NextToken(Head(model), CHUNK), batches(0)[0]
+    with Largest() as made:
+        objective.loss(model, given)[0].backward()
+    assert made.numel == model.lm_head.weight.numel() < given["input_ids"].numel() * VOCAB
+    with Largest() as made:
+        WholeLogits().loss(model, given)[0].backward()
+    assert made.numel >= given["input_ids"].numel() * VOCAB
+
+
+def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient():
+    model, given = llama(tied=False), batches(0)[1]
+    given["labels"].fill_(IGNORED)
+    total, count = NextToken(Head(model), CHUNK).loss(model, given)
+    total.backward()
+    assert (total.item(), count) == (0.0, 0)
+    assert all(not param.grad.any() for param in model.parameters())
+
+
+class Doubled(torch.nn.Module):
+    """A causal language model that does something to its logits that no configuration says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama(tied=False)
+        self.config = self.inner.config
+
+    def get_output_embeddings(self) -> Any:
+        return self.inner.lm_head
+
+    def forward(self, **inputs: Any) -> Any:
+        found = self.inner(**inputs)
+        found.logits = 2 * found.logits
+        return found
+
+
+def test_a_model_that_changes_its_heads_output_is_refused_by_name():
+    model = Doubled()
+    with pytest.raises(ConfigError, match=r"loss_chunk_size.*Doubled, which changes them.*to 0"):
+        NextToken(Head(model), CHUNK).loss(model, batches(0)[0])
+
+
+def test_where_the_head_cannot_make_the_loss_the_reason_is_told():
+    config = load_config(None, ["model.config.model_type=llama"]).config
+    assert whole_logits(llama(tied=True), config) is None
+    softcapped = Gemma2Config(hidden_size=16, intermediate_size=24, head_dim=8, **SIZES)
+    model = AutoModelForCausalLM.from_config(softcapped)
+    assert whole_logits(model, config) == (
+        "Gemma2ForCausalLM has final_logit_softcapping in its configuration"
+    )
+    off = load_config(None, ["model.config.model_type=llama", "loss_chunk_size=0"]).config
+    assert whole_logits(llama(tied=True), off) == "training.loss_chunk_size is 0"
