@@ -14,10 +14,11 @@ from numbers import Real
 from typing import Any
 
 from fullshard.config.load import load_config
-from fullshard.config.values import Command, Strategy, parse
+from fullshard.config.values import Strategy, parse
 from fullshard.config.write import flatten
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.observe.metrics import read_rows
+from fullshard.recipes.registry import Command
 from fullshard.run import start
 
 __all__ = ["create_fsdp_config", "print_comparison_table", "train"]

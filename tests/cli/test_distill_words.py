@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.cli.distill import JOBS, job_file
 from fullshard.cli.words import load
-
-TORCH_JOB = JOBS["torch"][0]
+from fullshard.recipes.distill.command import job
 
 
 @pytest.mark.parametrize(
@@ -23,7 +21,7 @@ TORCH_JOB = JOBS["torch"][0]
     ],
 )
 def test_the_own_jobs_student_is_cut_for_its_own_teacher_alone(words, cut):
-    resolved = load(words, default=TORCH_JOB)
-    config = load(words, default=job_file(TORCH_JOB, resolved)).config
+    resolved = load(words, default=job(None))
+    config = load(words, default=job(resolved)).config
     assert (config.distill.layers, config.distill.experts) == cut
     assert config.distill.temperature == 2.0, "the rest of the job stays"

@@ -11,13 +11,13 @@ from benchmarks.memory_rank import live_peak_bytes, train
 
 import fullshard as fs
 from fullshard.config.load import load_config
-from fullshard.config.values import Command
 from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import Fit
 from fullshard.outlook.predict import Machine, Outlook, look
 from fullshard.outlook.search import Advice, advise
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
+from fullshard.recipes.registry import Command
 from fullshard.run import outlook as train_outlook
 from fullshard.run import start
 from fullshard.run.outlook import job_of, view_of

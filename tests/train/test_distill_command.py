@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from fullshard.config.files import JOBS
+from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.values import IntervalStrategy
 from fullshard.data.tokenizer import train_tokenizer
@@ -72,10 +72,16 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", JOBS)
-def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(job):
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("sft", "sft_job.yaml"),
+        *(("distill", f"{name}_job.yaml") for name in ("teacher", "distill", "distill_jax")),
+    ],
+)
+def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(recipe, name):
     """The teacher that `distill` trains by itself was not: an interrupt lost all of its steps."""
-    training = load_config(None, default=job).config.training
+    training = load_config([read_job(name, f"fullshard.recipes.{recipe}")]).config.training
     assert training.saves is not IntervalStrategy.NO
 
 

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig
 
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Command
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import OutOfMemoryError
 from fullshard.planner.mesh import Topology
 from fullshard.recipes.base import RecipeKind, Seat
+from fullshard.recipes.registry import Command
 from fullshard.run import on_torch, session
 from fullshard.run.outlook import answered, view_of
 
@@ -66,8 +66,7 @@ def test_a_run_that_cannot_even_be_built_is_answered_too(monkeypatch):
 
     kind = RecipeKind(build=build)
     monkeypatch.setattr(session.Session, "read", lambda *_: found)
-    monkeypatch.setattr(session, "RECIPES", {Command.TRAIN: kind})
-    monkeypatch.setattr(on_torch, "RECIPES", {Command.TRAIN: kind})
+    monkeypatch.setattr(Command, "kind", kind)
     monkeypatch.setattr(on_torch, "view_of", lambda *_: view())
     monkeypatch.setattr(on_torch, "model_on_meta", lambda *_: None)
     with pytest.raises(OutOfMemoryError, match="what would help:"):

@@ -18,7 +18,7 @@ from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config
 from fullshard.outlook.memory import Source, checkpoint_bytes
 from fullshard.outlook.predict import Machine
-from fullshard.recipes.pretrain import sharded
+from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, storage_of
 

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fullshard as fs
 from fullshard.config.load import load_config
-from fullshard.config.supported import check_command
-from fullshard.config.values import Command
 from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import HEADROOM, TEACHER, Fit
 from fullshard.outlook.predict import Machine
@@ -23,6 +21,7 @@ from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.recipes.base import Seat
 from fullshard.recipes.distill.teacher import Teaching, build_teacher
+from fullshard.recipes.registry import Command, check_command
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, view_of
 

@@ -8,6 +8,7 @@ everything else inside the function: `fullshard --help` loads all of them and mu
 from __future__ import annotations
 
 import atexit
+import copy
 import difflib
 import gc
 import importlib
@@ -19,22 +20,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
+from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
+from fullshard.cli.recipe import app_of
 from fullshard.errors import ConfigError, printable
+from fullshard.recipes.registry import Command
 
+RECIPES = tuple(str(recipe) for recipe in Command if "-" not in recipe)
 COMMANDS = (
-    "train",
-    "sft",
-    "distill",
-    "generate",
-    "plan",
-    "verify",
-    "bench",
-    "launch",
-    "ckpt",
-    "config",
-    "doctor",
-    "report",
+    *RECIPES,
+    *("generate", "plan", "verify", "bench", "launch", "ckpt", "config", "doctor", "report"),
 )
 # Typer's own options for a program of its own, which a command is not.
 _COMPLETION = ("install_completion", "show_completion")
@@ -42,9 +36,7 @@ _COMPLETION = ("install_completion", "show_completion")
 
 # How a command that takes a configuration may be called; shown at the end of its help.
 EXAMPLES = {
-    "train": "model=FOLDER data=texts/ max_steps=100",
-    "sft": "model=FOLDER data=chats.jsonl max_steps=100",
-    "distill": "teacher=FOLDER student=FOLDER data=texts/",
+    **{name: Command(name).about.example for name in RECIPES},
     "plan": "CONFIG.yaml --gpus 8xH100-80GB --nodes 2",
     "verify": "CONFIG.yaml",
 }
@@ -80,14 +72,21 @@ class _LazyGroup(TyperGroup):
             raise ConfigError(
                 f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}. {hint}"
             )
-        module = importlib.import_module(f"fullshard.cli.{cmd_name}")
-        command = typer.main.get_command(module.app)
+        if cmd_name in RECIPES:
+            made = app_of(Command(cmd_name))
+        else:
+            made = importlib.import_module(f"fullshard.cli.{cmd_name}").app
+        command = typer.main.get_command(made)
         command.name = cmd_name
         command.params = [p for p in command.params if p.name not in _COMPLETION]
         if cmd_name in EXAMPLES:
             command.epilog = f"Example: fullshard {cmd_name} {EXAMPLES[cmd_name]}\n\n{KEYS}"
         for one in (command, *getattr(command, "commands", {}).values()):
             one.help = _unwrapped(one.help)
+            if not hasattr(one, "commands") and "--json" not in one.params[-1].opts:
+                shown: Any = copy.copy(next(one for one in self.params if "--json" in one.opts))
+                shown.hidden = shown.expose_value = False  # `run` obeys it
+                one.params.append(shown)
         return command
 
 
@@ -117,7 +116,7 @@ def _root(
         bool,
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True, help=JSON_HELP)] = False,
 ) -> None:
     """Train models that do not fit on one device, fully sharded over the ranks."""
 
@@ -161,7 +160,7 @@ def invoke(words: Sequence[str]) -> Outcome:
         words: the command line without the program's name.
     """
     command = typer.main.get_command(app)
-    if words and words[0] in ("train", "sft", "distill"):  # a launcher's flags stand behind --
+    if words and words[0] in RECIPES:  # a launcher's flags stand behind --
         words = [word for word in words if word != "--"]
     try:
         value = command.main(list(words), prog_name="fullshard", standalone_mode=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import DryRunFlag, JsonFlag
+from fullshard.cli.words import DryRunFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
@@ -46,7 +46,6 @@ def step(  # noqa: PLR0913  (one parameter an option)
     wait: WaitFlag = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 1800.0,
     out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Time a training step of fullshard, FSDP2, FSDP1 and DDP, in turn in one process group."""
@@ -107,7 +106,6 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 900.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Time each transport's fetch and reduce of a flat buffer beside a memory copy."""
     from fullshard.bench import comm as bench
@@ -131,7 +129,6 @@ def io(  # noqa: PLR0913  (one parameter an option)
     timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 1200.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Time saving and loading beside the disk's own speed and torch's distributed checkpoints."""
     import tempfile
@@ -162,7 +159,6 @@ def calibrate(
         Path | None,
         typer.Option(help="File to write. Default: where fullshard plan looks for it."),
     ] = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Measure what this machine reaches, so that `fullshard plan` can say the time of a step."""
     from fullshard.bench import calibrate as bench
@@ -186,7 +182,6 @@ StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
 def strategies(
     max_steps: StepsFlag = 20,
     out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Train the main job's model under every strategy, and compare memory and speed."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
@@ -198,7 +193,6 @@ def strategies(
 def prefetch(
     max_steps: StepsFlag = 20,
     out: OutFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Train the main job's model with prefetch in no, one or both directions, and compare.
 

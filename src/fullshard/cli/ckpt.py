@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.cli.outcome import Outcome, show
-from fullshard.cli.words import DryRunFlag, JsonFlag
+from fullshard.cli.words import DryRunFlag
 from fullshard.errors import printable, untrusted
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ ConfigFolder = Annotated[
 
 
 @app.command()
-def ls(folder: Folder, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001  read by the app
+def ls(folder: Folder) -> Outcome:
     """List a folder's checkpoints, the newest first, and what is wrong with unfinished ones."""
     from fullshard.checkpoint.retain import candidates
 
@@ -65,7 +65,7 @@ def ls(folder: Folder, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001  r
 
 
 @app.command()
-def inspect(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001
+def inspect(checkpoint: Any_) -> Outcome:
     """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
     from fullshard.checkpoint.examine import facts_of
     from fullshard.checkpoint.read import Checkpoint
@@ -95,7 +95,7 @@ def inspect(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: AR
 
 
 @app.command()
-def verify(checkpoint: Any_, as_json: JsonFlag = False) -> Outcome:  # noqa: ARG001
+def verify(checkpoint: Any_) -> Outcome:
     """Read every byte and compare checksums; name the file and the tensor where they differ."""
     from fullshard.checkpoint.examine import find_damage
     from fullshard.checkpoint.retain import candidates, newest_told
@@ -127,7 +127,6 @@ def diff(
         Path, typer.Argument(callback=_named, help="A checkpoint, or a Hugging Face folder.")
     ],
     b: Annotated[Path, typer.Argument(callback=_named, help="Another one.")],
-    as_json: JsonFlag = False,  # noqa: ARG001
 ) -> Outcome:
     """Compare two of them tensor by tensor; ends with 8 where they differ."""
     from fullshard.errors import VerifyError
@@ -184,7 +183,6 @@ def export(  # noqa: PLR0913  (one parameter an option)
         str, typer.Option("--format", help="hf: a Hugging Face folder; dcp: torch's own.")
     ] = "hf",
     config: ConfigFolder = None,
-    as_json: JsonFlag = False,  # noqa: ARG001
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load."""
@@ -216,7 +214,6 @@ def import_(
     ],
     folder: Annotated[Path, typer.Argument(help="A new folder: the checkpoint.")],
     config: ConfigFolder = None,
-    as_json: JsonFlag = False,  # noqa: ARG001
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Make a checkpoint of what another tool saved; nothing in it is executed."""
@@ -249,7 +246,6 @@ def import_(
 def prune(
     folder: Folder,
     keep: Annotated[int, typer.Option(min=1, help="Complete checkpoints to keep.")] = 1,
-    as_json: JsonFlag = False,  # noqa: ARG001
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Remove all complete checkpoints but the newest, and what crashes left behind.

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import OPEN_WORDS, ConfigFileFlag, ConfigFlag, JsonFlag, Words, load
+from fullshard.cli.outcome import JSON_HELP, Outcome
+from fullshard.cli.words import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from fullshard.config.load import Resolved
 
 app = typer.Typer(no_args_is_help=True, help="Explain, check and describe configuration files.")
-
-FLAGS = ("--config", "--config_file", "--json", "--help")
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -26,7 +24,6 @@ def explain(
     config: ConfigFlag = None,
     config_file: ConfigFileFlag = None,
     everything: Annotated[bool, typer.Option("--all", help="Show defaults too.")] = False,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Show every value that was set, where it was set, and how each key of another tool is read.
 
@@ -35,7 +32,7 @@ def explain(
     """
     from fullshard.config import explain as explaining
 
-    resolved = load(words, config, config_file, flags=("--all", *FLAGS), explaining=True)
+    resolved = load(words, config, config_file, explaining=True)
     print(explaining.text_of(resolved, with_defaults=everything))
     return Outcome(explaining.explain(resolved))
 
@@ -45,7 +42,6 @@ def lint(
     words: Words = None,
     config: ConfigFlag = None,
     config_file: ConfigFileFlag = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Report errors, unsupported values and known-bad settings, each with the reason.
 
@@ -55,7 +51,7 @@ def lint(
     from fullshard.config.lint import findings
     from fullshard.launch.exit_codes import ExitCode
 
-    resolved = load(words, config, config_file, flags=FLAGS, explaining=True)
+    resolved = load(words, config, config_file, explaining=True)
     found = _not_yet(resolved)
     found += [
         {"key": advice.key, "place": resolved.place_of(advice.key), "why": advice.why}
@@ -93,7 +89,7 @@ def schema(
     out: Annotated[
         Path | None, typer.Option(help="File to write the schema to.", dir_okay=False)
     ] = None,
-    as_json: JsonFlag = False,
+    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> Outcome:
     """Print a JSON Schema, which lets an editor complete and check a file."""
     from fullshard.config import explain as explaining

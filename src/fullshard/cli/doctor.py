@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 
 app = typer.Typer()
 
@@ -28,7 +27,6 @@ def doctor(
             help="Local ranks to test. Default: one per GPU, or 2.",
         ),
     ] = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Test communication between local ranks and report known-bad settings.
 

@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 
 app = typer.Typer(help="Generate text with the model of a run or of a folder.")
 
 
 @app.command()
-def generate(  # noqa: PLR0913  (one parameter an option)
+def generate(
     folder: Annotated[Path, typer.Argument(help="A run's folder, or a Hugging Face model folder.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue. Default: the start of a text.")
@@ -32,7 +31,6 @@ def generate(  # noqa: PLR0913  (one parameter an option)
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that FOLDER brings.")
     ] = False,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by cli.app
 ) -> Outcome:
     """Generate text with a trained model."""
     from fullshard.models import generate as sampling

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import DryRunFlag, JsonFlag
+from fullshard.cli.words import DryRunFlag
 from fullshard.config.regular import did_you_mean_path
 from fullshard.errors import ConfigError
 
@@ -104,7 +104,6 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     log_dir: Annotated[
         Path, typer.Option("--log-dir", "--log_dir", help="Where each rank's output is kept.")
     ] = Path("runs/launch/logs"),
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Run SCRIPT on local ranks; the rendezvous is configured for you.

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fullshard.launch.supervise import LaunchResult
 
 
+JSON_HELP = "Print one JSON object to standard output, all else to standard error."
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a command function returns.

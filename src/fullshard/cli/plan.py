@@ -18,7 +18,6 @@ from fullshard.cli.words import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
-    JsonFlag,
     Words,
     load,
     placed,
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-FLAGS = (
-    *("--config", "--config_file", "--gpus", "--nodes", "--devices", "--table", "--out"),
-    *("--calibration", "--exact", "--topology", "--optimizer-bytes", "--json", "--help"),
-)
 
 OptimizerBytes = Annotated[
     float | None,
@@ -94,7 +89,6 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         typer.Option(help="With --exact: for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB)."),
     ] = None,
     optimizer_bytes: OptimizerBytes = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Forecast the memory of every rank and the time of a step, and advise what to change.
 
@@ -129,7 +123,7 @@ def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> 
     """The configuration, whose model is there."""
     from fullshard.run.paths import check_paths
 
-    resolved = load(words, config, config_file, flags=FLAGS, accept_model=True)
+    resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)
     check_paths(resolved, data=False)
     return resolved

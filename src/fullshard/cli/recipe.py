@@ -1,4 +1,4 @@
-"""What `fullshard train`, `sft` and `distill` have in common: from a configuration to its run."""
+"""The commands of recipes, `fullshard train` and others: from a configuration to its run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import load
-from fullshard.errors import FullshardError, WillNotFitError
+from fullshard.cli.words import (
+    OPEN_WORDS,
+    ConfigFileFlag,
+    ConfigFlag,
+    DryRunFlag,
+    Words,
+    load,
+    split_config,
+)
+from fullshard.errors import ConfigError, FullshardError, WillNotFitError
+from fullshard.recipes.registry import Command, check_command
 
 if TYPE_CHECKING:
     from fullshard.config.environment import LaunchEnvironment
     from fullshard.config.load import Resolved
-    from fullshard.config.values import Command
     from fullshard.run.folder import RunFolder
     from fullshard.run.start import CheckedRun
-
-FLAGS = ("--config", "--config_file", "--dry-run", "--json", "--max-restarts", "--resume")
 
 ResumeFlag = Annotated[
     str | None,
@@ -43,26 +49,45 @@ class How:
     is_local: bool = False  # on ranks of our own, whatever launcher has started this process
 
 
-def made_first(
-    command: Command, resolved: Resolved, folder: str | None, job: str, how: How
-) -> Outcome | None:
+def app_of(recipe: Command) -> typer.Typer:
+    """The command of a recipe; `distill-cache` is a first word of another's."""
+    app = typer.Typer()
+
+    @app.command(context_settings=OPEN_WORDS, help=recipe.about.help)
+    def run(
+        words: Words = None,
+        config: ConfigFlag = None,
+        config_file: ConfigFileFlag = None,
+        resume: ResumeFlag = None,
+        max_restarts: RestartsFlag = 0,
+        dry_run: DryRunFlag = False,
+    ) -> Outcome:
+        how, command = How(resume, max_restarts, dry_run), recipe
+        if words and f"{recipe}-{words[0]}" in list(Command):
+            command, words = Command(f"{recipe}-{words[0]}"), words[1:]
+        job = recipe.about.job(None)
+        resolved = load(words, config, config_file, default=job)
+        if config_file is None and split_config(words or (), config)[0] is None:
+            resolved = load(words, default=recipe.about.job(resolved))
+        ended = _made_first(command, resolved, how)
+        return run_recipe(command, resolved, how) if ended is None else ended
+
+    return app
+
+
+def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | None:
     """Train the model that a job of ours begins with, where it is asked for and missing.
 
     Under a launcher rank 0 does it, on local ranks, while the others wait for it at the rendezvous.
-
-    Args:
-        command: The recipe of the run that waits for it.
-        resolved: That run's configuration, which is checked first.
-        folder: The model that is asked for.
-        job: Ours, which would make it.
-        how: Flags of the run that waits for it.
 
     Returns:
         None: it is there, or was made. Else how the command ends.
     """
     from fullshard.config.environment import read_launch_environment
-    from fullshard.config.values import Command
 
+    if command.about.begins_with is None:
+        return None
+    folder, job = command.about.begins_with(resolved.config)
     first = load([], default=job)
     made = Path(first.config.training.output_dir or "", "model")
     launch = read_launch_environment()
@@ -83,7 +108,10 @@ def _check_first(
     from fullshard.run.paths import check_paths
 
     launch = None if how.is_local else read_launch_environment()
-    resolved.check_command(command)
+    try:
+        check_command(resolved.config, command)
+    except ConfigError as error:
+        raise resolved.located(error) from None
     resolved.check_supported(launch=launch)
     if launch is None or launch.rank == 0:
         check_paths(resolved, coming=coming)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 
 app = typer.Typer()
 
@@ -16,7 +15,6 @@ app = typer.Typer()
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
 ) -> Outcome:
     """Write report.html for a run, finished or not, from the files in its folder."""
     from fullshard.observe.report import write_report

@@ -15,7 +15,6 @@ from fullshard.cli.words import (
     ConfigFileFlag,
     ConfigFlag,
     DryRunFlag,
-    JsonFlag,
     Words,
     load,
     placed,
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from fullshard.verify.check import Prepared, Verdict
 
 app = typer.Typer()
-
-FLAGS = ("--config", "--config_file", "--inject", "--json", "--dry-run", "--help")
 
 
 @app.command(context_settings=OPEN_WORDS)
@@ -43,7 +40,6 @@ def verify(
             "stale_slot, missed_gather, lost_tie or repeated_data.",
         ),
     ] = None,
-    as_json: JsonFlag = False,  # noqa: ARG001  read by the app
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Prove that this sharding computes what one process computes.
@@ -54,7 +50,7 @@ def verify(
     """
     from fullshard.run.paths import check_paths
 
-    resolved = load(words, config, config_file, flags=FLAGS)
+    resolved = load(words, config, config_file)
     check_paths(resolved, data=False)
     from fullshard.verify import check
     from fullshard.verify.faults import parse_fault

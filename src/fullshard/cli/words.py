@@ -1,11 +1,11 @@
-"""What commands have in common: `CONFIG key=value --name value`, --json, --dry-run.
+"""What commands have in common: `CONFIG key=value --name value`, --dry-run.
 
     app = typer.Typer()
 
     @app.command(context_settings=OPEN_WORDS)
-    def train(words: Words = None, config: ConfigFlag = None, as_json: JsonFlag = False,
+    def train(words: Words = None, config: ConfigFlag = None,
               dry_run: DryRunFlag = False) -> Outcome:
-        resolved = load(words, config, flags=TRAIN_FLAGS)
+        resolved = load(words, config)
 
 OPEN_WORDS lets Hugging Face flags (`--max_steps 5`) through to `words` in the order of typing.
 """
@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 
 OPEN_WORDS: dict[Any, Any] = {"ignore_unknown_options": True}
 
+
+def _checked(ctx: typer.Context, words: list[str] | None) -> list[str] | None:
+    """The words, of which none is nearly a flag of the command."""
+    check_flags(words or (), [name for one in ctx.command.params for name in one.opts])
+    return words
+
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(
+        callback=_checked,
         metavar="[CONFIG] [KEY=VALUE]...",
         help="A configuration file, then values that replace its own: training.max_steps=5, "
         "max_steps=5 or --max_steps 5.",
@@ -45,26 +53,19 @@ ConfigFileFlag = Annotated[
     Path | None,
     typer.Option("--config_file", help="A file of machine and sharding, such as Accelerate's."),
 ]
-JsonFlag = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print one JSON object to standard output, all else to standard error."
-    ),
-]
 DryRunFlag = Annotated[
     bool, typer.Option("--dry-run", help="Check everything and show the plan, without running it.")
 ]
 
 
-def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
+def load(
     words: Sequence[str] | None,
     config: Path | None = None,
     config_file: Path | None = None,
     *,
-    flags: Sequence[str] = (),
     accept_model: bool = False,
     explaining: bool = False,
-    default: str | File = "main_job.yaml",
+    default: File | None = None,
 ) -> Resolved:
     """Read the configuration that a command line means.
 
@@ -72,10 +73,9 @@ def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
         words: what stands behind the command.
         config: what --config said.
         config_file: what --config_file said; the other file replaces keys of this one.
-        flags: the command's own flags, which a mistyped word may have meant.
         accept_model: whether CONFIG may also be a Hugging Face folder or its config.json.
         explaining: no run follows, so that a model may be missing.
-        default: which of our jobs it is where no file is named, by name or read already.
+        default: the job of ours where no file is named; None: the main one.
 
     Raises:
         ConfigError: a word, the file or a value in it cannot be used.
@@ -84,17 +84,13 @@ def load(  # noqa: PLR0913  (what stands on the line, and how it is read)
     from fullshard.config.overrides import overrides_from_args
 
     path, rest = split_config(words or (), config)
-    check_flags(rest, flags)
     overrides = overrides_from_args(rest)
     model = _model_override(path) if accept_model and path is not None else None
     if model is not None:
         return load_config(config_file, [model, *overrides])
-    paths: list[Path | File] = [given for given in (config_file, path) if given is not None]
-    if isinstance(default, str):
-        is_whole = not explaining
-        resolved = load_config(paths or None, overrides, needs_model=is_whole, default=default)
-    else:
-        resolved = load_config(paths or [default], overrides, needs_model=not explaining)
+    given = [one for one in (config_file, path) if one is not None]
+    files: list[Path | File] = [*given] if given or default is None else [default]
+    resolved = load_config(files or None, overrides, needs_model=not explaining)
     if not explaining:
         _say_lost(resolved)
     return resolved

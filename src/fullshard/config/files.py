@@ -22,12 +22,6 @@ from fullshard.config.problems import ConfigProblems, Problem, join_key
 from fullshard.config.regular import did_you_mean_path, read_regular
 from fullshard.errors import FullshardError
 
-MAIN_JOB = "main_job.yaml"
-# That we ship.
-JOBS = (
-    *(MAIN_JOB, "sft_job.yaml", "teacher_job.yaml"),
-    *("distill_job.yaml", "distill_jax_job.yaml"),
-)
 MOST_BY_ALIASES = 10_000
 _MERGE = "tag:yaml.org,2002:merge"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -57,12 +51,14 @@ class File:
         folder: in which relative names of other files are looked for, after the working directory.
         values: a tree.
         entries: its keys with their lines.
+        is_ours: a job that ships with fullshard.
     """
 
     name: str
     folder: Path
     values: dict[str, Any]
     entries: list[Entry]
+    is_ours: bool = False
 
     def without(self, keys: Collection[str]) -> File:
         """The file as if some of its keys did not stand there."""
@@ -141,16 +137,22 @@ def interpolated(
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def read_file(path: Path | None, default: str = MAIN_JOB) -> File:
-    """A file of configuration; None: a job that ships with fullshard, the main one unless said.
+def read_job(name: str = "main_job.yaml", package: str | None = None) -> File:
+    """A job that ships with fullshard: the main one, or one of a recipe's package."""
+    resource = files(package or "fullshard.config.defaults").joinpath(name)
+    return dataclasses.replace(parse_text(resource.read_text("utf-8"), name), is_ours=True)
+
+
+def read_file(path: Path) -> File:
+    """A file of configuration.
 
     Raises:
         ConfigError: it cannot be read, or a key stands twice in one mapping.
     """
-    text, name = _text_of(path, default)
-    if name.endswith(".json"):
+    text = _text_of(path)
+    if path.suffix == ".json":
         text = text.expandtabs()  # which JSON may be indented with, and YAML may not
-    return parse_text(text, name, path.parent if path else Path())
+    return parse_text(text, str(path), path.parent)
 
 
 def parse_text(text: str, name: str, folder: Path = Path()) -> File:
@@ -226,14 +228,9 @@ def readable(name: str) -> Generator[None]:
         raise ConfigProblems([problem]) from error
 
 
-def _text_of(path: Path | None, default: str) -> tuple[str, str]:
-    """The text, and the name that messages have for it."""
-    if path is None:
-        resource = files("fullshard.config").joinpath("defaults").joinpath(default)
-        return resource.read_text(encoding="utf-8"), default
-    name = str(path)
+def _text_of(path: Path) -> str:
     try:
-        return read_regular(path).decode("utf-8-sig"), name
+        return read_regular(path).decode("utf-8-sig")
     except FileNotFoundError:
         problem = _missing(path)
     except IsADirectoryError:
@@ -243,7 +240,7 @@ def _text_of(path: Path | None, default: str) -> tuple[str, str]:
         problem = Problem("", "UTF-8 text", got)
     except OSError as error:
         problem = Problem("", "a readable file", error.strerror or str(error))
-    raise ConfigProblems([dataclasses.replace(problem, place=name)])
+    raise ConfigProblems([dataclasses.replace(problem, place=str(path))])
 
 
 def _missing(path: Path) -> Problem:

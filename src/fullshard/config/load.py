@@ -24,8 +24,6 @@ from fullshard.config.dialects.translate import (
 )
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.files import (
-    JOBS,
-    MAIN_JOB,
     File,
     drop,
     find,
@@ -33,6 +31,7 @@ from fullshard.config.files import (
     is_below,
     put,
     read_file,
+    read_job,
     readable,
 )
 from fullshard.config.keys import PLAIN_KEYS, at_home, canonical, derived_from, rivals_of
@@ -40,8 +39,7 @@ from fullshard.config.origins import Entry, Index, Origin, OriginKind
 from fullshard.config.overrides import Override, parse_overrides
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig
-from fullshard.config.supported import check_command, check_supported
-from fullshard.config.values import Command
+from fullshard.config.supported import check_supported
 from fullshard.config.write import flatten, write_yaml
 from fullshard.errors import FullshardError
 
@@ -61,6 +59,7 @@ class Resolved:
         notes: what became of every key of another tool.
         dialects: of the files, in their order; "fullshard" is ours.
         is_without_model: no model was given, and a name stands in its place.
+        job: the job of ours that was read, if no file was.
     """
 
     config: RunConfig
@@ -69,6 +68,7 @@ class Resolved:
     notes: tuple[Note, ...] = ()
     dialects: tuple[str, ...] = ()
     is_without_model: bool = False
+    job: str = ""
 
     def to_yaml(self, *, with_defaults: bool = True) -> str:
         """The configuration as YAML with every origin as a comment; loads to an equal one."""
@@ -94,7 +94,7 @@ class Resolved:
     def is_chosen(self, key: str) -> bool:
         """Whether the user set a value; a default or a job that ships with fullshard did not."""
         origin = self.origins.get(key)
-        return origin is not None and bool(origin.place) and origin.file not in JOBS
+        return origin is not None and bool(origin.place) and origin.file != self.job
 
     def place_of(self, key: str) -> str:
         """`train.yaml:12`, or nothing for what nobody wrote."""
@@ -106,13 +106,6 @@ class Resolved:
         """As `supported.check_supported`, with the place of every value that it refuses."""
         try:
             check_supported(self.config, planning=planning, launch=launch)
-        except ConfigProblems as error:
-            raise error.map(self.index.locate) from None
-
-    def check_command(self, command: Command) -> None:
-        """As `supported.check_command`, with places."""
-        try:
-            check_command(self.config, command)
         except ConfigProblems as error:
             raise error.map(self.index.locate) from None
 
@@ -142,7 +135,6 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     needs_model: bool = True,
-    default: str = MAIN_JOB,
 ) -> Resolved:
     """Read files in any dialect and merge the command line into them.
 
@@ -151,30 +143,24 @@ def load_config(
             earlier ones; None: the main job, which ships with fullshard.
         overrides: `a.b.key=value`, or `key=value` where only one key has that name.
         needs_model: False: a configuration without a model is whole too, for explaining it.
-        default: the job among those that ship with fullshard.
 
     Raises:
         ConfigError: with everything that is wrong with the input, and its places.
     """
-    paths = path if isinstance(path, Sequence) else [path]
-    last = paths[-1]
-    name = last.name if isinstance(last, File) else str(last or default)
+    given = path if isinstance(path, Sequence) else [path or read_job()]
+    last = given[-1]
+    name = last.name if isinstance(last, File) else str(last)
     with readable(name):
-        return _load(paths, overrides, name, default, needs_model=needs_model)
+        return _load(given, overrides, name, needs_model=needs_model)
 
 
 def _load(
-    paths: Sequence[Path | File | None],
-    overrides: Sequence[str],
-    name: str,
-    default: str,
-    *,
-    needs_model: bool,
+    paths: Sequence[Path | File], overrides: Sequence[str], name: str, *, needs_model: bool
 ) -> Resolved:
     files: list[File] = []
     layers: list[Translation] = []
     try:
-        files += [path if isinstance(path, File) else read_file(path, default) for path in paths]
+        files += [path if isinstance(path, File) else read_file(path) for path in paths]
         present = [canonical(entry.key) for file in files for entry in file.entries]
         given, problems = parse_overrides(overrides, present)
         layers = [translate(file.without(_replaced_names(given))) for file in files]
@@ -201,7 +187,8 @@ def _load(
     notes = [_judge(note, index) for layer in layers for note in layer.notes]
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
     origins = _origins(config, index)
-    return Resolved(config, origins, index, tuple(notes), dialects, is_without_model)
+    job = name if files[-1].is_ours else ""
+    return Resolved(config, origins, index, tuple(notes), dialects, is_without_model, job)
 
 
 def _replaced_names(given: Sequence[Override]) -> list[str]:

@@ -116,15 +116,6 @@ class LrSchedule(StrEnum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
-class Command(StrEnum):
-    """Which recipe trains."""
-
-    TRAIN = "train"
-    SFT = "sft"
-    DISTILL = "distill"
-    CACHE = "distill-cache"  # a teacher's logits, for a distillation without it
-
-
 class DistillLoss(StrEnum):
     """How far a student is from its teacher."""
 

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fullshard.engine._torch_compat import graph_task_id
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Group, Member, Unit

@@ -1,116 +1,119 @@
-"""The recipes by their data: what is made before the ranks start, and what each rank trains on.
+"""The registry of recipes: a line a command, and the folder that has all of it.
 
-            made once, in the command's process            on every rank
-    text    documents -> packed sequences                  PackedText
-    chat    conversations -> rows, some of it learned      Chats
+    recipes/NAME/
+      command.py   COMMAND: its help, its job without a configuration file, what it refuses
+      recipe.py    KINDS: the data and the loss of each of its commands
 
-`fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
+`distill-cache` is `fullshard distill cache`. This module and every command.py import nothing but
+the standard library at their top: `fullshard --help` loads them all and must stay fast.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
-from fullshard.config.values import Command
-from fullshard.data.chat import read_examples
-from fullshard.data.chat_rows import KIND as CHAT
-from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
-from fullshard.data.chat_template import Learned, set_template, texts_of
-from fullshard.data.dataset import Prepared, load_facts
-from fullshard.data.order import SampleOrder
-from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
-from fullshard.data.tokenizer import train_tokenizer
-from fullshard.recipes import distill, pretrain
-from fullshard.recipes.base import RecipeKind, RowBatches, Seat
-from fullshard.recipes.pretrain import PackedText
-from fullshard.recipes.sft import Chats
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from fullshard.config.files import File
+    from fullshard.config.load import Resolved
+    from fullshard.config.problems import Problem
+    from fullshard.config.schema import RunConfig
+    from fullshard.recipes.base import RecipeKind
 
 
-RECIPES: dict[Command, RecipeKind] = {
-    Command.TRAIN: RecipeKind(pretrain.build),
-    Command.SFT: RecipeKind(pretrain.build, uses_chats=lambda _: True),
-    Command.DISTILL: distill.DISTILL,
-    Command.CACHE: distill.CACHE,
-}
+class Command(StrEnum):
+    """A recipe, under the name of its command."""
+
+    TRAIN = "train", "pretrain"
+    SFT = "sft", "sft"
+    DISTILL = "distill", "distill"
+    CACHE = "distill-cache", "distill"  # a teacher's logits, for a distillation without it
+
+    folder: str
+
+    def __new__(cls, name: str, folder: str) -> Command:
+        """The name, and the folder of `recipes/`."""
+        member = str.__new__(cls, name)
+        member._value_, member.folder = name, folder
+        return member
+
+    @property
+    def about(self) -> RecipeCommand:
+        """What is known of it without torch."""
+        return import_module(f"fullshard.recipes.{self.folder}.command").COMMAND
+
+    @property
+    def kind(self) -> RecipeKind:
+        """What it trains, and on which data."""
+        return import_module(f"fullshard.recipes.{self.folder}.recipe").KINDS[self.value]
 
 
-def make_data(
-    config: RunConfig,
-    command: Command,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-) -> Prepared:
-    """Reads, tokenizes and packs the data of a run.
+def _main_job(_: Resolved | None) -> File:
+    from fullshard.config.files import read_job
+
+    return read_job()
+
+
+@dataclass(frozen=True)
+class RecipeCommand:
+    """What a recipe adds to the command line.
 
     Args:
-        config: Configuration of the run.
-        command: Which recipe it is for.
-        tokenizer: None trains one on the data.
-        vocab_size: Most entries of one that is trained.
+        help: of the command, in full.
+        example: words behind the command.
+        sections: of the configuration that it reads, and other recipes refuse unless they do too.
+        check: (configuration, command) -> what else is wrong with it.
+        job: (configuration that was read, or None) -> the job without a configuration file.
+        begins_with: (configuration) -> the model's folder that must be there, and the job that
+            makes it; None: no job of ours makes a model for it.
+    """
+
+    help: str
+    example: str
+    sections: tuple[str, ...] = ()
+    check: Callable[[RunConfig, Command], Iterable[Problem]] = lambda *_: ()
+    job: Callable[[Resolved | None], File] = _main_job
+    begins_with: Callable[[RunConfig], tuple[str | None, File]] | None = None
+
+
+def check_command(config: RunConfig, command: Command) -> None:
+    """Refuse what another recipe would read: it would be without effect, in silence.
 
     Raises:
-        DataError: The data cannot be used.
+        ConfigError: with every such section.
     """
-    path = Path(config.data.path) if config.data.path else None
-    if RECIPES[command].uses_chats(config):
-        return _make_chats(config, path, tokenizer, vocab_size)
-    settings = DatasetSettings(
-        sequence_length=config.training.max_seq_length,
-        held_out_fraction=config.data.validation_fraction,
-        vocab_size=vocab_size,
-    )
-    return make_dataset(read_corpus(path, config.data.text_column), settings, tokenizer)
+    from fullshard.config.problems import ConfigProblems
+
+    problems = [*_of_xla(config, command), *command.about.check(config, command)]
+    owners = {section: other for other in reversed(Command) for section in other.about.sections}
+    owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
+    for section, owner in owners.items():
+        if section not in command.about.sections and getattr(config, section) is not None:
+            problems.append(of_other(section, "a mapping", owner))
+    if problems:
+        raise ConfigProblems(problems)
 
 
-def load_data(folder: Path, model: ModelConfig) -> Prepared:
-    """Maps the prepared data of a run.
+def of_other(key: str, got: str, command: Command) -> Problem:
+    """The problem of a key that another recipe reads."""
+    from fullshard.config.problems import Problem
 
-    Args:
-        folder: Folder of the data.
-        model: Says whether code of the tokenizer may run.
-
-    Raises:
-        DataError: Nothing is there.
-    """
-    kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
-    return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
+    return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
 
 
-def make_recipe(data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat) -> RowBatches:
-    """What trains on prepared data, on this rank."""
-    if isinstance(data, ChatDataset):
-        return Chats(data, per_device_eval, order, seat)
-    assert isinstance(data, Dataset), "there are two kinds of data"
-    return PackedText(data, per_device_eval, order, seat)
+def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
+    from fullshard.config.problems import Problem
+    from fullshard.config.values import Backend
 
-
-def _make_chats(
-    config: RunConfig,
-    path: Path | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-) -> ChatDataset:
-    sft = config.sft or SftConfig()
-    settings = ChatSettings(
-        sequence_length=config.training.max_seq_length,
-        held_out_fraction=config.data.validation_fraction,
-        packing=bool(sft.packing),
-        learned=Learned(
-            completions_only=sft.completion_only_loss is not False,
-            assistant_only=sft.assistant_only_loss is not False,
-        ),
-        num_samples=sft.num_samples,
-    )
-    data = read_examples(path)
-    if tokenizer is None:
-        texts = (text for example in data.examples for text in texts_of(example))
-        tokenizer = train_tokenizer(texts, vocab_size)
-    template = Path(sft.chat_template_path) if sft.chat_template_path else None
-    set_template(tokenizer, template, config.model)
-    chosen = tokenizer
-    return cached(data, settings, chosen, lambda: make_chat_dataset(data, settings, chosen))
+    if config.backend is not Backend.JAX:
+        return
+    sft, training, says = config.sft, config.training, "with backend: jax is not yet supported"
+    if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
+        advice = "Leave it out: no prompt is answered"
+        yield Problem("sft.num_samples", "", f"{sft.num_samples} {says}", advice)
+    size = training.loss_chunk_size if "loss_chunk_size" in training.model_fields_set else 0
+    if size and command is not Command.DISTILL:
+        yield Problem("training.loss_chunk_size", "", f"{size} {says}", "Leave it out")

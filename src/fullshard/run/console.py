@@ -23,13 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Command
 from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import printable
 from fullshard.models.build import weights_folder
 from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
+from fullshard.recipes.registry import Command
 from fullshard.run.schedule import StepPlan
 
 LABEL_WIDTH = 10

@@ -18,7 +18,7 @@ from torch import nn
 import fullshard as fs
 from fullshard import loading, saving
 from fullshard.config.schema import SftConfig
-from fullshard.config.values import Command, DType, GradSync
+from fullshard.config.values import DType, GradSync
 from fullshard.data.chat_rows import ChatDataset
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
@@ -40,7 +40,7 @@ from fullshard.recipes.base import (
     predicted_of,
 )
 from fullshard.recipes.head import whole_logits
-from fullshard.recipes.registry import RECIPES
+from fullshard.recipes.registry import Command
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import RunConsole, RunFacts, banner
 from fullshard.run.loop import Loop, Update, diverged
@@ -222,7 +222,7 @@ class TorchSide:
         """The sharded model and its optimizer, and the ranks."""
         run, training = self._session, self._session.config.training
         config, seat, folder = run.config, run.seat, run.folder.path
-        kind = RECIPES[run.command]
+        kind = run.command.kind
         self._model = kind.build(config, run.model_config, data, seat, folder)
         self._model.train()
         if seat.is_first:

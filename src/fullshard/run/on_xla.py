@@ -32,7 +32,6 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
-from fullshard.recipes.registry import RECIPES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import DataFacts, RunConsole
 from fullshard.run.loop import Loop, Update, diverged
@@ -152,7 +151,7 @@ class XlaSide:
         self._join()
         config, model_config = session.config, session.model_config
         self._decoder = decoder = DecoderConfig.of(model_config)
-        kind = RECIPES[session.command]
+        kind = session.command.kind
         shapes = {**decoder.shapes(), **kind.xla_shapes(config, decoder.hidden_size)}
         self._plan = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
         self._teaching = kind.on_xla(config, Decoder(decoder, self._plan))

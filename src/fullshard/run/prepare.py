@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Command
 from fullshard.data import dataset as data_facts
 from fullshard.errors import ConfigError
 from fullshard.models.build import (
@@ -33,7 +32,8 @@ from fullshard.models.config import (
     require_transformers,
 )
 from fullshard.models.small import check_documents
-from fullshard.recipes.registry import RECIPES, make_data
+from fullshard.recipes.batches import make_data
+from fullshard.recipes.registry import Command
 from fullshard.run.optim import check_optimizer
 from fullshard.run.schedule import StepPlan, plan_steps
 
@@ -78,7 +78,7 @@ def prepare(
     """
     check_optimizer(config.training.optim)
     given, tokenizer = given_model_config(config), given_tokenizer(config)
-    kind = RECIPES[command]
+    kind = command.kind
     kind.check(config, tokenizer)
     _check_trains_tokenizer(config, tokenizer)
     dataset = make_data(config, command, tokenizer, vocab_size(config, given))

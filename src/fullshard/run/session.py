@@ -21,7 +21,7 @@ import torch
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Backend, Command
+from fullshard.config.values import Backend
 from fullshard.data.dataset import Prepared
 from fullshard.errors import HangError
 from fullshard.launch import rendezvous
@@ -33,7 +33,8 @@ from fullshard.models.generate import Sample
 from fullshard.observe import watchdog
 from fullshard.observe.position import Verdict
 from fullshard.recipes.base import RowBatches, Seat, Team
-from fullshard.recipes.registry import RECIPES, load_data, make_recipe
+from fullshard.recipes.batches import load_data, make_recipe
+from fullshard.recipes.registry import Command
 from fullshard.run.checkpoints import RunCheckpoints, Saved
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder, RunStatus, now
@@ -166,7 +167,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     """Learn and export; or write what a recipe leaves in place of a model."""
     config, folder, steps = session.config, session.folder, session.steps
     data = session.batches()
-    write = RECIPES[session.command].write
+    write = session.command.kind.write
     if write is not None:
         write(config, session.dataset.facts, data, session.seat)
         if session.seat.is_first:

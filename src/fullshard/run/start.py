@@ -19,7 +19,7 @@ from fullshard.checkpoint.retain import newest_complete
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
-from fullshard.config.values import Command, DType
+from fullshard.config.values import DType
 from fullshard.errors import ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.machine import configured_topology
@@ -32,6 +32,7 @@ from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
+from fullshard.recipes.registry import Command
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
 from fullshard.run.optim import KINDS
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fullshard.config.files import JOBS
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
 
-OURS = (files("fullshard.config") / "defaults" / JOBS[0]).read_text(encoding="utf-8")
+OURS = (files("fullshard.config") / "defaults" / "main_job.yaml").read_text(encoding="utf-8")
 ACCELERATE = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP

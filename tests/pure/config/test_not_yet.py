@@ -7,9 +7,9 @@ import pytest
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig, ShardConfig
-from fullshard.config.supported import check_command, check_supported
-from fullshard.config.values import Command
+from fullshard.config.supported import check_supported
 from fullshard.errors import ConfigError
+from fullshard.recipes.registry import Command, check_command
 
 
 def refusal(config, **how):

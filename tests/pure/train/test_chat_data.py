@@ -20,7 +20,7 @@ from fullshard.data.chat_template import Learned, encode, set_template
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
-from fullshard.recipes.registry import load_data
+from fullshard.recipes.batches import load_data
 
 # Marks nothing, and writes a turn in another way once there is a later one.
 UNMARKED = (

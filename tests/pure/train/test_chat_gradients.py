@@ -16,7 +16,7 @@ from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.small import check_documents
 from fullshard.recipes.base import Seat
-from fullshard.recipes.sft import Chats
+from fullshard.recipes.sft.recipe import Chats
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "vocab_size": 300}

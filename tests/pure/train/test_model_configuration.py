@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.schema import ModelConfig
 from fullshard.data.tokenizer import train_tokenizer
@@ -98,7 +99,7 @@ def test_vocabulary_that_is_too_small_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("job", "teacher_positions", "words", "expected"),
+    ("name", "teacher_positions", "words", "expected"),
     [
         ("main_job.yaml", None, [], (64, "model")),
         ("sft_job.yaml", None, [], (64, "model")),
@@ -115,16 +116,18 @@ def test_vocabulary_that_is_too_small_is_refused():
     ],
 )
 def test_a_length_that_nobody_set_is_fitted_to_the_models_and_a_set_one_is_checked(
-    tmp_path, caplog, job, teacher_positions, words, expected
+    tmp_path, caplog, name, teacher_positions, words, expected
 ):
     positions = {"model": 64, "teacher": teacher_positions}
-    for name, limit in positions.items():
+    for whose, limit in positions.items():
         if limit:
             config_from_settings({**SETTINGS, "max_position_embeddings": limit}).save_pretrained(
-                tmp_path / name
+                tmp_path / whose
             )
-            words = [*words, f"{name}={tmp_path / name}"]
-    resolved = load_config(None, words, default=job)
+            words = [*words, f"{whose}={tmp_path / whose}"]
+    recipe = name.partition("_")[0]
+    package = None if recipe == "main" else f"fullshard.recipes.{recipe}"
+    resolved = load_config([read_job(name, package)], words)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=rf"training.max_seq_length: expected {expected}"):
             with_fitting_length(resolved)

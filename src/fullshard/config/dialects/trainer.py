@@ -114,7 +114,7 @@ def _use_peft(value: object, said: Said) -> Meaning:
 
 
 def lora_keys(is_on: Callable[[Said], bool], off: str) -> dict[str, Rule]:
-    """`lora_*`, which count where another key trains adapters; `off`: why they do not."""
+    """`lora_*`, which count where another key turns adapters on; `off`: why they do not."""
 
     def rule_of(name: str) -> Rule:
         def rule(value: object, said: Said) -> Meaning:

@@ -14,7 +14,7 @@ from torch import nn
 
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
-from fullshard.config.values import Command, DistillLoss, DType, Home, Transport
+from fullshard.config.values import DistillLoss, DType, Home, Transport
 from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
 from fullshard.data.tokenizer import load_tokenizer
@@ -30,6 +30,7 @@ from fullshard.recipes.base import RankTeam, Recipe, RowBatches, Seat, inputs_of
 from fullshard.recipes.distill.logits import TopK, write_facts
 from fullshard.recipes.distill.loss import Distillation, Teacher
 from fullshard.recipes.head import Head
+from fullshard.recipes.registry import Command
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

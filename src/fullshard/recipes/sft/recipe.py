@@ -8,7 +8,8 @@ import numpy as np
 
 from fullshard.data.chat_rows import ChatDataset, dealt
 from fullshard.data.order import Indices, SampleOrder
-from fullshard.recipes.base import IGNORED, RowBatches, Seat
+from fullshard.recipes.base import IGNORED, RecipeKind, RowBatches, Seat
+from fullshard.recipes.pretrain.recipe import build
 
 
 class Chats(RowBatches):
@@ -66,3 +67,6 @@ class Chats(RowBatches):
         if any(len(documents) > 1 for documents in members):
             arrays["position_ids"] = places
         return arrays
+
+
+KINDS = {"sft": RecipeKind(build, uses_chats=lambda _: True)}

@@ -13,7 +13,7 @@ from fullshard.config.schema import RunConfig
 from fullshard.data.order import Indices, SampleOrder
 from fullshard.data.text import Dataset
 from fullshard.models.build import build_sharded
-from fullshard.recipes.base import IGNORED, Objective, RowBatches, Seat, WholeLogits
+from fullshard.recipes.base import IGNORED, Objective, RecipeKind, RowBatches, Seat, WholeLogits
 from fullshard.recipes.head import Head, NextToken, whole_logits
 
 if TYPE_CHECKING:
@@ -70,3 +70,6 @@ def sharded(
     model = build_sharded(config, model_config, device, before)
     size = config.training.loss_chunk_size
     return model, NextToken(heads[0], size) if heads else WholeLogits()
+
+
+KINDS = {"train": RecipeKind(build)}

@@ -1,0 +1,107 @@
+"""Batches by their data: what is made before the ranks start, and what each rank trains on.
+
+            made once, in the command's process            on every rank
+    text    documents -> packed sequences                  PackedText
+    chat    conversations -> rows, some of it learned      Chats
+
+`fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fullshard.config.schema import ModelConfig, RunConfig, SftConfig
+from fullshard.data.chat import read_examples
+from fullshard.data.chat_rows import KIND as CHAT
+from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
+from fullshard.data.chat_template import Learned, set_template, texts_of
+from fullshard.data.dataset import Prepared, load_facts
+from fullshard.data.order import SampleOrder
+from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
+from fullshard.data.tokenizer import train_tokenizer
+from fullshard.recipes.base import RowBatches, Seat
+from fullshard.recipes.pretrain.recipe import PackedText
+from fullshard.recipes.registry import Command
+from fullshard.recipes.sft.recipe import Chats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_data(
+    config: RunConfig,
+    command: Command,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> Prepared:
+    """Reads, tokenizes and packs the data of a run.
+
+    Args:
+        config: Configuration of the run.
+        command: Which recipe it is for.
+        tokenizer: None trains one on the data.
+        vocab_size: Most entries of one that is trained.
+
+    Raises:
+        DataError: The data cannot be used.
+    """
+    path = Path(config.data.path) if config.data.path else None
+    if command.kind.uses_chats(config):
+        return _make_chats(config, path, tokenizer, vocab_size)
+    settings = DatasetSettings(
+        sequence_length=config.training.max_seq_length,
+        held_out_fraction=config.data.validation_fraction,
+        vocab_size=vocab_size,
+    )
+    return make_dataset(read_corpus(path, config.data.text_column), settings, tokenizer)
+
+
+def load_data(folder: Path, model: ModelConfig) -> Prepared:
+    """Maps the prepared data of a run.
+
+    Args:
+        folder: Folder of the data.
+        model: Says whether code of the tokenizer may run.
+
+    Raises:
+        DataError: Nothing is there.
+    """
+    kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
+    return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
+
+
+def make_recipe(data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat) -> RowBatches:
+    """What trains on prepared data, on this rank."""
+    if isinstance(data, ChatDataset):
+        return Chats(data, per_device_eval, order, seat)
+    assert isinstance(data, Dataset), "there are two kinds of data"
+    return PackedText(data, per_device_eval, order, seat)
+
+
+def _make_chats(
+    config: RunConfig,
+    path: Path | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> ChatDataset:
+    sft = config.sft or SftConfig()
+    settings = ChatSettings(
+        sequence_length=config.training.max_seq_length,
+        held_out_fraction=config.data.validation_fraction,
+        packing=bool(sft.packing),
+        learned=Learned(
+            completions_only=sft.completion_only_loss is not False,
+            assistant_only=sft.assistant_only_loss is not False,
+        ),
+        num_samples=sft.num_samples,
+    )
+    data = read_examples(path)
+    if tokenizer is None:
+        texts = (text for example in data.examples for text in texts_of(example))
+        tokenizer = train_tokenizer(texts, vocab_size)
+    template = Path(sft.chat_template_path) if sft.chat_template_path else None
+    set_template(tokenizer, template, config.model)
+    chosen = tokenizer
+    return cached(data, settings, chosen, lambda: make_chat_dataset(data, settings, chosen))

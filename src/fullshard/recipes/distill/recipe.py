@@ -1,0 +1,63 @@
+"""The recipe of distillation: a teacher, or the logits that one left, beside the batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fullshard.config.schema import RunConfig
+from fullshard.data.chat import is_chat
+from fullshard.data.dataset import DatasetFacts
+from fullshard.recipes.base import RecipeKind, RowBatches, Seat
+from fullshard.recipes.distill.logits import check_facts
+from fullshard.recipes.distill.teacher import check_teacher, set_up, settings_of, write_cache
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def _uses_chats(config: RunConfig) -> bool:
+    return config.data.path is not None and is_chat(Path(config.data.path))
+
+
+def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
+    """Logits that a teacher left are those of this data."""
+    cache = settings_of(config).cache
+    if cache:
+        check_facts(Path(cache), facts)
+
+
+def _build(
+    config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, folder: Path
+) -> nn.Module:
+    """The teacher is built first: the student may be cut out of it."""
+    teaching = set_up(config, folder, data, seat)
+    student = teaching.student(model_config, seat)
+    data.objective = teaching.objective()
+    return student
+
+
+def _xla_shapes(config: RunConfig, width: int) -> Any:
+    from fullshard.recipes.distill.xla import projection_shapes
+
+    return projection_shapes(config, width)
+
+
+def _on_xla(config: RunConfig, student: Any) -> Any:
+    from fullshard.recipes.distill.xla import XlaTeaching
+
+    return XlaTeaching.of(config, student)
+
+
+_CACHE = RecipeKind(_build, _uses_chats, check_teacher, write=write_cache)
+_DISTILL = replace(
+    _CACHE,
+    check_data=_check_data,
+    write=None,
+    xla_shapes=_xla_shapes,
+    on_xla=_on_xla,
+)
+KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}
