@@ -202,7 +202,9 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)  # as torch's
         ctx.write, ctx.begin = write, begin
-        return functional.linear(x, weight, bias)
+        output = functional.linear(x, weight, bias)
+        # A view that a Function returns may not be written in place; `.data` is none.
+        return output if output._base is None else output.data
 
     @staticmethod
     def backward(ctx: Any, gy: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -242,7 +244,7 @@ class _Again(_Linear):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)  # as torch's
         ctx.write, ctx.begin = write, begin
-        return x.new_empty(1).expand(*x.shape[:-1], weight.shape[0])  # takes no memory
+        return x.new_empty(1).expand(*x.shape[:-1], weight.shape[0]).data  # takes no memory
 
 
 _linear, _again = apply_untransformed(_Linear), apply_untransformed(_Again)
