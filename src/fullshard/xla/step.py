@@ -285,7 +285,8 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
         found = loss_fn(whole_but_blocks(plan, params), batch, **given)
-        sums = sums_of(found, variables)
+        sums = sums_of(found, variables, new=False)
+        plan.check_gathered()
         total, count, metrics = _over_devices(plan, (sums.total, sums.count, sums.metrics))
         return (total, count, metrics) if len(found) > 2 else (total, count)
 
@@ -377,6 +378,7 @@ def gradients(
         turns = (jnp.arange(num_micro_batches), batch)
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
+    plan.check_gathered()
     total, count, metrics = _over_devices(plan, sums)
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]
