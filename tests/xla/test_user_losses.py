@@ -62,7 +62,10 @@ def on_devices(folder, recompute):
     import fullshard.jax as fj
 
     tx = optax.sgd(1e-2)
-    params = parameters()
+    params, odd = parameters(), {"odd": jax.numpy.ones(7)}
+    whole = fj.plan(odd, None, fj.make_mesh(1, 4, devices=jax.devices()[:4]))
+    again = fj.train_step(whole, lambda p, b: (p["odd"].sum(), b.sum()), tx)
+    again(fj.shard(whole, odd, tx), np.ones(8))
     found = []
     for step_number, batch in enumerate(batches()):
         replicate, shard = [(2, 2), (1, 4)][step_number]
@@ -85,7 +88,7 @@ def on_devices(folder, recompute):
         state, metrics = step(state, batch, rng=jax.random.key(7))
         fj.save(folder, state, step=step_number + 1, epoch=3, note="kept")
         found.append([np.asarray(metrics[name]) for name in ("loss", "accuracy", "sizes")])
-    assert float(params["head"][0]) == 1.0  # the caller's arrays are still there
+    assert float(params["head"][0]) == float(odd["odd"][0]) == 1.0  # the caller's are still there
     assert fj.load_values(folder) == {"epoch": 3, "note": "kept", "step": NUM_STEPS}
     last = {name: np.asarray(leaf) for name, leaf in state.variables.items()}
     return found, last, fj.full_params(state)["head"]
@@ -105,18 +108,17 @@ def on_one_device():
         return x, jnp.stack(sizes)
 
     def one_step(params, variables, batch, key):
-        sums = []
+        sums, own = [], [variables] * NUM_PARTS
         for micro in range(NUM_MICRO):
-            new = []
             for device in range(NUM_PARTS):
                 size = SAMPLES // NUM_PARTS
                 part = {n: v[micro, device * size :][:size] for n, v in batch.items()}
-                own = jax.random.fold_in(key, micro * NUM_PARTS + device)
-                *found, changed = loss_of(layers, params, part, own, variables)
+                its = jax.random.fold_in(key, micro * NUM_PARTS + device)
+                *found, changed = loss_of(layers, params, part, its, own[device])
                 sums.append(found)
-                new.append(changed)
-            mean = sum(each["mean"] for each in new) / NUM_PARTS
-            variables = {"mean": jax.lax.stop_gradient(mean), "seen": new[0]["seen"]}
+                own[device] = jax.lax.stop_gradient(changed)
+        mean = sum(each["mean"] for each in own) / NUM_PARTS
+        variables = {"mean": mean, "seen": own[0]["seen"]}
         count = sum(each[1] for each in sums)
         add = lambda *values: sum(values) / count  # noqa: E731
         metrics = jax.tree.map(add, *(each[2] for each in sums))

@@ -81,10 +81,10 @@ def shard(
     """
 
     def place(array: ArrayPlan, leaf: Any) -> Any:
-        return stored(array, jnp.asarray(leaf))
+        return stored(array, jnp.array(leaf, copy=True))
 
     whole = plan.with_arrays(place, params)
-    placed = jax.device_put(whole, plan.shardings, may_alias=False)
+    placed = jax.device_put(whole, plan.shardings)
     return with_optimizer(plan, placed, tx, variables=variables)
 
 

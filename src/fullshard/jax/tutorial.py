@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
@@ -58,7 +59,8 @@ def shard_fsdp(
         spec = None if names is None else _logical(name, leaf.shape, names, rules, mesh)
         if spec is None:
             spec = spec_for(leaf.shape, threshold, mesh)
-        return jax.device_put(leaf, NamedSharding(mesh, spec), may_alias=False)
+        # What is placed may be the array itself, and a step uses it up.
+        return jax.device_put(jnp.array(leaf, copy=True), NamedSharding(mesh, spec))
 
     is_annotated: Any = lambda node: _annotation(node) is not None  # noqa: E731
     placed = jax.tree.map_with_path(place, params, is_leaf=is_annotated)
@@ -96,6 +98,10 @@ def _logical(
     axes = [table.get(n, n) for n in names]
     for size, axis in zip(shape, axes, strict=False):
         several = (axis,) if isinstance(axis, str) else axis or ()
+        if not set(several) <= set(mesh.shape):
+            raise ConfigError(
+                f"rules: expected axes of the mesh, {tuple(mesh.shape)}; got {axis!r} for {name}."
+            )
         parts = math.prod(mesh.shape[one] for one in several)
         if size % parts:
             raise ConfigError(

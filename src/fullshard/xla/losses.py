@@ -13,7 +13,8 @@ So a term that is no sum over tokens, such as a regularizer, is multiplied by th
 `total + weight * norm * count` is the mean plus `weight * norm`, on any number of devices.
 
 `variables` is `state.variables`, such as BatchNorm's running averages. Those that come back are
-averaged over devices (integers are the first device's) and handed to the next micro-batch and step.
+given to the device's next micro-batch; at the end of the step they are averaged over devices
+(integers and keys are the first device's).
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def with_optimizer(
 ) -> State:
     """A state from sharded parameters, with a fresh optimizer."""
     opt_state = None if tx is None else fresh(plan, tx, params)
-    variables = jax.device_put(variables, plan.replicated, may_alias=False)
+    own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), variables)
+    variables = jax.device_put(own, plan.replicated)  # a step uses them up
     return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan, variables)
 
 
