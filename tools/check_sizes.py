@@ -28,10 +28,10 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 2_030,
-    "engine + transport": 6_995,
+    "engine + transport": 7_025,
     "planner + outlook": 4_360,
     "data + models + recipes + run + verify": 7_815,
-    "in all": 38_810,
+    "in all": 38_980,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
