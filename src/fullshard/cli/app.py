@@ -36,7 +36,7 @@ _COMPLETION = ("install_completion", "show_completion")
 
 # How a command that takes a configuration may be called; shown at the end of its help.
 EXAMPLES = {
-    **{name: Command(name).about.example for name in RECIPES},
+    **{name: Command(name).help[1] for name in RECIPES},
     "plan": "CONFIG.yaml --gpus 8xH100-80GB --nodes 2",
     "verify": "CONFIG.yaml",
 }

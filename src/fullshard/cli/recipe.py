@@ -53,7 +53,7 @@ def app_of(recipe: Command) -> typer.Typer:
     """The command of a recipe; `distill-cache` is a first word of another's."""
     app = typer.Typer()
 
-    @app.command(context_settings=OPEN_WORDS, help=recipe.about.help)
+    @app.command(context_settings=OPEN_WORDS, help=recipe.help[0])
     def run(
         words: Words = None,
         config: ConfigFlag = None,

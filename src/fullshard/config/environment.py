@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 from fullshard.config.problems import ConfigProblems, Problem
 
@@ -204,36 +204,25 @@ class _Variables:
 
 
 def _read_ours(reader: _Variables) -> LaunchEnvironment:
-    rank, world_size = _rank_of(reader, OURS + "RANK", OURS + "WORLD_SIZE")
-    local = _rank_of(reader, OURS + "LOCAL_RANK", OURS + "LOCAL_WORLD_SIZE")
-    return _check_local(
-        LaunchEnvironment(
-            launcher=Launcher.FULLSHARD,
-            rank=rank,
-            world_size=world_size,
-            local_rank=local[0],
-            local_world_size=local[1],
-            master_addr=reader.text(OURS + "MASTER_ADDR"),
-            master_port=reader.integer(OURS + "MASTER_PORT", at_least=1),
-            launch_dir=reader.path(OURS + "LAUNCH_DIR"),
-            run_dir=reader.path(OURS + "RUN_DIR"),
-            run_id=reader.text(OURS + "RUN_ID"),
-            attempt=reader.integer(OURS + "ATTEMPT", at_least=0) or 0,
-            timeout_s=reader.number(OURS + "TIMEOUT"),
-            config_file=reader.path(OURS + "CONFIG_FILE"),
-        ),
-        OURS,
+    return _launched(
+        reader,
+        Launcher.FULLSHARD,
+        _rank_of(reader, OURS + "RANK", OURS + "WORLD_SIZE"),
+        _rank_of(reader, OURS + "LOCAL_RANK", OURS + "LOCAL_WORLD_SIZE"),
+        prefix=OURS,
+        launch_dir=reader.path(OURS + "LAUNCH_DIR"),
+        run_id=reader.text(OURS + "RUN_ID"),
+        attempt=reader.integer(OURS + "ATTEMPT", at_least=0) or 0,
     )
 
 
 def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
-    rank, world_size = _rank_of(reader, "RANK", "WORLD_SIZE")
-    address = reader.text("MASTER_ADDR") or None
-    port = reader.integer("MASTER_PORT", at_least=1)
+    world = _rank_of(reader, "RANK", "WORLD_SIZE")
+    address = reader.text("MASTER_ADDR") or ""
     if reader.has_any("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         local = _rank_of(reader, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif (address or "") in _LOOPBACK:
-        local = rank, world_size  # a rendezvous on this machine: there is no other
+    elif address in _LOOPBACK:
+        local = world  # a rendezvous on this machine: there is no other
     else:
         _refuse(
             "LOCAL_RANK",
@@ -241,47 +230,25 @@ def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
             "nothing",
             "Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with torchrun",
         )
-    return _check_local(
-        LaunchEnvironment(
-            launcher=Launcher.TORCHRUN,
-            rank=rank,
-            world_size=world_size,
-            local_rank=local[0],
-            local_world_size=local[1],
-            master_addr=address,
-            master_port=port,
-            run_dir=reader.path(OURS + "RUN_DIR"),
-            run_id=reader.text("TORCHELASTIC_RUN_ID"),
-            attempt=reader.integer("TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
-            timeout_s=reader.number(OURS + "TIMEOUT"),
-            config_file=reader.path(OURS + "CONFIG_FILE"),
-        ),
-        "",
+    return _launched(
+        reader,
+        Launcher.TORCHRUN,
+        world,
+        local,
+        run_id=reader.text("TORCHELASTIC_RUN_ID"),
+        attempt=reader.integer("TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
     )
 
 
 def _read_mpi(reader: _Variables, names: tuple[str, ...]) -> LaunchEnvironment | None:
     """A process of mpirun. One alone launches nothing, as under srun."""
-    rank, world_size = _rank_of(reader, *names[:2])
-    local_rank, local_world_size = _rank_of(reader, *names[2:4])
-    if world_size == 1:
+    world = _rank_of(reader, *names[:2])
+    local = _rank_of(reader, *names[2:4])
+    if world[1] == 1:
         return None
-    return _check_local(
-        LaunchEnvironment(
-            launcher=Launcher.MPI,
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            master_addr=reader.text("MASTER_ADDR") or None,
-            master_port=reader.integer("MASTER_PORT", at_least=1),
-            run_dir=reader.path(OURS + "RUN_DIR"),
-            run_id=reader.text(names[4]),
-            timeout_s=reader.number(OURS + "TIMEOUT"),
-            config_file=reader.path(OURS + "CONFIG_FILE"),
-        ),
-        names[2].removesuffix("LOCAL_RANK").removesuffix("LOCALRANKID"),
-    )
+    prefix = names[2].removesuffix("LOCAL_RANK").removesuffix("LOCALRANKID")
+    run_id = reader.text(names[4])
+    return _launched(reader, Launcher.MPI, world, local, prefix=prefix, run_id=run_id)
 
 
 def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
@@ -295,24 +262,54 @@ def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
     per_node = _expand_counts(
         reader.text("SLURM_STEP_TASKS_PER_NODE") or reader.text("SLURM_TASKS_PER_NODE") or ""
     )
+    local_rank = reader.needed("SLURM_LOCALID", at_least=0, because="SLURM_PROCID")
+    local = local_rank, per_node[node] if node < len(per_node) else world_size
     nodes = reader.text("SLURM_STEP_NODELIST") or reader.text("SLURM_JOB_NODELIST") or ""
     job, step = reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID")
-    return _check_local(
-        LaunchEnvironment(
-            launcher=Launcher.SLURM,
-            rank=rank,
-            world_size=world_size,
-            local_rank=reader.needed("SLURM_LOCALID", at_least=0, because="SLURM_PROCID"),
-            local_world_size=per_node[node] if node < len(per_node) else world_size,
-            master_addr=reader.text("MASTER_ADDR") or _first_host(nodes),
-            master_port=reader.integer("MASTER_PORT", at_least=1),
-            run_dir=reader.path(OURS + "RUN_DIR"),
-            run_id=f"{job}.{step}" if job else None,
-            timeout_s=reader.number(OURS + "TIMEOUT"),
-            config_file=reader.path(OURS + "CONFIG_FILE"),
-        ),
-        "SLURM_",
+    launch = _launched(
+        reader,
+        Launcher.SLURM,
+        (rank, world_size),
+        local,
+        prefix="SLURM_",
+        run_id=f"{job}.{step}" if job else None,
     )
+    first = launch.master_addr or _first_host(nodes)
+    return dataclasses.replace(launch, master_addr=first)
+
+
+def _launched(
+    reader: _Variables,
+    launcher: Launcher,
+    world: tuple[int, int],
+    local: tuple[int, int],
+    *,
+    prefix: str = "",
+    **more: Any,
+) -> LaunchEnvironment:
+    """A rank's environment, with what is read alike for all launchers.
+
+    Args:
+        reader: The variables.
+        launcher: Who set them.
+        world: Rank and world size.
+        local: The same on this machine.
+        prefix: Of the launcher's names.
+        **more: What only some launchers say.
+    """
+    meets = OURS if launcher is Launcher.FULLSHARD else ""
+    launch = LaunchEnvironment(
+        launcher,
+        *world,
+        *local,
+        master_addr=reader.text(meets + "MASTER_ADDR") or None,
+        master_port=reader.integer(meets + "MASTER_PORT", at_least=1),
+        run_dir=reader.path(OURS + "RUN_DIR"),
+        timeout_s=reader.number(OURS + "TIMEOUT"),
+        config_file=reader.path(OURS + "CONFIG_FILE"),
+        **more,
+    )
+    return _check_local(launch, prefix)
 
 
 def _rank_of(reader: _Variables, rank_name: str, size_name: str) -> tuple[int, int]:

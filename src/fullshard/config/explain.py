@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
-from fullshard.config.keys import section_of
 from fullshard.config.load import Resolved
 from fullshard.config.moves import MOVES
 from fullshard.config.problems import join_key
@@ -49,7 +48,7 @@ def schema() -> dict[str, Any]:
     """The JSON Schema of a file: every key, also under its other names."""
     made = RunConfig.model_json_schema()
     for name in RunConfig.field_names():
-        section = section_of(RunConfig, name)
+        section = RunConfig.section_of(name)
         if section is None or section.__name__ not in made["$defs"]:
             continue
         properties = made["$defs"][section.__name__]["properties"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, get_args
 
 from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
@@ -46,7 +45,7 @@ def canonical(key: str) -> str:
     for part in key.split("."):
         name = section.ALIASES.get(part, part) if section else part
         names.append(name)
-        section = section_of(section, name) if section else None
+        section = section.section_of(name) if section else None
     dotted = ".".join(names)
     return next((m.target for m in MOVES if m.source == dotted and not m.stays), dotted)
 
@@ -144,17 +143,5 @@ def _every_name() -> list[str]:
 
 def _sections() -> list[tuple[str, type[Section]]]:
     """The sections that bare names are looked for in, in the order of the class."""
-    found = ((name, section_of(RunConfig, name)) for name in RunConfig.field_names())
+    found = ((name, RunConfig.section_of(name)) for name in RunConfig.field_names())
     return [(n, cls) for n, cls in found if cls is not None and n != "teacher"]
-
-
-def section_of(section: type[Section], name: str) -> type[Section] | None:
-    """The class of a field that is a section, or None."""
-    field = section.model_fields.get(name)
-    if field is None:
-        return None
-    annotation: Any = field.annotation
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None

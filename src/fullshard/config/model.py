@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -84,6 +84,14 @@ class Section(BaseModel):
     def field_names(cls) -> list[str]:
         """The names of the fields, in the order of the class."""
         return list(cls.model_fields)
+
+    @classmethod
+    def section_of(cls, name: str) -> type[Section] | None:
+        """The class of a field that is a section, or None."""
+        field = cls.model_fields.get(name)
+        annotation: Any = field.annotation if field else None
+        kinds = (annotation, *get_args(annotation))
+        return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
     @classmethod
     def known_names(cls) -> list[str]:

@@ -14,16 +14,13 @@ flags stay in TrainingConfig, as they were given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
-from fullshard.config.fields import Rejected, means_same, to_flag, to_number
+from fullshard.config.fields import Rejected, to_flag
 from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.values import DType, RecomputeKind, Strategy, parse
-from fullshard.config.values import parse_recompute as read_recompute
 
 
 @dataclass(frozen=True)
@@ -33,92 +30,74 @@ class Move:
     Args:
         source: dotted key as people write it.
         target: dotted key that has the meaning.
-        implied: the target's value for the source's value; None where it implies nothing.
-        agrees: whether a value of the target is what the source says.
-        stays: the source is a field of its own section too.
+        on: where the source is a flag, which stays a field of its own section too: the target's
+            value where it is true.
+        off: the target's one value that says no; none named: all values but `on` do.
     """
 
     source: str
     target: str
-    implied: Callable[[Any], object]
-    agrees: Callable[[Any, Any], bool]
-    stays: bool = False
+    on: str = ""
+    off: str = ""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the source is a field of its own section too."""
+        return bool(self.on)
+
+    def implied(self, said: object) -> object:
+        """The target's value for the source's; None where it implies nothing."""
+        if not self.on:
+            return said
+        return self.on if said is not None and to_flag(said) else None
+
+    def agrees(self, sections: type[Section], said: object, other: object) -> bool:
+        """Whether a value of the target is what the source says."""
+        if said is None:
+            return True
+        value = field_value(sections, self.target, other)
+        if not self.on:
+            return field_value(sections, self.target, said) == value
+        is_on = value == field_value(sections, self.target, self.on)
+        is_off = value == field_value(sections, self.target, self.off) if self.off else not is_on
+        return to_flag(said) != is_off
 
 
-def _itself(value: object) -> object:
-    return value
+def field_value(sections: type[Section], key: str, value: object) -> object:
+    """What a value of a key means to its field.
 
-
-def _same_strategy(source: object, target: object) -> bool:
-    return parse(Strategy, source, "") is parse(Strategy, target, "")
-
-
-def _same_recompute(source: object, target: object) -> bool:
-    return read_recompute(source, "") == read_recompute(target, "")
-
-
-def _same_number(source: object, target: object) -> bool:
-    return to_number(source) == to_number(target)
-
-
-def _same_value(source: object, target: object) -> bool:
-    return means_same(source, target)
-
-
-def _same_text(source: object, target: object) -> bool:
-    return source == target
-
-
-def _if_set(member: object, flag: object) -> object:
-    return member if flag is not None and to_flag(flag) else None
-
-
-def _dtype_agrees(member: DType, flag: object, target: object) -> bool:
-    return flag is None or to_flag(flag) == (parse(DType, target, "") is member)
-
-
-def _checkpointing_agrees(flag: object, target: object) -> bool:
-    off = read_recompute(target, "").kind is RecomputeKind.NONE
-    return flag is None or to_flag(flag) != off
+    Raises:
+        ConfigError: nothing.
+    """
+    section, _, name = key.partition(".")
+    cls = sections.section_of(section)
+    if cls is None or name not in cls.field_names():
+        return value
+    return getattr(cls(**{name: value}), name)
 
 
 SFT_NAMES = ("packing", "completion_only_loss", "assistant_only_loss", "chat_template_path")
+_RECOMPUTE = "sharding.activation_checkpointing"
 
 MOVES = (
-    Move("strategy", "sharding.strategy", _itself, _same_strategy),
-    Move("training.ddp_timeout", "launch.timeout", _itself, _same_number),
-    Move("training.dataset_text_field", "data.text_column", _itself, _same_text),
-    Move(
-        "training.activation_checkpointing",
-        "sharding.activation_checkpointing",
-        _itself,
-        _same_recompute,
-    ),
-    *(Move(f"training.{name}", f"sft.{name}", _itself, _same_value) for name in SFT_NAMES),
-    *(
-        Move(
-            f"training.{flag}",
-            "sharding.param_dtype",
-            partial(_if_set, dtype.value),
-            partial(_dtype_agrees, dtype),
-            stays=True,
-        )
-        for flag, dtype in (("bf16", DType.BFLOAT16), ("fp16", DType.FLOAT16))
-    ),
-    Move(
-        "training.gradient_checkpointing",
-        "sharding.activation_checkpointing",
-        partial(_if_set, "block"),
-        _checkpointing_agrees,
-        stays=True,
-    ),
+    Move("strategy", "sharding.strategy"),
+    Move("training.ddp_timeout", "launch.timeout"),
+    Move("training.dataset_text_field", "data.text_column"),
+    Move("training.activation_checkpointing", _RECOMPUTE),
+    *(Move(f"training.{name}", f"sft.{name}") for name in SFT_NAMES),
+    Move("training.bf16", "sharding.param_dtype", on="bfloat16"),
+    Move("training.fp16", "sharding.param_dtype", on="float16"),
+    Move("training.gradient_checkpointing", _RECOMPUTE, on="block", off="none"),
 )
 
 
-def apply_moves(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def apply_moves(
+    sections_of: type[Section], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Problem]]:
     """Every source's meaning at its target.
 
     Args:
+        sections_of: the class whose fields are the sections.
         values: sections by name, as mappings, Section objects, or anything else (which is left for
             the schema to refuse).
 
@@ -126,7 +105,7 @@ def apply_moves(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem
         The sections, and every source that contradicts its target.
     """
     sections = {name: _plain(name, value) for name, value in values.items()}
-    problems = [problem for move in MOVES if (problem := _apply(move, sections)) is not None]
+    problems = [problem for move in MOVES if (problem := _apply(move, sections_of, sections))]
     return sections, problems
 
 
@@ -139,7 +118,7 @@ def _plain(name: str, value: object) -> object:
     return {"path": value} if name == "data" and isinstance(value, str) else value
 
 
-def _apply(move: Move, sections: dict[str, Any]) -> Problem | None:
+def _apply(move: Move, sections_of: type[Section], sections: dict[str, Any]) -> Problem | None:
     source, source_key = _holder(move.source, sections)
     if source is None or source_key not in source:
         return None
@@ -154,7 +133,7 @@ def _apply(move: Move, sections: dict[str, Any]) -> Problem | None:
             if implied is not None:
                 target[target_key] = implied
             return None
-        if said is None or move.agrees(said, other):
+        if move.agrees(sections_of, said, other):
             return None
     except (Rejected, ConfigProblems):
         if move.stays:

@@ -227,7 +227,7 @@ class RunConfig(Section):
     @classmethod
     def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         """Keys that have their meaning elsewhere get there first."""
-        moved, contradictions = apply_moves(values)
+        moved, contradictions = apply_moves(cls, values)
         if moved.get("model") is None and moved.get("student") is None and moved.get("teacher"):
             moved["model"] = moved["teacher"]  # a student begins as its teacher, or a part of it
         prepared, problems = super().prepare(moved)

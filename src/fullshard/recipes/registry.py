@@ -1,11 +1,12 @@
 """The registry of recipes: a line a command, and the folder that has all of it.
 
     recipes/NAME/
-      command.py   COMMAND: its help, its job without a configuration file, what it refuses
+      __init__.py  its docstring is the help of the command; EXAMPLE: words behind the command
+      command.py   COMMAND: its job without a configuration file, what it refuses; no torch
       recipe.py    KINDS: the data and the loss of each of its commands
 
-`distill-cache` is `fullshard distill cache`. This module and every command.py import nothing but
-the standard library at their top: `fullshard --help` loads them all and must stay fast.
+`distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import nothing but
+the standard library: `fullshard --help` loads them all and must stay fast.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ class Command(StrEnum):
         return member
 
     @property
+    def help(self) -> tuple[str, str]:
+        """Of its command, and an example of the words behind it."""
+        package = import_module(f"fullshard.recipes.{self.folder}")
+        return package.__doc__ or "", package.EXAMPLE
+
+    @property
     def about(self) -> RecipeCommand:
-        """What is known of it without torch."""
+        """What it adds to the command line."""
         return import_module(f"fullshard.recipes.{self.folder}.command").COMMAND
 
     @property
@@ -51,31 +58,22 @@ class Command(StrEnum):
         return import_module(f"fullshard.recipes.{self.folder}.recipe").KINDS[self.value]
 
 
-def _main_job(_: Resolved | None) -> File:
-    from fullshard.config.files import read_job
-
-    return read_job()
-
-
 @dataclass(frozen=True)
 class RecipeCommand:
     """What a recipe adds to the command line.
 
     Args:
-        help: of the command, in full.
-        example: words behind the command.
         sections: of the configuration that it reads, and other recipes refuse unless they do too.
         check: (configuration, command) -> what else is wrong with it.
-        job: (configuration that was read, or None) -> the job without a configuration file.
+        job: (configuration that was read, or None) -> the job without a configuration file; None:
+            the main job.
         begins_with: (configuration) -> the model's folder that must be there, and the job that
             makes it; None: no job of ours makes a model for it.
     """
 
-    help: str
-    example: str
     sections: tuple[str, ...] = ()
     check: Callable[[RunConfig, Command], Iterable[Problem]] = lambda *_: ()
-    job: Callable[[Resolved | None], File] = _main_job
+    job: Callable[[Resolved | None], File | None] = lambda _: None
     begins_with: Callable[[RunConfig], tuple[str | None, File]] | None = None
 
 

@@ -25,7 +25,8 @@ from fullshard.config.dialects.rules import (
 from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, drop, find, interpolated, is_below, put, read_file
-from fullshard.config.keys import canonical, section_of
+from fullshard.config.keys import canonical
+from fullshard.config.moves import field_value
 from fullshard.config.origins import Entry, Origin, OriginKind
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
@@ -325,11 +326,7 @@ def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, 
 
 def agree(key: str, one: object, other: object) -> bool:
     """Whether two values of a key of ours mean the same."""
-    section, _, name = key.partition(".")
-    cls = section_of(RunConfig, section)
-    if cls is None or name not in cls.field_names():
-        return one == other
     try:
-        return getattr(cls(**{name: one}), name) == getattr(cls(**{name: other}), name)
+        return field_value(RunConfig, key, one) == field_value(RunConfig, key, other)
     except ConfigProblems:
         return one == other
