@@ -28,10 +28,10 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 2_030,
-    "engine + transport": 7_205,
+    "engine + transport": 7_220,
     "planner + outlook": 4_360,
     "data + models + recipes + run + verify": 7_630,
-    "in all": 39_075,
+    "in all": 39_095,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
