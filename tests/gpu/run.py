@@ -41,7 +41,7 @@ import fullshard as fs
 from fullshard.transport import streams
 from support.streams import Groups, Played
 
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_steps.json"
 SPUN = 5_000_000  # cycles, some milliseconds
 
 
