@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 CLASSES, SAMPLES = 8, 16
@@ -127,3 +129,61 @@ def test_annotations_of_logical_axes_say_how_arrays_lie(devices):
     assert plain == ("tensor", "fsdp")  # by size: the larger dimension over fsdp
     assert said[0].startswith("ConfigError rules: expected one for 'mlp', an axis of named")
     assert said[1].startswith("ConfigError rules: expected axes of the mesh")
+
+
+def through_orbax(folder):
+    """A padded array out of eight devices and into three."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    import fullshard.jax as fj
+
+    tree = {"w": np.arange(257 * 259, dtype=np.float32).reshape(257, 259), "b": np.ones(7)}
+
+    def plan_on(num_devices):
+        return fj.plan(
+            tree, None, fj.make_mesh(1, num_devices, devices=jax.devices()[:num_devices])
+        )
+
+    state = fj.shard(plan_on(8), tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", fj.full_params(state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(folder / "saved", tree)
+    found = fj.full_params(fj.shard(plan_on(3), restored))
+    return all((found[name] == tree[name]).all() for name in tree)
+
+
+def test_orbax_keeps_padded_arrays_from_one_mesh_to_another(devices, tmp_path):
+    assert devices(through_orbax, tmp_path)
+
+
+def in_network_order():
+    """Devices of a mesh on a slice whose devices are listed in another order than its network's."""
+    from dataclasses import dataclass
+
+    import fullshard.jax as fj
+
+    @dataclass(frozen=True)
+    class Chip:
+        id: int
+        coords: tuple[int, int, int]
+        core_on_chip: int = 0
+        process_index: int = 0
+        platform: str = "tpu"
+        device_kind: str = "TPU v4"
+        slice_index: int = 0
+
+    chips = [Chip(i, (i % 4, i // 4, 0)) for i in range(8)]
+    placed = fj.make_mesh(2, 4, devices=chips[::2] + chips[1::2]).devices
+    return [[device.coords for device in row] for row in placed]
+
+
+def test_meshes_of_tpus_follow_their_network(devices):
+    rows = devices(in_network_order)
+    for row in rows:  # neighbours in a shard group are neighbours on the wire
+        steps = [
+            sum(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(row)
+        ]
+        assert steps == [1, 1, 1]
