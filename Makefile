@@ -20,6 +20,8 @@ BACKEND ?= torch
 TORCH_VENV = .venv-torch-$(TORCH)
 # The Python of `make gpu`: one whose torch sees the GPU.
 GPU_PYTHON ?= $(BIN)/python
+# Where `make gpu` runs: cuda, or cpu to see that its steps can run.
+DEVICE ?= cuda
 
 # The first Python >= 3.11 that can make a virtual environment; 3.11 first, because the pins were
 # resolved on it. Looked for only where a virtual environment must be made.
@@ -46,7 +48,7 @@ help:
 	@echo "make test-slow  the slow tests"
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
-	@echo "make gpu        the tests that need a GPU"
+	@echo "make gpu        what the engine must do on a GPU, step by step; DEVICE=cpu tries the steps"
 	@echo "make lint       format, style, types, arrows, sizes, spelling, collectives"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
@@ -166,10 +168,7 @@ long-parity: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.long_parity $(ARGS)
 
 gpu:
-	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
-		echo "make gpu: torch of $(GPU_PYTHON) sees no GPU; nothing was run." >&2; \
-		echo "Name a Python that has a CUDA build: make gpu GPU_PYTHON=python3" >&2; exit 1; }
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	$(GPU_PYTHON) tests/gpu/run.py --device $(DEVICE) $(ARGS)
 
 # Every check runs even if an earlier one found something: one round shows all there is to mend.
 lint: $(VENV)/.stamp-setup

@@ -11,11 +11,18 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
+
+JsonFlag = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON object to standard output, all else to standard error."
+    ),
+]
 
 
 def run_script(name: str) -> NoReturn:

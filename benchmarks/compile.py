@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.cases import REFERENCE, Case, find_case
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
@@ -18,7 +18,6 @@ from fullshard.bench.statistics import largest_difference, paired_ratio
 from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 
 NAME = "benchmarks.compile"
 MEASURE = "benchmarks.compile_rank:measure"

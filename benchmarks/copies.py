@@ -12,14 +12,13 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.cases import Case, find_case
 from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
 from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 
 NAME = "benchmarks.copies"
 MEASURE = "benchmarks.copies_rank:measure"

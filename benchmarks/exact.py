@@ -17,12 +17,11 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.machine import describe_versions
 from fullshard.planner.text import human_bytes

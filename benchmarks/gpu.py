@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import fullshard as fs
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.delay import delayed, wire_of
 from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
 from fullshard.bench.idle import make_idle
@@ -31,7 +31,6 @@ from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
 from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.engine.engine import engine_of
 from fullshard.launch.machine import describe_machine
 

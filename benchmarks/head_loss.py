@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.memory_rank import live_peak_bytes
 from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
 from fullshard.bench.statistics import paired_ratio
 from fullshard.cli.bench import OutFlag, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.config.schema import TrainingConfig
 from fullshard.recipes.base import cross_entropy
 from fullshard.recipes.head import chunked

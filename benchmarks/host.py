@@ -18,7 +18,7 @@ import typer
 from torch import nn
 
 import fullshard as fs
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.idle import make_idle
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
@@ -26,7 +26,6 @@ from fullshard.bench.statistics import Estimate, median_of
 from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.engine.engine import engine_of
 
 NAME = "benchmarks.host"

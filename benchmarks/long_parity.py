@@ -12,12 +12,11 @@ import numpy as np
 import torch
 import typer
 
-from benchmarks.command import run_script
+from benchmarks.command import JsonFlag, run_script
 from fullshard.bench.cases import Case
 from fullshard.bench.ranks import run_ranks
 from fullshard.cli.bench import OutFlag
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.data.text import DatasetSettings, embedded_corpus, make_dataset
 from fullshard.observe.chart import Axes, Series, line_chart, standalone
 

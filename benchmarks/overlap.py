@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.timeline import (
     LANES,
     Entry,
@@ -32,7 +32,6 @@ from fullshard.bench.page import Page
 from fullshard.bench.step import WAIT_LIMIT_S, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 
 NAME = "benchmarks.overlap"
 MEASURE = "benchmarks.overlap_rank:measure"

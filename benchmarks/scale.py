@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
@@ -18,7 +18,6 @@ from fullshard.bench.statistics import bootstrap, median_of
 from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.config.schema import ShardConfig
 from fullshard.engine.model_spec import meta_model, spec_of
 from fullshard.errors import ConfigError

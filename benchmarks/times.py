@@ -16,13 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
 from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.errors import ConfigError

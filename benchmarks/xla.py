@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.command import command_line, run_script
+from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench import ranks
 from fullshard.bench.machine import Neighbours, wait_until_idle
 from fullshard.bench.page import Page
@@ -25,7 +25,6 @@ from fullshard.bench.statistics import Estimate, largest_difference, paired_rati
 from fullshard.bench.step import WAIT_LIMIT_S, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import JsonFlag
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.machine import describe_versions
 

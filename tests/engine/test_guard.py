@@ -63,6 +63,7 @@ ELEMENTWISE: dict[str, Function] = {
     "foreach in place": lambda p: _foreach_in_place(p),
     "in place": lambda p: p.clone().mul_(2).add_(1).clamp_(min=0.5),
     "operators in place": lambda p: _operators_in_place(p),
+    "detach_": lambda p: (p.clone() if p.requires_grad else p).detach_(),
 }
 
 
@@ -162,6 +163,12 @@ NEEDS_THE_WHOLE: dict[str, Function] = {
     "share_memory_": lambda p: p.share_memory_(),
     "backward": lambda p: (p * 2).backward(torch.ones(p.shape, dtype=torch.float64)),
     "autograd.grad": lambda p: torch.autograd.grad(torch.ones(()), p),
+    "backward for some": lambda p: torch.ones((), requires_grad=True).backward(inputs=[p]),
+    "a node": lambda p: torch.autograd.graph.get_gradient_edge(p),
+    "a node of a view": lambda p: p.view_as(p).grad_fn,
+    "view of the whole shape": lambda p: p.view(22, 22),
+    "reshape to the whole": lambda p: p.reshape(1, 484),
+    "new_tensor": lambda p: p.new_tensor(p),
 }
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard as fs
 from support.models import perturbed
-from support.parity import whole_gradients
+from support.parity import assert_parity, whole_gradients
 
 TRANSPORTS = ("shared", "direct")
 WIDTH, VOCAB = 130, 132  # a weight of these is large
@@ -211,3 +211,41 @@ def evaluated_and_trained() -> tuple[torch.Tensor, torch.Tensor]:
 def test_an_evaluation_in_inference_mode_may_enable_gradients_inside(ranks):
     for found, want in ranks(2)(evaluated_and_trained):
         torch.testing.assert_close(found, want)
+
+
+class Halved(nn.Module):
+    """Writes into what its layer returned, a view of a product where three dimensions came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x.transpose(0, 1))
+        y /= 2
+        y[0] += 1
+        return torch.tanh(y.transpose(0, 1))
+
+
+def halved() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Halved() for _ in range(3)]).double()
+
+
+def mean_square_of_three_dimensions(model: Any, step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(2, 3, WIDTH, generator=generator, dtype=torch.float64)
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_halved(settings: dict[str, str]) -> None:
+    for recompute in ("none", "block"):
+        given = {**settings, "activation_checkpointing": recompute, "wrap": "Halved"}
+        assert_parity(halved, mean_square_of_three_dimensions, given, kinds=("sgd",))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_output_of_a_large_layer_may_be_written_in_place(ranks, transport):
+    ranks(2)(check_halved, {"transport": transport})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fullshard as fs
 from fullshard.engine.engine import ATTRIBUTE
@@ -264,3 +265,45 @@ def check_exits(strategy):
 @pytest.mark.parametrize(("strategy", "world_size"), PAIRED)
 def test_gradients_may_enter_a_unit_by_any_of_its_outputs(ranks, strategy, world_size):
     ranks(world_size)(check_exits, strategy, timeout=100)
+
+
+# ---- attributes that users set on parameters -----------------------------------------------------
+
+
+class Marked(nn.Linear):
+    """Reads what was set on its parameters before training and between steps, and sets some."""
+
+    def forward(self, x):
+        self.bias.rows = len(x)
+        scale = getattr(self.weight, "scale", 1.0) * getattr(self.bias, "later", 1.0)
+        return torch.tanh(super().forward(x) * scale) + x
+
+
+def marked():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Marked(WIDTH, WIDTH) for _ in range(4)]).double()
+    for index, layer in enumerate(model):
+        layer.weight.scale = 0.5 + index
+    return model
+
+
+def loss_of_marked(model, step, rank):
+    model[1].bias.later = 2.0 + step
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    loss = model(torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)).square().mean()
+    loss.backward()
+    assert [layer.bias.rows for layer in model] == [5] * 4
+    return loss.detach()
+
+
+def check_marked(strategy):
+    for recompute in ("none", "block"):
+        settings = {"strategy": strategy, "wrap": "Marked", "activation_checkpointing": recompute}
+        model = assert_parity(marked, loss_of_marked, settings)
+        with fs.unsharded(model):
+            assert (model[1].weight.scale, model[1].bias.rows) == (1.5, 5)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_attributes_of_parameters_are_there_in_forward_and_after_it(ranks, strategy):
+    ranks(2)(check_marked, strategy)

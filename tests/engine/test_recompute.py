@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 import fullshard as fs
 from fullshard.errors import EngineError
 from support.models import CASES, Chain, mean_square, perturbed, vectors
-from support.parity import assert_same, finish_step, whole_gradients
+from support.parity import assert_parity, assert_same, finish_step, whole_gradients
 from support.recompute import NUM_STEPS, assert_bits, compare, is_same, trained
 from support.reference import make_optimizer, train_alone
 
@@ -372,3 +372,38 @@ def reentrant_errors(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_reentrant_recompute_is_refused_and_leaves_the_model_usable(ranks, strategy):
     assert ranks(2)(reentrant_errors, strategy) == [[[]] * 3] * 2
+
+
+class Named(nn.Linear):
+    def forward(self, x, *, fn, function, debug):
+        return fn(super().forward(x)) + function * debug
+
+
+class CallsByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Named(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, fn=torch.tanh, function=2.0, debug=0.5)
+        return x
+
+
+def named():
+    torch.manual_seed(0)
+    return CallsByName().double()
+
+
+def loss_of_named(model, step, rank):
+    loss = model(torch.full((2, 6), 0.1 * (step + rank), dtype=torch.float64)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def check_named():
+    assert_parity(named, loss_of_named, {"activation_checkpointing": "block"}, kinds=("sgd",))
+
+
+def test_a_recomputed_block_takes_keyword_arguments_of_any_name(ranks):
+    ranks(2)(check_named)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -194,8 +194,7 @@ class Played(TorchDispatchMode):
             patch.object(stepping, "has_modes", lambda: False),
             patch.object(stepping, "queue_callback", self._queue_callback),
             patch.object(units, "_gradient_hook", self._gradient_hook),
-            patch("fullshard.engine.shard.make_transport", self._make_transport),
-            patch.multiple(c10d, **Groups(self).functions()),
+            Groups(self).in_place(),
             patch("fullshard.engine.norms.is_at_hand", lambda _: False),
             patch("fullshard.engine.norms._differing", self._read_on_host),
             patch("fullshard.engine.clip.is_at_hand", lambda _: False),
@@ -244,22 +243,6 @@ class Played(TorchDispatchMode):
         unit_of = weakref.ref(unit)
         return on_leaf
 
-    def _make_transport(self, config: Any, mesh: Any) -> c10d.C10dTransport:
-        replica, part = mesh.coordinates(0)
-        axes = Axes(
-            mesh,
-            0,
-            tuple(mesh.shard_groups()[replica]),
-            tuple(mesh.replicate_groups()[part]),
-            part,
-            replica,
-            ("gather", mesh.shard),
-            ("reduce", mesh.shard),
-            ("replicate", mesh.replicate),
-            ("world", mesh.world_size),
-        )
-        return c10d.C10dTransport(axes, config.reduction)
-
     def watch(self, model: torch.nn.Module) -> None:
         """Name what the engine owns, and say with every access what the engine did."""
         engine = engine_of(model)
@@ -295,14 +278,21 @@ class Played(TorchDispatchMode):
 
 
 class Groups:
-    """Process groups of ranks that are alike; the collectives of each have their own stream."""
+    """Process groups of ranks that are alike; the collectives of each have their own stream.
 
-    def __init__(self, played: Played) -> None:
-        self.played = played
+    Args:
+        streams: Streams of a device, played or not.
+        delay: Called on a group's stream before it moves bytes.
+    """
 
-    def functions(self) -> dict[str, Any]:
-        """What stands for the functions of torch.distributed in `fullshard.transport.c10d`."""
-        return {
+    def __init__(self, streams: Any, delay: Callable[[], None] = lambda: None) -> None:
+        self._streams, self._delay = streams, delay
+        self._made: dict[str, Any] = {}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, `fs.shard(..., transport="fake")` communicates over these groups by c10d."""
+        functions = {
             "all_gather_many": self.all_gather_many,
             "all_gather_single": self.all_gather_single,
             "reduce_scatter_many": self.reduce_scatter_many,
@@ -312,19 +302,41 @@ class Groups:
                 ReduceOp=SimpleNamespace(SUM="sum", MAX="max"),
             ),
         }
+        made = patch("fullshard.engine.shard.make_transport", self.make_transport)
+        with made, patch.multiple(c10d, **functions):
+            yield
+
+    def make_transport(self, config: Any, mesh: Any) -> c10d.C10dTransport:
+        replica, part = mesh.coordinates(0)
+        axes = Axes(
+            mesh,
+            0,
+            tuple(mesh.shard_groups()[replica]),
+            tuple(mesh.replicate_groups()[part]),
+            part,
+            replica,
+            ("gather", mesh.shard),
+            ("reduce", mesh.shard),
+            ("replicate", mesh.replicate),
+            ("world", mesh.world_size),
+        )
+        return c10d.C10dTransport(axes, config.reduction)
 
     @contextmanager
-    def carried(self, group: tuple[str, int], works: list[Any]) -> Iterator[int]:
+    def carried(self, group: tuple[str, int], works: list[Any], *held: Any) -> Iterator[int]:
         """Inside, the group's stream works, after all that the caller has queued."""
         name, size = group
-        self.played.join(name, self.played.now)
-        with self.played.on(name):
+        if name not in self._made:
+            self._made[name] = self._streams.make(name)
+        self._streams.join(self._made[name], self._streams.current())
+        with self._streams.on(self._made[name]):
+            self._delay()
             yield size
-            works.append(Work(self.played))
+            works.append(Work(self._streams, held))
 
     def all_gather_many(self, fulls: Any, parts: Any, group: Any) -> Any:
         works: list[Any] = []
-        with self.carried(group, works) as size:
+        with self.carried(group, works, fulls, parts) as size:
             for full, part in zip(fulls, parts, strict=True):
                 for place in full.chunk(size):
                     if place.data_ptr() != part.data_ptr():
@@ -337,7 +349,7 @@ class Groups:
 
     def reduce_scatter_many(self, parts: Any, fulls: Any, group: Any) -> list[Any]:
         works: list[Any] = []
-        with self.carried(group, works) as size:
+        with self.carried(group, works, fulls, parts) as size:
             for full, part in zip(fulls, parts, strict=True):
                 part.copy_(full.view(size, -1).sum(0))
         return works
@@ -346,27 +358,28 @@ class Groups:
         self, values: Any, op: Any = "sum", group: Any = None, async_op: bool = False
     ) -> Any:
         works: list[Any] = []
-        with self.carried(group, works) as size:
+        with self.carried(group, works, values) as size:
             values.mul_(size if op == "sum" else 1)
         return works[0] if async_op else works[0].wait()
 
     def all_to_all_single(self, received: Any, full: Any, group: Any, async_op: bool) -> Any:
         works: list[Any] = []
-        with self.carried(group, works):
+        with self.carried(group, works, received, full):
             received.copy_(full)
         assert async_op
         return works[0]
 
 
 class Work:
-    """A collective under way."""
+    """A collective under way, which holds what it works on."""
 
-    def __init__(self, played: Played) -> None:
-        self._played, self._done = played, dict(played.clocks[played.now])
+    def __init__(self, streams: Any, held: Any) -> None:
+        self._streams, self._done, self._held = streams, streams.event(), held
 
     def wait(self) -> None:
         """What the current stream does next waits for it."""
-        self._played.join_clock(self._played.now, self._done)
+        self._streams.wait(self._done)
+        self._held = None
 
 
 queue, gradient_hook = stepping.queue_callback, units._gradient_hook

@@ -37,6 +37,8 @@ class Rule(Enum):
     RANDOM = auto()  # would differ from rank to rank
     AUTOGRAD = auto()  # a parameter at rest takes no part in autograd
     MAKE = auto()  # p.new_empty(shape): a shard where the shape is p's, else plain
+    GRAPH = auto()  # p.view_as(p).grad_fn: the way to nodes that no gradient passes
+    DETACH = auto()  # p.grad.detach_()
 
 
 _UNARY = """abs absolute neg negative positive sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p
@@ -51,13 +53,13 @@ _COPIES = """clone detach contiguous to float double half bfloat16 type type_as 
 zeros_like ones_like empty_like full_like zero fill constant copy data requires_grad __copy__"""
 _OPERATORS = """add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rdiv div rpow iadd isub
 imul itruediv idiv ipow neg pos abs eq ne lt le gt ge and or xor invert iand ior ixor rand ror"""
-_PLAIN = """shape dtype device layout ndim names requires_grad grad grad_fn is_leaf is_cuda is_cpu
+_PLAIN = """shape dtype device layout ndim names requires_grad grad is_leaf is_cuda is_cpu
 is_meta is_sparse is_sparse_csr is_mkldnn is_quantized is_nested is_mps is_xpu is_vulkan is_maia
 is_ipu is_mtia itemsize nbytes output_nr _version _backward_hooks _post_accumulate_grad_hooks
 volatile retains_grad grad_dtype size numel nelement dim ndimension element_size stride
 storage_offset is_contiguous is_floating_point is_complex is_signed is_conj is_neg is_inference
 is_same_size get_device is_pinned is_shared is_coalesced has_names dense_dim sparse_dim result_type
-can_cast as_subclass new_tensor retain_grad _is_view is_distributed
+can_cast as_subclass retain_grad _is_view is_distributed
 _has_compatible_shallow_copy_type"""
 _RANDOM = """normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ normal
 bernoulli rand_like randn_like randint_like multinomial poisson dropout dropout_ alpha_dropout
@@ -84,7 +86,9 @@ def _table() -> dict[str, Rule]:
     rules.update((name, Rule.RANDOM) for name in _RANDOM.split())
     rules["_amp_foreach_non_finite_check_and_unscale_"] = Rule.UNSCALE
     rules["__setitem__"], rules["isclose"] = Rule.MASK, Rule.COMPARE
-    rules.update((name, Rule.MAKE) for name in ("new_empty", "new_zeros", "new_ones", "new_full"))
+    makers = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+    rules.update((name, Rule.MAKE) for name in makers)
+    rules["grad_fn"], rules["detach_"], rules["backward"] = Rule.GRAPH, Rule.DETACH, Rule.AUTOGRAD
     rules["data="] = Rule.REPLACE
     rules["grad="] = Rule.ASSIGN
     rules["requires_grad="] = rules["requires_grad_"] = Rule.FREEZE

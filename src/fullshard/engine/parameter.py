@@ -213,7 +213,9 @@ class PendingGradient(ShardedGradient):
                 else:
                     grad.zero_()
             return args[0]
-        if rule not in (Rule.PLAIN, Rule.FREEZE) and name != "detach_":
+        if rule is Rule.DETACH:
+            return args[0]
+        if rule not in (Rule.PLAIN, Rule.FREEZE, Rule.GRAPH):
             raise next(x for x in shards_in(args) if isinstance(x, cls)).refusal(name)
         with no_guard():
             return func(*args, **(kwargs or {}))
@@ -391,7 +393,8 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
         sources = next((x for x in operands if isinstance(x, _LISTS) and _has_shard(x)), None)
         return _as_shards(result, sources, like, name)
     result = _as_shard(result, like, name)
-    if name in TOLD_BY_SQUARES and type(like) is ShardedGradient and not (written or kwargs):
+    is_told = name in TOLD_BY_SQUARES and isinstance(result, ShardedGradient)
+    if is_told and type(like) is ShardedGradient and not (written or kwargs):
         result.known = like.record.norms.known_of(like, name, args[1:])
     return result
 
@@ -402,7 +405,7 @@ def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
         with no_guard():
             return func(*args, **kwargs)
     except RuntimeError as error:
-        if _has_misfit((*args, *kwargs.values())):
+        if name in ("view", "reshape") or _has_misfit((*args, *kwargs.values())):
             raise misfit(name, like, str(error)) from error
         raise
 
@@ -443,6 +446,8 @@ def _compare(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any])
 
 def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """p.new_zeros(shape): the guard goes along, but not into counters of one element."""
+    if like.record.is_cut and shards_in((*args[1:], *kwargs.values())):
+        raise refusal(name, like)  # p.new_tensor(p)
     with no_guard():
         result = func(*args, **kwargs)
     is_like = result.dim() > 1 and result.numel() == like.numel()
@@ -462,6 +467,20 @@ def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
             value = value.as_subclass(ShardedGradient)
             value.record = param.record
         param.grad = value
+
+
+def _node(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """x.grad_fn: hooks on what leads from a cut parameter would never be called."""
+    with no_guard():
+        node = func(*args, **kwargs)
+    if node is not None and like.record.is_cut:
+        raise refusal("grad_fn", like, Rule.AUTOGRAD)
+    return node
+
+
+def _detach(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """p.grad.detach_(): torch refuses it of any view, also where there is nothing to detach."""
+    return _elementwise(func, name, like, args, kwargs) if like.requires_grad else like
 
 
 def _freeze(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -658,4 +677,6 @@ _SPECIAL = {
     Rule.ASSIGN: _assign,
     Rule.FREEZE: _freeze,
     Rule.REPLACE: _replace,
+    Rule.GRAPH: _node,
+    Rule.DETACH: _detach,
 }

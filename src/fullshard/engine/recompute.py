@@ -67,7 +67,8 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        again = functools.partial(forward, **kwargs)  # whose names may be checkpoint's own
+        return checkpoint(again, *args, **options)
 
     return run
 

@@ -238,6 +238,8 @@ class Unit:
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._computes: list[nn.Parameter] = []
         self._common: list[nn.Parameter] = []
+        self._attributes: list[dict[str, Any]] = []  # of the shards: "record", and the user's
+        self._lent: list[dict[str, Any]] = []  # of the compute parameters: the user's
         self._dtypes: list[torch.dtype] = []
         self._versions: list[int] = []
         self._spans: list[tuple[int, int]] = []  # of addresses that are not this rank's alone
@@ -308,6 +310,10 @@ class Unit:
         if self.swapped == 1:
             for table, name, _, compute in self.places:
                 table[name] = compute
+            if sum(map(len, self._attributes)) > len(self._attributes):
+                for own, lent in zip(self._attributes, self._lent, strict=True):
+                    lent.update(own)
+                    del lent["record"]
 
     def begin_forward(self) -> None:
         """The modules see the compute parameters, whose versions are noted."""
@@ -355,6 +361,10 @@ class Unit:
         """Put the user's parameters back, whatever is open."""
         for table, name, param, _ in self.places:
             table[name] = param
+        if any(self._lent):  # forward may have set some
+            for own, lent in zip(self._attributes, self._lent, strict=True):
+                own.update(lent)
+                lent.clear()
 
     def unbind(self) -> None:
         """Hold no slots."""
@@ -403,7 +413,10 @@ class Unit:
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
         ]
-        self._computes = [m.compute for group in self.groups for m in group.members]
+        members = [member for group in self.groups for member in group.members]
+        self._computes = [member.compute for member in members]
+        self._attributes = [vars(member.param) for member in members]
+        self._lent = [vars(member.compute) for member in members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
         lent = [(m.param, m.compute) for g in self.gathered for m in g.members]
         own = [(m.param, m.compute) for g in self.groups if not g.gathers for m in g.members]

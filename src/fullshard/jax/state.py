@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
 from fullshard.xla.aot import memory_of
@@ -79,10 +81,10 @@ def shard(
     """
 
     def place(array: ArrayPlan, leaf: Any) -> Any:
-        return stored(array, jnp.asarray(leaf))
+        return stored(array, jnp.array(leaf, copy=True))
 
     whole = plan.with_arrays(place, params)
-    placed = jax.device_put(whole, plan.shardings, may_alias=False)
+    placed = jax.device_put(whole, plan.shardings)
     return with_optimizer(plan, placed, tx, variables=variables)
 
 
@@ -97,17 +99,61 @@ def memory(step: Step, state: State, batch: Any) -> dict[str, int]:
     return memory_of(compiled, on_cpu=jax.default_backend() == "cpu")
 
 
-def pad_batch(batch: dict[str, Any], size: int) -> dict[str, Any]:
+def pad_batch(
+    batch: Mapping[str, Any],
+    size: int,
+    *,
+    labels: str | None = None,
+    mask: str | None = None,
+) -> dict[str, Any]:
     """A batch with `size` samples: the last is repeated, with labels that count nothing.
 
     So the last batch of an epoch divides over the devices, and needs no program of its own.
+
+    Args:
+        batch: Arrays by name, whose first axis counts samples.
+        size: Samples to fill it up to.
+        labels: Name of the labels; None: `label` or `labels`. Added integers are -100; added rows
+            of probabilities are zeros.
+        mask: Name of an array that is 1 where a sample counts, for labels of any other kind. It is
+            made if it is not there.
+
+    Raises:
+        ConfigError: There are more samples, or nobody can tell what added labels are.
     """
+    there = {name: np.asarray(value) for name, value in batch.items()}
+    counts = {len(value) for value in there.values()}
+    if len(counts) != 1 or max(counts) > size:
+        raise ConfigError(f"pad_batch: expected arrays of at most {size} samples; got {counts}.")
+    if mask is not None:
+        there.setdefault(mask, np.ones(max(counts), np.float32))
+    elif labels is None:
+        labels = next((name for name in ("labels", "label") if name in there), None)
+    if mask is None and labels not in there:
+        raise ConfigError(
+            f"pad_batch: expected the name of the labels among {', '.join(there)}; got {labels}. "
+            "Give labels=, or mask= and multiply by it in loss_fn."
+        )
 
-    def fill(name: str, value: Any) -> Any:
-        missing = size - len(value)
-        more = np.repeat(np.asarray(value)[-1:], missing, axis=0)
-        if name in ("label", "labels"):
-            more = np.full_like(more, IGNORED)
-        return np.concatenate([np.asarray(value), more])
+    def fill(name: str, value: np.ndarray) -> np.ndarray:
+        more = np.repeat(value[-1:], size - len(value), axis=0)
+        if name == mask:
+            more = np.zeros_like(more)
+        elif mask is None and name == labels:
+            value, more = _uncounted(name, value, more)
+        return np.concatenate([value, more])
 
-    return {name: fill(name, value) for name, value in batch.items()}
+    return {name: fill(name, value) for name, value in there.items()}
+
+
+def _uncounted(name: str, value: np.ndarray, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The labels, in a dtype that has a sign, and added ones that count nothing."""
+    if value.ndim > 1 and np.all(value >= 0) and np.allclose(value.sum(-1), 1):
+        return value, np.zeros_like(more)
+    if value.dtype.kind in "iu":
+        wide = np.promote_types(value.dtype, np.int16)
+        return value.astype(wide), np.full(more.shape, IGNORED, wide)
+    raise ConfigError(
+        f"pad_batch: expected integers or rows of probabilities as {name}; got {value.dtype} of "
+        f"shape {value.shape}. Give mask=NAME, and multiply by it in loss_fn."
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
 from fullshard.planner.optimizers import ADAMW
+from fullshard.xla.mesh import with_auto_axes
 
 logger = logging.getLogger(__name__)
 
 AXIS, TENSOR = "fsdp", "tensor"
+Axes = str | tuple[str, ...] | None
 
 
-def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) -> Any:
+def shard_fsdp(
+    params: Any,
+    threshold: int = 1024,
+    *,
+    mesh: Mesh | None = None,
+    rules: Mapping[str, Axes] | Sequence[tuple[str, Axes]] | None = None,
+) -> Any:
     """Large arrays cut over the axis `fsdp` (matrices also over `tensor`), small ones copied.
 
     A dimension that divides is chosen, the largest; where none does the array is copied, which
@@ -34,20 +42,73 @@ def shard_fsdp(params: Any, threshold: int = 1024, *, mesh: Mesh | None = None) 
         params: Any pytree, also an nnx.State.
         threshold: Elements from which on an array is cut.
         mesh: None: the ambient one (`jax.set_mesh`, or `with mesh:`).
+        rules: Mesh axes (None: none) of the logical axes that `with_partitioning` names, as in
+            flax. An array so annotated lies as its annotation says, also without rules where it
+            names axes of the mesh; all others go by their size.
+
+    Raises:
+        ConfigError: The mesh has no axis `fsdp`, or an annotation has no rule or does not divide.
     """
     mesh = mesh_with_axis(mesh)
 
-    def place(leaf: Any) -> Any:
-        spec = spec_for(leaf.shape, threshold, mesh)
-        if not any(spec):  # what is placed may be the array itself, and a step uses it up
-            leaf = jnp.array(leaf, copy=True)
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+    def place(path: Any, node: Any) -> Any:
+        names = _annotation(node)
+        return jax.tree.map(lambda leaf: put(_joined(path, "."), leaf, names), node)
 
-    placed = jax.tree.map(place, params)
+    def put(name: str, leaf: Any, names: tuple[Any, ...] | None) -> Any:
+        spec = None if names is None else _logical(name, leaf.shape, names, rules, mesh)
+        if spec is None:
+            spec = spec_for(leaf.shape, threshold, mesh)
+        # What is placed may be the array itself, and a step uses it up.
+        return jax.device_put(jnp.array(leaf, copy=True), NamedSharding(mesh, spec))
+
+    is_annotated: Any = lambda node: _annotation(node) is not None  # noqa: E731
+    placed = jax.tree.map_with_path(place, params, is_leaf=is_annotated)
     whole = [name for name, x in _named(placed, ".") if x.size >= threshold and not _is_cut(x)]
     if whole and mesh.shape[AXIS] > 1:
         logger.warning("whole on every device, since nothing divides: %s", ", ".join(whole))
     return placed
+
+
+def _annotation(node: Any) -> tuple[Any, ...] | None:
+    """Names of logical axes: of an nnx.Variable, or of a box of Linen's."""
+    if hasattr(node, "unbox"):
+        return tuple(node.names)
+    if not hasattr(node, "get_metadata"):
+        return None
+    metadata = node.get_metadata()
+    found = [metadata.get(key) for key in ("out_sharding", "sharding_names", "sharding")]
+    return next((tuple(names) for names in found if names is not None), None)
+
+
+def _logical(
+    name: str,
+    shape: tuple[int, ...],
+    names: tuple[Any, ...],
+    rules: Mapping[str, Axes] | Sequence[tuple[str, Axes]] | None,
+    mesh: Mesh,
+) -> PartitionSpec | None:
+    """How an annotated array lies; None: as its size says."""
+    table = dict(rules or {})
+    unknown = [n for n in names if n is not None and n not in table and n not in mesh.shape]
+    if unknown and rules is None:
+        return None
+    if unknown:
+        raise ConfigError(f"rules: expected one for {unknown[0]!r}, an axis of {name}. Add it.")
+    axes = [table.get(n, n) for n in names]
+    for size, axis in zip(shape, axes, strict=False):
+        several = (axis,) if isinstance(axis, str) else axis or ()
+        if not set(several) <= set(mesh.shape):
+            raise ConfigError(
+                f"rules: expected axes of the mesh, {tuple(mesh.shape)}; got {axis!r} for {name}."
+            )
+        parts = math.prod(mesh.shape[one] for one in several)
+        if size % parts:
+            raise ConfigError(
+                f"{name}: expected a dimension that {parts} devices ({axis}) divide; got {size}. "
+                "Give its logical axis the rule None."
+            )
+    return PartitionSpec(*axes)
 
 
 def selective_fsdp(
@@ -161,7 +222,7 @@ def mesh_with_axis(mesh: Mesh | None) -> Mesh:
             "jax.set_mesh(jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))):`, or give "
             "mesh=."
         )
-    return mesh
+    return with_auto_axes(mesh)
 
 
 def _named(params: Any, separator: str) -> list[tuple[str, Any]]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError
 from fullshard.jax.tutorial import AXIS, mesh_with_axis
+from fullshard.xla.decoder import IGNORED
 
+BATCH_AXES = ("replica", "replicate", "data", AXIS)
 LossFn = Callable[[Any, Any], Any]
 Found = tuple[Any, jax.Array, dict[str, Any]]  # the state's arrays, loss, metrics
 
@@ -23,16 +27,18 @@ def create_fsdp_train_step(
     """Make a compiled step (state, batch) -> (state, loss, metrics) that keeps everything sharded.
 
     Args:
-        mesh: Has the axis `fsdp`, which divides the samples of a batch too.
+        mesh: Has the axis `fsdp`, which divides the samples of a batch too, as do axes named
+            `data`, `replica` and `replicate`.
         loss_fn: (model, batch) -> loss, or (loss, metrics); with a TrainState (params, batch).
-            None: cross-entropy of `model(batch["input_ids"])` and integer or one-hot
-            `batch["label"]` or `["labels"]`, with the accuracy.
+            None: cross-entropy of `model(batch["input_ids"])` and `batch["label"]` or `["labels"]`,
+            with the accuracy: integers, of which -100 counts nothing, or probabilities per class,
+            of which a row of zeros counts nothing.
 
     Returns:
-        A step; it raises ConfigError for a batch without labels, or that the devices do not
-        divide. Its state is what `nnx.Optimizer(model, tx)` was, an nnx.ModelAndOptimizer, which
-        is changed in place and returned too; or parameters with an optax state, as flax's
-        TrainState has them, which is used up.
+        A step of this process's samples; it raises ConfigError for a batch without labels, or one
+        that the devices do not divide. Its state is what `nnx.Optimizer(model, tx)` was, an
+        nnx.ModelAndOptimizer, which is changed in place and returned too; or parameters with an
+        optax state, as flax's TrainState has them, which is used up.
     """
     from flax import nnx
 
@@ -81,10 +87,14 @@ def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
             f"{', '.join(map(repr, keys)) or type(batch).__name__}. Add the missing one, or give "
             "create_fsdp_train_step a loss_fn(model, batch) that reads your keys."
         )
-    size = mesh.shape[AXIS]
+    axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
+    num_parts = math.prod(mesh.shape[axis] for axis in axes)
+    size = max(1, num_parts // jax.process_count())
 
     def place(path: Any, leaf: Any) -> Any:
-        spec = PartitionSpec(AXIS) if jnp.ndim(leaf) else PartitionSpec()
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        spec = PartitionSpec(axes) if jnp.ndim(leaf) else PartitionSpec()
         if jnp.ndim(leaf) and jnp.shape(leaf)[0] % size:
             count = jnp.shape(leaf)[0]
             fewer = count // size * size
@@ -93,7 +103,8 @@ def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
                 f"devices divide, got {count}. Drop {count - fewer} of them (drop_last of your "
                 f"loader), or pad to {fewer + size} and mask the padding in loss_fn."
             )
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map_with_path(place, batch)
 
@@ -138,11 +149,18 @@ def _with_metrics(loss_fn: LossFn, model: Any, batch: Any) -> tuple[Any, dict[st
 def _classify(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     logits = model(batch["input_ids"])
     labels = batch["labels"] if "labels" in batch else batch["label"]
-    if labels.ndim == logits.ndim:  # one-hot
-        labels = jnp.argmax(labels, axis=-1)
-    likely = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
-    accuracy = jnp.mean(jnp.argmax(logits, axis=-1) == labels)
-    return -jnp.mean(likely), {"accuracy": accuracy}
+    likely = jax.nn.log_softmax(logits)
+    if labels.shape == logits.shape:  # probabilities, one-hot ones among them
+        losses = -jnp.sum(labels.astype(likely.dtype) * likely, axis=-1)
+        counts, labels = jnp.any(labels != 0, axis=-1), jnp.argmax(labels, axis=-1)
+    else:
+        labels = labels.astype(jnp.int32)
+        counts = labels != IGNORED
+        chosen = jnp.where(counts, labels, 0)[..., None]
+        losses = -jnp.take_along_axis(likely, chosen, axis=-1)[..., 0]
+    total = jnp.maximum(jnp.sum(counts), 1)
+    right = counts & (jnp.argmax(logits, axis=-1) == labels)
+    return jnp.sum(losses * counts) / total, {"accuracy": jnp.sum(right) / total}
 
 
 def _on_mesh(mesh: Mesh, leaf: Any) -> Any:

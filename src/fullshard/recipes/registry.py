@@ -108,12 +108,10 @@ def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
 
     if config.backend is not Backend.JAX:
         return
-    training, sft = config.training, config.sft
-    chunk = training.loss_chunk_size if "loss_chunk_size" in training.model_fields_set else 0
-    if chunk and command is not Command.DISTILL:
-        says = f"{chunk} with backend: jax is not yet supported"
-        yield Problem("training.loss_chunk_size", "", says, "Leave it out")
-    asked = sft.num_samples if sft is not None and "num_samples" in sft.model_fields_set else 0
-    if asked:
-        says = f"{asked} with backend: jax is not yet supported"
-        yield Problem("sft.num_samples", "", says, "Leave it out: no prompt is answered")
+    sft, training, says = config.sft, config.training, "with backend: jax is not yet supported"
+    if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
+        advice = "Leave it out: no prompt is answered"
+        yield Problem("sft.num_samples", "", f"{sft.num_samples} {says}", advice)
+    size = training.loss_chunk_size if "loss_chunk_size" in training.model_fields_set else 0
+    if size and command is not Command.DISTILL:
+        yield Problem("training.loss_chunk_size", "", f"{size} {says}", "Leave it out")

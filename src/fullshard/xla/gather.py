@@ -47,7 +47,9 @@ def gather(plan: XlaPlan, unit: str, shards: Tree) -> Tree:
         unit: Dotted path of the array or subtree.
         shards: This device's parts; of stacked arrays those of one layer.
     """
-    return gather_arrays(plan.under(unit), shards, plan.table.mesh)
+    arrays = plan.under(unit)
+    plan.gathered.update(array.name for array in arrays)
+    return gather_arrays(arrays, shards, plan.table.mesh)
 
 
 def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree:
@@ -114,12 +116,15 @@ def _unread(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
     return jnp.zeros(sizes, array.dtypes.accumulate)
 
 
-def scan_blocks(
-    block: Callable[[Tree, Any], Any],
+def scan_blocks(  # noqa: PLR0913  (settings by name)
+    block: Callable[..., Any],
     x: Any,
     stacked: Tree,
     plan: XlaPlan,
     unit: str | None = None,
+    *,
+    inputs: Tree = None,
+    outputs: bool = False,
 ) -> Any:
     """Run like blocks one after another, each gathered when it is its turn.
 
@@ -132,9 +137,12 @@ def scan_blocks(
         stacked: Shards, with a first axis of layers.
         plan: Plan of the model; its `activation_checkpointing` says what backward computes anew.
         unit: Path of the stacked subtree; None: the only one.
+        inputs: A tree with a first axis of layers, of which each block gets its part as a third
+            argument: keys of dropout, rates of stochastic depth.
+        outputs: Whether blocks return (x, output).
 
     Returns:
-        The last block's x.
+        The last block's x; with `outputs` also the outputs, with a first axis of layers.
     """
     if unit is None and len(plan.blocks) != 1:
         raise ConfigError(
@@ -143,21 +151,26 @@ def scan_blocks(
         )
     arrays, mesh = plan.under(unit or plan.blocks[0]), plan.table.mesh
     every, num_layers = plan.table.recompute.every, arrays[0].num_layers
+    plan.gathered.update(array.name for array in arrays)
 
-    def body(at: int, x: Any, group: Tree) -> Any:
+    def body(at: int, x: Any, group: Tree) -> tuple[Any, Any]:
         # Taken out of the group in here, so that backward reads the group itself and no copies.
-        shards = group if every == 1 else jax.tree.map(lambda leaf: leaf[at], group)
-        return block(gather_arrays(arrays, shards, mesh), checkpoint_name(x, BLOCK_INPUT))
+        shards, given = group if every == 1 else jax.tree.map(lambda leaf: leaf[at], group)
+        met = gather_arrays(arrays, shards, mesh), checkpoint_name(x, BLOCK_INPUT)
+        found = block(*met) if inputs is None else block(*met, given)
+        return found if outputs else (found, None)
 
-    def run(x: Any, first: int, num_groups: int, size: int) -> Any:
+    def run(x: Any, first: int, num_groups: int, size: int) -> tuple[Any, Any]:
         """`num_groups` groups of `size` layers; the first of each is the one recomputed."""
         unrolled = num_groups == 1  # XLA drops a loop of one turn, and might share its work
         bodies = _bodies(body, plan, size, prevent_cse=unrolled)
 
-        def turn(x: Any, group: Tree) -> tuple[Any, None]:
+        def turn(x: Any, group: Tree) -> tuple[Any, Any]:
+            found: list[Any] = []
             for run_block in bodies:
-                x = run_block(x, group)
-            return x, None
+                x, output = run_block(x, group)
+                found.append(output)
+            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
         def grouped(leaf: jax.Array) -> jax.Array:
             if every == 1:
@@ -165,11 +178,16 @@ def scan_blocks(
             part = leaf[first : first + num_groups * size]
             return part.reshape(num_groups, size, *leaf.shape[1:])
 
-        return lax.scan(turn, x, jax.tree.map(grouped, stacked))[0]
+        x, found = lax.scan(turn, x, jax.tree.map(grouped, (stacked, inputs)))
+        return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
 
     whole, rest = divmod(num_layers, every)
-    x = run(x, 0, whole, every) if whole else x
-    return run(x, whole * every, 1, rest) if rest else x
+    parts: list[Any] = []
+    for first, num_groups, size in ((0, whole, every), (whole * every, 1, rest)):
+        if num_groups * size:
+            x, found = run(x, first, num_groups, size)
+            parts.append(found)
+    return (x, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)) if outputs else x
 
 
 def _bodies(body: Any, plan: XlaPlan, size: int, *, prevent_cse: bool) -> list[Any]:

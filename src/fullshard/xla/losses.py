@@ -13,7 +13,8 @@ So a term that is no sum over tokens, such as a regularizer, is multiplied by th
 `total + weight * norm * count` is the mean plus `weight * norm`, on any number of devices.
 
 `variables` is `state.variables`, such as BatchNorm's running averages. Those that come back are
-averaged over devices (integers are the first device's) and handed to the next micro-batch and step.
+given to the device's next micro-batch; at the end of the step they are averaged over devices
+(integers and keys are the first device's).
 """
 
 from __future__ import annotations
@@ -48,19 +49,21 @@ class Sums:
     variables: Any
 
 
-def sums_of(found: Any, variables: Any) -> Sums:
+def sums_of(found: Any, variables: Any, *, new: bool = True) -> Sums:
     """What a loss function returned, checked.
 
     Args:
         found: What it returned.
         variables: What it was given as variables; None: it was given none.
+        new: Whether it has to return such ones.
 
     Raises:
         ConfigError: It has another form.
     """
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
-        raise _wrong(f"{type(found).__name__}" + f" of {len(found)}" * isinstance(found, tuple))
-    total, count, metrics, new = (*found, {}, None)[:4] if len(found) < 4 else found
+        size = f" of {len(found)}" if isinstance(found, tuple) else ""
+        raise _wrong(type(found).__name__ + size)
+    total, count, metrics, changed = (*found, {}, None)[:4] if len(found) < 4 else found
     for what, value in (("total", total), ("count", count)):
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
             raise _wrong(f"a {what} that is a {type(value).__name__}")
@@ -75,7 +78,8 @@ def sums_of(found: Any, variables: Any) -> Sums:
         raise _wrong(f"a total of {total.dtype}")
     table = cast("Mapping[str, Any]", metrics)
     values = {name: jnp.asarray(value) for name, value in table.items()}
-    return Sums(total, jnp.asarray(count), values, _like(variables, new))
+    changed = _like(variables, changed) if new else None
+    return Sums(total, jnp.asarray(count), values, changed)
 
 
 def _like(old: Any, new: Any) -> Any:

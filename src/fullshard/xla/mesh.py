@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
@@ -23,11 +24,14 @@ _OVERLAP: dict[str, dict[str, Any]] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_enable_pipelined_all_gather": True,
         "xla_gpu_enable_pipelined_reduce_scatter": True,
+        "xla_gpu_multi_streamed_windowed_einsum": True,
     },
     "tpu": {
         "xla_tpu_enable_latency_hiding_scheduler": True,
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_decompose_all_gather_einsum": True,
+        "xla_tpu_decompose_einsum_reduce_scatter": True,
     },
 }
 
@@ -54,8 +58,18 @@ def make_mesh(
     local = len([device for device in found if device.process_index == found[0].process_index])
     topology = Topology(len(found), local if len(found) % local == 0 else None)
     sizes = resolve_mesh(row_of(strategy), topology, replicate, shard)
-    shaped = np.array(found).reshape(sizes.replicate, sizes.shard)
-    return DeviceMesh(shaped, AXES, axis_types=(AxisType.Auto,) * 2)
+    shape = (sizes.replicate, sizes.shard)
+    if all(hasattr(device, "coords") for device in found):  # TPUs: in the order of their network
+        placed = create_device_mesh(shape, found, allow_split_physical_axes=True)
+    else:
+        placed = np.array(found).reshape(shape)
+    return DeviceMesh(placed, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def with_auto_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The same devices, with axes over which XLA's partitioner decides."""
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    return DeviceMesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
 
 def sizes_of(mesh: DeviceMesh) -> Mesh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,7 @@ from fullshard.planner.arrays import ArrayPlan, ArraysPlan, cut_of
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.spec import ParamSpec, check_globs, matches
 from fullshard.planner.units import ContractRule
-from fullshard.xla.mesh import SHARD, live_axes, make_mesh, sizes_of
+from fullshard.xla.mesh import SHARD, live_axes, make_mesh, sizes_of, with_auto_axes
 
 Tree = Any  # any pytree
 
@@ -34,11 +34,13 @@ class XlaPlan:
         table: Arrays, cuts, collectives and memory as plain data.
         mesh: Devices over ('replicate', 'shard').
         structure: Structure of the tree of parameters.
+        gathered: Names of stacked arrays that a loss function has gathered so far.
     """
 
     table: ArraysPlan
     mesh: DeviceMesh
     structure: Any
+    gathered: set[str] = field(default_factory=set[str])
 
     @cached_property
     def shardings(self) -> Tree:
@@ -102,6 +104,20 @@ class XlaPlan:
             )
         return found
 
+    def check_gathered(self) -> None:
+        """For a loss function that was traced.
+
+        Raises:
+            ConfigError: It cannot have computed with whole arrays of all blocks.
+        """
+        for array in self.table.arrays:
+            if array.block and array.cut.dim is not None and array.name not in self.gathered:
+                raise ConfigError(
+                    f"loss_fn: expected {array.name} to be gathered, because the plan has "
+                    f"blocks={[array.block]} and the loss meets shards there. Run the layers with "
+                    "fullshard.jax.scan_blocks (or gather), or leave the path out of blocks."
+                )
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """Paths of the stacked subtrees."""
@@ -136,7 +152,7 @@ def plan(
     check_supported(settings, backend=Backend.JAX)
     if mesh is None:
         mesh = make_mesh(settings.replicate, settings.shard, strategy=settings.strategy)
-    sizes = sizes_of(mesh)
+    sizes, mesh = sizes_of(mesh), with_auto_axes(mesh)
     _check_sizes(settings, sizes)
     table = table_of(shapes, settings, sizes, blocks, freeze)
     return XlaPlan(table, mesh, jax.tree.structure(shapes))

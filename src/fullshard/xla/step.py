@@ -138,7 +138,8 @@ def with_optimizer(
 ) -> State:
     """A state from sharded parameters, with a fresh optimizer."""
     opt_state = None if tx is None else fresh(plan, tx, params)
-    variables = jax.device_put(variables, plan.replicated, may_alias=False)
+    own = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), variables)
+    variables = jax.device_put(own, plan.replicated)  # a step uses them up
     return State(params, opt_state, scalar(np.int32(step), plan.replicated), plan, variables)
 
 
@@ -285,7 +286,8 @@ def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[An
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
         given = {} if variables is None else {"variables": variables}
         found = loss_fn(whole_but_blocks(plan, params), batch, **given)
-        sums = sums_of(found, variables)
+        sums = sums_of(found, variables, new=False)
+        plan.check_gathered()
         total, count, metrics = _over_devices(plan, (sums.total, sums.count, sums.metrics))
         return (total, count, metrics) if len(found) > 2 else (total, count)
 
@@ -377,6 +379,7 @@ def gradients(
         turns = (jnp.arange(num_micro_batches), batch)
         (grads, variables), sums = lax.scan(micro_batch, carry, turns)
         sums = jax.tree.map(lambda x: x.astype(_wide(plan, x)).sum(0), sums)
+    plan.check_gathered()
     total, count, metrics = _over_devices(plan, sums)
     divisor = jnp.where(count == 0, 1, count)
     grads = [grad / divisor.astype(grad.dtype) for grad in grads]

@@ -1,0 +1,47 @@
+"""The steps of `make gpu` can run: on a CPU, without what a machine with a GPU may lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+WITHOUT = """
+import runpy, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("omegaconf", "typer", "rich", "yaml", "jinja2", "transformers"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+sys.path.insert(0, sys.argv[1])
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+STEPS = ("doctor", "parity, float32, full", "events, float32", "streams", "one", "offload", "save")
+
+
+@pytest.mark.timeout(400)  # a second process imports torch, and its compiler
+def test_steps_of_make_gpu_run_on_a_cpu_without_pydantic(tmp_path):
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-c", WITHOUT, str(HERE / "stand_in"), str(HERE / "run.py")]
+    command += ["--device", "cpu", "--out", str(out), "--only", *STEPS]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["steps"]
+    assert len(rows) == 16
+    assert {row["status"] for row in rows} == {"ok"}
+
+
+def test_without_a_gpu_make_gpu_fails_aloud():
+    command = [sys.executable, str(HERE / "run.py")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "sees no GPU" in done.stderr

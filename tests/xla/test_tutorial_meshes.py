@@ -1,0 +1,189 @@
+"""The tutorial's step on other meshes, with other labels and with annotated arrays."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+CLASSES, SAMPLES = 8, 16
+
+
+def model(rngs):
+    from flax import nnx
+
+    embed = nnx.Embed(50, 16, rngs=rngs)
+    return nnx.Sequential(embed, lambda x: x.mean(1), nnx.Linear(16, CLASSES, rngs=rngs))
+
+
+def first_losses(labels):
+    """Loss and accuracy of the first step on meshes of several kinds; how a batch was divided."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import fullshard.jax as fj
+
+    ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
+    found, divided = [], []
+    explicit = jax.make_mesh((8,), ("fsdp",))
+    assert "Explicit" in str(explicit.axis_types)
+    for mesh in (explicit, jax.make_mesh((2, 4), ("data", "fsdp"))):
+        with jax.set_mesh(mesh):
+            graph, params = nnx.split(model(nnx.Rngs(0)))
+            params = fj.shard_fsdp(params, threshold=100)
+        state = nnx.ModelAndOptimizer(nnx.merge(graph, params), optax.sgd(0.1))
+        step = fj.create_fsdp_train_step(mesh)
+        state, loss, metrics = step(state, {"input_ids": ids, "label": labels})
+        found.append((float(loss), float(metrics["accuracy"])))
+
+        def told(model, batch):
+            x = batch["input_ids"]
+            jax.debug.inspect_array_sharding(
+                x,
+                callback=lambda s: divided.append(s.shard_shape(ids.shape)[0]),
+            )
+            return model(x).mean()
+
+        fj.create_fsdp_train_step(mesh, told)(state, {"input_ids": ids})
+    return found, divided
+
+
+def by_hand(labels):
+    """Mean over the labels that count, on one device."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    ids = np.random.default_rng(0).integers(0, 50, (SAMPLES, 6))
+    logits = model(nnx.Rngs(0))(ids)
+    likely = jax.nn.log_softmax(logits)
+    if labels.ndim == 2:
+        return float(-(labels * likely).sum(-1).mean())
+    chosen = [-float(likely[row, label]) for row, label in enumerate(labels) if label != -100]
+    assert not jnp.isnan(likely).any()
+    return sum(chosen) / len(chosen)
+
+
+def labels_of(kind):
+    import numpy as np
+
+    draw = np.random.default_rng(1)
+    if kind == "soft":
+        rows = draw.random((SAMPLES, CLASSES))
+        return (rows / rows.sum(-1, keepdims=True)).astype(np.float32)
+    labels = draw.integers(0, CLASSES, SAMPLES)
+    labels[-5:] = -100
+    return labels
+
+
+@pytest.mark.parametrize("kind", ["ignored", "soft"])
+def test_ignored_and_soft_labels_on_explicit_axes_and_beside_a_data_axis(devices, kind):
+    labels = labels_of(kind)
+    found, divided = devices(first_losses, labels)
+    wanted = devices(by_hand, labels)
+    assert [loss for loss, _ in found] == pytest.approx([wanted] * 2, rel=1e-5)
+    assert set(divided) == {SAMPLES // 8}
+
+
+def annotated():
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+    from jax.sharding import AxisType
+
+    import fullshard.jax as fj
+    from fullshard.errors import ConfigError
+
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    initializer = nn.initializers.lecun_normal()
+    linen = nn.Dense(64, kernel_init=nn.with_partitioning(initializer, ("embed", "mlp")))
+    boxed = linen.init(jax.random.key(0), jnp.ones((2, 32)))["params"]
+    value = np.ones((32, 64), np.float32)
+    with nnx.use_eager_sharding(False):
+        state = nnx.State({"named": nnx.Param(value, sharding_names=("embed", "mlp"))})
+        state["plain"] = nnx.Param(value)
+        state["axes"] = nnx.Param(value, sharding_names=(None, ("fsdp", "tensor")))
+    rules = (("embed", "tensor"), ("mlp", "fsdp"))
+    found = [
+        fj.sharding_table(fj.shard_fsdp(boxed, mesh=mesh, rules=rules))[1][2],
+        *(spec for *_, spec in fj.sharding_table(fj.shard_fsdp(state, mesh=mesh, rules=rules))),
+    ]
+    said = []
+    for wrong in ({"embed": "fsdp"}, {"embed": ("fsdp", "tensor"), "mlp": "nowhere"}):
+        try:
+            fj.shard_fsdp(state, mesh=mesh, rules=wrong)
+        except (ConfigError, KeyError) as error:
+            said.append(f"{type(error).__name__} {error}")
+    return [tuple(spec) for spec in found], said
+
+
+def test_annotations_of_logical_axes_say_how_arrays_lie(devices):
+    (boxed, axes, named, plain), said = devices(annotated)
+    assert boxed == named == ("tensor", "fsdp")
+    assert axes == (None, ("fsdp", "tensor"))
+    assert plain == ("tensor", "fsdp")  # by size: the larger dimension over fsdp
+    assert said[0].startswith("ConfigError rules: expected one for 'mlp', an axis of named")
+    assert said[1].startswith("ConfigError rules: expected axes of the mesh")
+
+
+def through_orbax(folder):
+    """A padded array out of eight devices and into three."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    import fullshard.jax as fj
+
+    tree = {"w": np.arange(257 * 259, dtype=np.float32).reshape(257, 259), "b": np.ones(7)}
+
+    def plan_on(num_devices):
+        return fj.plan(
+            tree, None, fj.make_mesh(1, num_devices, devices=jax.devices()[:num_devices])
+        )
+
+    state = fj.shard(plan_on(8), tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", fj.full_params(state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(folder / "saved", tree)
+    found = fj.full_params(fj.shard(plan_on(3), restored))
+    return all((found[name] == tree[name]).all() for name in tree)
+
+
+def test_orbax_keeps_padded_arrays_from_one_mesh_to_another(devices, tmp_path):
+    assert devices(through_orbax, tmp_path)
+
+
+def in_network_order():
+    """Devices of a mesh on a slice whose devices are listed in another order than its network's."""
+    from dataclasses import dataclass
+
+    import fullshard.jax as fj
+
+    @dataclass(frozen=True)
+    class Chip:
+        id: int
+        coords: tuple[int, int, int]
+        core_on_chip: int = 0
+        process_index: int = 0
+        platform: str = "tpu"
+        device_kind: str = "TPU v4"
+        slice_index: int = 0
+
+    chips = [Chip(i, (i % 4, i // 4, 0)) for i in range(8)]
+    placed = fj.make_mesh(2, 4, devices=chips[::2] + chips[1::2]).devices
+    return [[device.coords for device in row] for row in placed]
+
+
+def test_meshes_of_tpus_follow_their_network(devices):
+    rows = devices(in_network_order)
+    for row in rows:  # neighbours in a shard group are neighbours on the wire
+        steps = [
+            sum(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in itertools.pairwise(row)
+        ]
+        assert steps == [1, 1, 1]

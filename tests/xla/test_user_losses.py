@@ -1,0 +1,287 @@
+"""Losses with keys, metrics, variables and regularizers are those of one device."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+NUM_PARTS, NUM_MICRO, SAMPLES, WIDTH, LAYERS, NUM_STEPS = 4, 2, 32, 16, 4, 2
+
+
+def parameters():
+    import jax
+    import jax.numpy as jnp
+
+    key = jax.random.key(0)
+    w = 0.3 * jax.random.normal(key, (LAYERS, WIDTH, WIDTH), jnp.float64)
+    return {"head": jnp.ones((WIDTH,), jnp.float64), "layers": {"w": w}}
+
+
+def batches():
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    some = [draw.normal(size=(NUM_MICRO, SAMPLES, WIDTH)) for _ in range(NUM_STEPS)]
+    return [{"x": x, "y": np.sign(x.sum(-1)), "counts": x[..., 0] > 0} for x in some]
+
+
+def loss_of(run_layers, params, batch, rng, variables):
+    """Dropout per layer, running averages, a regularizer, a metric, ragged labels."""
+    import jax
+    import jax.numpy as jnp
+
+    def block(layer, x, key):
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        x = x + jnp.tanh(x @ layer["w"]) * kept / 0.8
+        return x, jnp.square(x).mean()
+
+    x = batch["x"] - variables["mean"]
+    x, sizes = run_layers(block, x, params["layers"], jax.random.split(rng, LAYERS))
+    error = jnp.square(x @ params["head"] - batch["y"])
+    counts = batch["counts"]
+    count = counts.sum()
+    total = (error * counts).sum() + count * 0.1 * jnp.square(params["head"]).sum()
+    right = (jnp.sign(x @ params["head"]) == batch["y"]) & counts
+    new = {"mean": 0.9 * variables["mean"] + 0.1 * x.mean(0), "seen": variables["seen"] + 1}
+    return total, count, {"accuracy": right.sum(), "sizes": sizes * count}, new
+
+
+def variables():
+    import jax.numpy as jnp
+
+    return {"mean": jnp.zeros(WIDTH, jnp.float64), "seen": jnp.zeros((), jnp.int32)}
+
+
+def on_devices(folder, recompute):
+    """Losses, accuracies, sizes, averages after the steps, the head; resumed on other devices."""
+    import jax
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    tx = optax.sgd(1e-2)
+    params, odd = parameters(), {"odd": jax.numpy.ones(7)}
+    whole = fj.plan(odd, None, fj.make_mesh(1, 4, devices=jax.devices()[:4]))
+    again = fj.train_step(whole, lambda p, b: (p["odd"].sum(), b.sum()), tx)
+    again(fj.shard(whole, odd, tx), np.ones(8))
+    found = []
+    for step_number, batch in enumerate(batches()):
+        replicate, shard = [(2, 2), (1, 4)][step_number]
+        mesh = fj.make_mesh(replicate, shard, devices=jax.devices()[:NUM_PARTS])
+        strategy = "hybrid_shard" if replicate > 1 else "full_shard"
+        config = {"strategy": strategy, "activation_checkpointing": recompute}
+        plan = fj.plan(params, config, mesh, blocks=["layers"])
+
+        def loss(params, batch, rng, variables):
+            def layers(block, x, shards, keys):
+                return fj.scan_blocks(block, x, shards, plan, inputs=keys, outputs=True)  # noqa: B023
+
+            return loss_of(layers, params, batch, rng, variables)
+
+        step = fj.train_step(plan, loss, tx, num_micro_batches=NUM_MICRO)
+        if step_number == 0:
+            state = fj.shard(plan, params, tx, variables())
+        else:
+            state = fj.load(plan, folder, tx, variables())
+        state, metrics = step(state, batch, rng=jax.random.key(7))
+        fj.save(folder, state, step=step_number + 1, epoch=3, note="kept")
+        found.append([np.asarray(metrics[name]) for name in ("loss", "accuracy", "sizes")])
+    assert float(params["head"][0]) == float(odd["odd"][0]) == 1.0  # the caller's are still there
+    assert fj.load_values(folder) == {"epoch": 3, "note": "kept", "step": NUM_STEPS}
+    last = {name: np.asarray(leaf) for name, leaf in state.variables.items()}
+    return found, last, fj.full_params(state)["head"]
+
+
+def on_one_device():
+    """The same, each part of the global batch after another with its key."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    def layers(block, x, stacked, keys):
+        sizes = []
+        for at in range(LAYERS):
+            x, size = block({"w": stacked["w"][at]}, x, keys[at])
+            sizes.append(size)
+        return x, jnp.stack(sizes)
+
+    def one_step(params, variables, batch, key):
+        sums, own = [], [variables] * NUM_PARTS
+        for micro in range(NUM_MICRO):
+            for device in range(NUM_PARTS):
+                size = SAMPLES // NUM_PARTS
+                part = {n: v[micro, device * size :][:size] for n, v in batch.items()}
+                its = jax.random.fold_in(key, micro * NUM_PARTS + device)
+                *found, changed = loss_of(layers, params, part, its, own[device])
+                sums.append(found)
+                own[device] = jax.lax.stop_gradient(changed)
+        mean = sum(each["mean"] for each in own) / NUM_PARTS
+        variables = {"mean": mean, "seen": own[0]["seen"]}
+        count = sum(each[1] for each in sums)
+        add = lambda *values: sum(values) / count  # noqa: E731
+        metrics = jax.tree.map(add, *(each[2] for each in sums))
+        return add(*(each[0] for each in sums)), (metrics, variables)
+
+    params, now, found = parameters(), variables(), []
+    for at, batch in enumerate(batches()):
+        key = jax.random.fold_in(jax.random.key(7), at)
+        value_and_grad = jax.jit(jax.value_and_grad(one_step, has_aux=True))
+        (loss, (metrics, now)), grads = value_and_grad(params, now, batch, key)
+        params = jax.tree.map(lambda p, g: p - 1e-2 * g, params, grads)
+        found.append([np.asarray(v) for v in (loss, metrics["accuracy"], metrics["sizes"])])
+    return found, {n: np.asarray(v) for n, v in now.items()}, np.asarray(params["head"])
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("every_3", marks=pytest.mark.long)])
+def test_keys_metrics_variables_and_regularizers_are_those_of_one_device(
+    devices, tmp_path, recompute
+):
+    found, last, head = devices(on_devices, tmp_path, recompute)
+    wanted, wanted_last, wanted_head = devices(on_one_device)
+    for step, wanted_step in zip(found, wanted, strict=True):
+        for value, wanted_value in zip(step, wanted_step, strict=True):
+            assert value == pytest.approx(wanted_value, rel=1e-10)
+    assert last["mean"] == pytest.approx(wanted_last["mean"], abs=1e-12)
+    assert last["seen"] == wanted_last["seen"] == NUM_STEPS * NUM_MICRO
+    assert head == pytest.approx(wanted_head, rel=1e-10)
+
+
+def counted(dtype, num_tokens):
+    """Tokens of a step whose loss is in a small dtype, and the norm of its gradient."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
+    plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
+
+    def loss(params, batch):
+        errors = params["w"].sum() * batch["x"]
+        return errors.sum().astype(dtype), jnp.asarray(len(batch["x"]))
+
+    step = fj.train_step(plan, loss, optax.sgd(1e-3))
+    state = fj.shard(plan, {"w": jnp.ones(8)}, optax.sgd(1e-3))
+    x = np.full(num_tokens, 1e-2, np.float32)
+    state, metrics = step(state, {"x": x})
+    total, count = fj.eval_step(plan, loss)(state, {"x": x})
+    assert int(count) == int(metrics["num_tokens"])
+    assert float(total) > 0
+    return int(count), float(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 2056), ("float16", 70_000)])
+def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtype, num_tokens):
+    count, norm = devices(counted, dtype, num_tokens)
+    assert count == num_tokens
+    assert norm == pytest.approx(8**0.5 * 1e-2, rel=1e-2)
+
+
+def mistakes():
+    """What is said of each."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+    from fullshard.errors import FullshardError
+
+    mesh = fj.make_mesh(1, 8)
+    tree = {"layers": {"w": jnp.ones((4, 8, 8))}, "head": jnp.ones((8, 8))}
+    plan = fj.plan(tree, None, mesh, blocks=["layers"])
+    batch = {"x": np.ones((16, 8))}
+
+    def step_of(make, tx=None, **extra):
+        def loss(params, batch):
+            x = fj.scan_blocks(lambda layer, x: x @ layer["w"], batch["x"], params["layers"], plan)
+            return make((x @ params["head"]).sum(), len(x))
+
+        tx = tx or optax.sgd(1e-3)
+        return fj.train_step(plan, loss, tx)(fj.shard(plan, tree, tx), batch, **extra)
+
+    def forgets(params, batch):
+        x = batch["x"]
+        for at in range(4):
+            x = x * params["layers"]["w"][at].sum()
+        return x.sum() + params["head"].sum(), jnp.asarray(len(x))
+
+    def forgetful():
+        fresh = fj.plan(tree, None, mesh, blocks=["layers"])
+        return fj.train_step(fresh, forgets, optax.sgd(1e-3))(fj.shard(fresh, tree), batch)
+
+    scheduled = optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(1e-3))
+    others = {"layers": {"v": tree["layers"]["w"]}, "head": tree["head"]}
+    said = []
+    for do in (
+        lambda: step_of(lambda total, count: total / count),
+        lambda: step_of(lambda total, count: (total / count, {"accuracy": total})),
+        lambda: step_of(lambda total, count: (total, jnp.ones(3))),
+        lambda: step_of(lambda total, count: (total, count, {"loss": total})),
+        lambda: step_of(lambda total, count: (total, count), optax.adam(1e-3), learning_rate=5.0),
+        lambda: step_of(lambda total, count: (total, count), scheduled, learning_rate=5.0),
+        forgetful,
+        lambda: fj.shard(plan, others),
+        lambda: fj.plan(tree, None, mesh, blocks=["lay*"]),
+        lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
+        lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
+        lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
+        lambda: fj.pad_batch({"x": np.ones(5), "label": np.ones(5, int)}, 4),
+    ):
+        try:
+            do()
+            said.append("nothing")
+        except FullshardError as error:
+            said.append(str(error))
+    injected = optax.inject_hyperparams(optax.sgd)(1e-3)
+    state, _ = step_of(lambda total, count: (total, count), injected, learning_rate=0.0)
+    unmoved = bool((fj.full_params(state)["head"] == 1).all())
+    return said, unmoved
+
+
+def test_mistakes_of_losses_trees_and_batches_are_named(devices):
+    said, unmoved = devices(mistakes)
+    wanted = [
+        "got .*Tracer",
+        "a count that is a dict",
+        r"a count of shape \(3,\)",
+        "'loss', which the step's own",
+        "^learning_rate: expected a number that the optimizer reads",
+        "^learning_rate: expected a number that the optimizer reads",
+        "^loss_fn: expected layers.w to be gathered",
+        "which has layers.w where this one has layers.v",
+        "^blocks: expected paths of subtrees; got 'lay\\*'",
+        "^a.b: expected names that differ",
+        "expected the name of the labels among x, y; got None",
+        "expected integers or rows of probabilities as label; got float64",
+        "expected arrays of at most 4 samples",
+    ]
+    assert [
+        text for text, pattern in zip(said, wanted, strict=True) if not re.search(pattern, text)
+    ] == []
+    assert unmoved
+
+
+def padded():
+    import numpy as np
+
+    import fullshard.jax as fj
+
+    def of(rows, **names):
+        return fj.pad_batch({"x": np.ones(len(rows)), "y": rows}, 4, **names)
+
+    integers = of(np.array([3, 200], np.uint8), labels="y")["y"].tolist()
+    hot = of(np.eye(3)[:2], labels="y")["y"].tolist()
+    masked = of(np.array([0.5, 1.5]), mask="counts")
+    return integers, hot, masked["y"].tolist(), masked["counts"].tolist()
+
+
+def test_added_labels_count_nothing_whatever_their_form(devices):
+    integers, rows, values, mask = devices(padded)
+    assert integers == [3, 200, -100, -100]
+    assert rows == [[1, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]
+    assert values == [0.5, 1.5, 1.5, 1.5]
+    assert mask == [1, 1, 0, 0]
