@@ -73,15 +73,19 @@ def test_a_student_cut_out_of_its_teacher_learns_goes_on_and_opens_anywhere(full
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "name"),
+    ("package", "name"),
     [
-        ("sft", "sft_job.yaml"),
-        *(("distill", f"{name}_job.yaml") for name in ("teacher", "distill", "distill_jax")),
+        ("config.defaults", "main_job.yaml"),
+        ("recipes.sft", "sft_job.yaml"),
+        *(
+            ("recipes.distill", f"{name}_job.yaml")
+            for name in ("teacher", "distill", "distill_jax")
+        ),
     ],
 )
-def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(recipe, name):
+def test_every_job_of_ours_can_be_resumed_when_it_is_stopped(package, name):
     """The teacher that `distill` trains by itself was not: an interrupt lost all of its steps."""
-    training = load_config([read_job(name, f"fullshard.recipes.{recipe}")]).config.training
+    training = load_config([read_job(name, f"fullshard.{package}")]).config.training
     assert training.saves is not IntervalStrategy.NO
 
 
