@@ -230,7 +230,7 @@ def test_shards_of_other_elements_do_not_mix(ranks):
 # ---- where nothing is cut ---------------------------------------------------------------------
 
 RANDOM = ("dropout", "randn_like", "normal_", "nn.init.normal_", "nn.init.xavier_uniform_")
-AUTOGRAD = ("backward", "autograd.grad", "iteration")
+AUTOGRAD = ("backward", "autograd.grad", "backward for some", "a node", "a node of a view", "iteration")
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import fullshard as fs
 from fullshard.cli.app import invoke
 from fullshard.config import host_memory
+from fullshard.config.files import read_job
 from fullshard.config.load import load_config
 from fullshard.config.values import Backend
 from fullshard.data.tokenizer import train_tokenizer
@@ -29,6 +30,7 @@ from support.text import seeded_text
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
+TEACHERS = "fullshard.recipes.distill"  # whose job trains the teacher
 DEFAULTS = ROOT / "src" / "fullshard" / "config" / "defaults"
 MACHINE = "accelerate_configs"
 CASES = sorted(
@@ -50,8 +52,9 @@ def place(tmp_path_factory) -> Path:
     pairs = [{"prompt": f"What is {at}?", "completion": line} for at, line in enumerate(lines)]
     (found / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     tokenizer = train_tokenizer([text], 512)
-    for job, folder in (("main_job", "train"), ("teacher_job", "teacher")):
-        config = load_config(DEFAULTS / f"{job}.yaml").config
+    jobs = ((read_job(), "train"), (read_job("teacher_job.yaml", TEACHERS), "teacher"))
+    for job, folder in jobs:
+        config = load_config([job]).config
         model = AutoModelForCausalLM.from_config(model_config_of(config, tokenizer))
         model.save_pretrained(found / "runs" / folder / "model")
         tokenizer.save_pretrained(found / "runs" / folder / "model")

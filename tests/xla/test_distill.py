@@ -55,7 +55,7 @@ def in_torch(case, folder):
     s = settings_of(loss, alpha)
     teacher = Teacher(other.eval().requires_grad_(requires_grad=False), Head(other))
     kept = TopK(None, None, None) if cached else teacher
-    recipe = Distillation(None, Head(own), kept, s)
+    recipe = Distillation(Head(own), kept, s)
     optimizer = torch.optim.AdamW(own.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.1)
     losses, norms, brought = [], [], []
     for ids, labels in decoders.batches(NUM_STEPS):

@@ -105,9 +105,9 @@ def annotated():
     boxed = linen.init(jax.random.key(0), jnp.ones((2, 32)))["params"]
     value = np.ones((32, 64), np.float32)
     with nnx.use_eager_sharding(False):
-        state = nnx.State({"named": nnx.Param(value, sharding_names=("embed", "mlp"))})
+        state = nnx.State({"named": nnx.Param(value, out_sharding=("embed", "mlp"))})
         state["plain"] = nnx.Param(value)
-        state["axes"] = nnx.Param(value, sharding_names=(None, ("fsdp", "tensor")))
+        state["axes"] = nnx.Param(value, out_sharding=(None, ("fsdp", "tensor")))
     rules = (("embed", "tensor"), ("mlp", "fsdp"))
     found = [
         fj.sharding_table(fj.shard_fsdp(boxed, mesh=mesh, rules=rules))[1][2],

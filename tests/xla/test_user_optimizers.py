@@ -43,7 +43,7 @@ def optimizer(name: str) -> Any:
         "lars": lambda: optax.lars(1e-1),
         "block_rms": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(1.0)),
         "noise": lambda: optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(1e-3)),
-        "noisy_sgd": lambda: optax.noisy_sgd(1e-3),
+        "noisy_sgd": lambda: optax.noisy_sgd(1e-3, key=0),
         "plateau": lambda: optax.chain(adam, contrib.reduce_on_plateau(patience=1, rtol=1.0)),
         "apply_every": lambda: optax.chain(adam, optax.apply_every(3)),
         "apply_if_finite": lambda: optax.apply_if_finite(adam, 3),

@@ -267,5 +267,7 @@ def _close(module: nn.Module) -> Engine:
     engine.runtime.reset()
     for handle in engine.handles:
         handle.remove()
+    for inner in module.modules():
+        vars(inner).pop("__deepcopy__", None)
     delattr(module, ATTRIBUTE)
     return engine

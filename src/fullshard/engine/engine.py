@@ -196,6 +196,8 @@ class Engine:
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
         left_out = {*map(id, modules)}
         self.handles += _watch_exits(self.units, owners, left_out, self._watch)
+        for swap in (swap for unit in self.units for swap in unit.swaps):
+            vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
 
     # ---- hooks: torch calls them with more than they need
 

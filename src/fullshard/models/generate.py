@@ -105,7 +105,12 @@ def generate(
     with untrusted("--prompt", "UTF-8 text", ConfigError, "Write it in the locale's encoding."):
         (prompt or "").encode()
     model, tokenizer = _load(folder, trust=trust)
-    return sample(model, tokenizer, prompt, settings)
+    try:
+        return sample(model, tokenizer, prompt, settings)
+    except ConfigError as error:
+        if error.__cause__ is None:
+            raise
+        raise ConfigError(f"FOLDER: '{folder}': {error}") from error
 
 
 def sample(

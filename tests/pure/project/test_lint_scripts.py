@@ -73,5 +73,5 @@ def test_what_is_no_collective_of_torch_is_left_alone(source: str):
 
 def test_code_above_a_budget_is_found_and_tests_do_not_count():
     most = check_sizes.BUDGETS["in all"]
-    assert check_sizes.check_budgets({"config": most, "tests": most}) == []
-    assert len(check_sizes.check_budgets({"config": most, "cli": 1})) == 1
+    assert check_sizes.check_budgets({"observe": most, "tests": most}) == []
+    assert len(check_sizes.check_budgets({"observe": most, "launch": 1})) == 1

@@ -78,7 +78,7 @@ def settings_of(config: RunConfig) -> DistillConfig:
 
 def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raises ConfigError where a student cannot learn from its teacher."""
-    teacher, settings = config.teacher, settings_of(config)
+    teacher, settings = config.teacher, config.distill or DistillConfig()
     if teacher is None:
         return
     folder = Path(teacher.name_or_path or "")

@@ -6,7 +6,7 @@ It reads and checks the values of one section. Errors are plain; nothing is writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 Read = Callable[[Any], Any]
@@ -84,7 +84,10 @@ class BaseModel:
     def __init_subclass__(cls) -> None:
         cls.model_fields = {
             **cls.model_fields,
-            **dict.fromkeys(vars(cls).get("__annotations__", {})),
+            **{
+                name: SimpleNamespace(default=vars(cls).get(name))
+                for name in vars(cls).get("__annotations__", {})
+            },
         }
 
     def __init__(self, **values: Any) -> None:
