@@ -81,6 +81,10 @@ def _annotation(node: Any) -> tuple[Any, ...] | None:
     return next((tuple(names) for names in found if names is not None), None)
 
 
+def _several(axis: Axes) -> set[str]:
+    return {axis} if isinstance(axis, str) else set(axis or ())
+
+
 def _logical(
     name: str,
     shape: tuple[int, ...],
@@ -90,15 +94,15 @@ def _logical(
 ) -> PartitionSpec | None:
     """How an annotated array lies; None: as its size says."""
     table = dict(rules or {})
-    unknown = [n for n in names if n is not None and n not in table and n not in mesh.shape]
+    unknown = [n for n in names if n and n not in table and not _several(n) <= set(mesh.shape)]
     if unknown and rules is None:
         return None
     if unknown:
         raise ConfigError(f"rules: expected one for {unknown[0]!r}, an axis of {name}. Add it.")
     axes = [table.get(n, n) for n in names]
     for size, axis in zip(shape, axes, strict=False):
-        several = (axis,) if isinstance(axis, str) else axis or ()
-        if not set(several) <= set(mesh.shape):
+        several = _several(axis)
+        if not several <= set(mesh.shape):
             raise ConfigError(
                 f"rules: expected axes of the mesh, {tuple(mesh.shape)}; got {axis!r} for {name}."
             )
