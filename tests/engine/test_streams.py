@@ -83,9 +83,9 @@ class Trial:
     """A model that is trained on the played device.
 
     Attributes:
-        settings: Of fs.shard.
+        settings: Keyword arguments of fs.shard.
         build: Makes the model.
-        stream: That it is trained on; it is sharded on the default one.
+        stream: The stream that it is trained on; it is sharded on the default one.
         sync: no_sync around the first micro-batch: "", "all" or "outer".
         again: Whether blocks are recomputed.
     """

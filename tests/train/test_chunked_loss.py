@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 import fullshard as fs
@@ -16,6 +15,7 @@ from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
 from fullshard.recipes.base import IGNORED, WholeLogits
 from fullshard.recipes.head import Head, NextToken, whole_logits
+from support.logits import LargestTensor
 
 VOCAB, CHUNK, RATE = 203, 7, 0.3
 SIZES = {
@@ -112,26 +112,13 @@ def test_losses_and_weights_are_those_of_whole_logits(ranks, world_size, kind, s
     assert found[0][0][-1] == pytest.approx(wanted[-1], rel=1e-12)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor with a dimension of the vocabulary's size."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and VOCAB in tensor.shape:
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 def test_no_tensor_of_tokens_by_vocabulary_exists():
     model = llama(tied=False)
     objective, given = NextToken(Head(model), CHUNK), batches(0)[0]
-    with Largest() as made:
+    with LargestTensor(VOCAB) as made:
         objective.loss(model, given)[0].backward()
     assert made.numel == model.lm_head.weight.numel() < given["input_ids"].numel() * VOCAB
-    with Largest() as made:
+    with LargestTensor(VOCAB) as made:
         WholeLogits().loss(model, given)[0].backward()
     assert made.numel >= given["input_ids"].numel() * VOCAB
 
@@ -166,6 +153,15 @@ def test_a_model_that_changes_its_heads_output_is_refused_by_name():
     model = Doubled()
     with pytest.raises(ConfigError, match=r"loss_chunk_size.*Doubled, which changes them.*to 0"):
         NextToken(Head(model), CHUNK).loss(model, batches(0)[0])
+
+
+def test_a_loss_that_would_be_the_same_if_it_were_changed_proves_nothing():
+    model, given = Doubled(), batches(0)[0]
+    objective = NextToken(Head(model), CHUNK)
+    nothing = {**given, "labels": torch.full_like(given["labels"], IGNORED)}
+    assert objective.loss(model, nothing)[0].item() == 0
+    with pytest.raises(ConfigError, match="which changes them"):
+        objective.loss(model, given)
 
 
 def test_where_the_head_cannot_make_the_loss_the_reason_is_told():

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
 
 import fullshard as fs
@@ -18,6 +17,7 @@ from fullshard.recipes.base import IGNORED
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.recipes.distill.loss import Distillation, Teacher
 from fullshard.recipes.head import Head
+from support.logits import LargestTensor
 from support.parity import whole_gradients
 
 VOCAB, LENGTH, BATCH = 97, 24, 4
@@ -101,23 +101,10 @@ def test_loss_and_gradient_are_those_of_whole_logits(loss):
         torch.testing.assert_close(found.grad, param.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation made, but for weights' own shapes."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and VOCAB in tensor.shape:
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
 def test_nobody_holds_logits_of_all_tokens():
     own, other, given = student(), teacher(), batch()
     recipe = recipe_of(own.train(), other, mixed(DistillLoss.JSD, 2.0, 0.5, 0.5, chunk_size=8))
-    with LargestTensor() as made:
+    with LargestTensor(VOCAB) as made:
         recipe.loss(own, given)[0].backward()
     weights = max(model.lm_head.weight.numel() for model in (own, other))
     assert weights >= made.numel >= 8 * VOCAB

@@ -20,7 +20,7 @@ from fullshard.outlook.predict import Machine
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.recipes.base import Seat
-from fullshard.recipes.distill.teacher import Teaching, build_teacher
+from fullshard.recipes.distill.teacher import build_student, build_teacher
 from fullshard.recipes.registry import Command, check_command
 from fullshard.run.optim import build_optimizer
 from fullshard.run.outlook import look_at, view_of
@@ -57,9 +57,8 @@ def learn(config: Any) -> Any:
         config.training,
         Seat(dist.get_rank(), dist.get_world_size(), torch.device("cpu")),
     )
-    teaching = Teaching(config, build_teacher(config, seat, Path()))
-    model = teaching.student(given_model_config(config), seat)
-    objective = teaching.objective()
+    teacher = build_teacher(config, seat, Path())
+    model, objective = build_student(config, teacher, given_model_config(config), seat)
     optimizer = build_optimizer(model, training)
     for _ in range(NUM_STEPS):
         ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
@@ -69,7 +68,7 @@ def learn(config: Any) -> Any:
         fs.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return teaching, model, optimizer
+    return teacher, model, optimizer
 
 
 def planned_and_measured(folder: Path, strategy: str, words: list[str]) -> tuple[Any, int, int]:

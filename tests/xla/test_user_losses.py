@@ -174,6 +174,35 @@ def counted(dtype, num_tokens):
     return int(count), float(metrics["grad_norm"])
 
 
+def with_metrics_alone():
+    """Metrics of a loss that changes no variables."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import fullshard.jax as fj
+
+    mesh = fj.make_mesh(1, 4, devices=jax.devices()[:4])
+    plan = fj.plan({"w": jax.ShapeDtypeStruct((8,), jnp.float32)}, None, mesh)
+
+    def loss(params, batch):
+        count = jnp.asarray(len(batch["x"]))
+        return params["w"].sum() * batch["x"].sum(), count, {"seen": batch["x"].sum()}
+
+    state = fj.shard(plan, {"w": jnp.ones(8)}, optax.sgd(0.1))
+    x = np.arange(12, dtype=np.float32)
+    found = fj.eval_step(plan, loss)(state, {"x": x})
+    _, metrics = fj.train_step(plan, loss, optax.sgd(0.1))(state, {"x": x})
+    return float(metrics["seen"]), [float(found[0]), int(found[1]), float(found[2]["seen"])]
+
+
+def test_a_loss_may_return_metrics_and_no_variables(devices):
+    mean, (total, count, seen) = devices(with_metrics_alone)
+    assert (total, count, seen) == (8 * 66.0, 12, 66.0)
+    assert mean == pytest.approx(66 / 12)
+
+
 @pytest.mark.parametrize(("dtype", "num_tokens"), [("bfloat16", 2056), ("float16", 70_000)])
 def test_tokens_are_counted_exactly_whatever_the_dtype_of_the_loss(devices, dtype, num_tokens):
     count, norm = devices(counted, dtype, num_tokens)
@@ -229,6 +258,7 @@ def mistakes():
         lambda: fj.plan({"a.b": tree["head"], "a": {"b": tree["head"]}}, None, mesh),
         lambda: fj.pad_batch({"x": np.ones(3), "y": np.ones(3, int)}, 4),
         lambda: fj.pad_batch({"x": np.ones(3), "label": np.ones(3)}, 4),
+        lambda: fj.pad_batch({"x": np.ones(2), "label": np.eye(2, dtype=int)}, 4),
         lambda: fj.pad_batch({"x": np.ones(5), "label": np.ones(5, int)}, 4),
     ):
         try:
@@ -256,7 +286,8 @@ def test_mistakes_of_losses_trees_and_batches_are_named(devices):
         "^blocks: expected paths of subtrees; got 'lay\\*'",
         "^a.b: expected names that differ",
         "expected the name of the labels among x, y; got None",
-        "expected integers or rows of probabilities as label; got float64",
+        "expected integers or floating rows of probabilities as label; got float64",
+        "got int64 of shape .2, 2. that sum to 1.*one-hot rows floating",
         "expected arrays of at most 4 samples",
     ]
     assert [

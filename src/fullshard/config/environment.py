@@ -294,7 +294,7 @@ def _launched(
         launcher: Who set them.
         world: Rank and world size.
         local: The same on this machine.
-        prefix: Of the launcher's names.
+        prefix: What all names of the launcher begin with.
         **more: What only some launchers say.
     """
     meets = OURS if launcher is Launcher.FULLSHARD else ""

@@ -194,10 +194,10 @@ class Engine:
         others = set(self.index_of)
         self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
-        left_out = {*map(id, modules)}
-        self.handles += _watch_exits(self.units, owners, left_out, self._watch)
-        for swap in (swap for unit in self.units for swap in unit.swaps):
-            vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
+        self.handles += _watch_exits(self.units, owners, others, self._watch)
+        for unit in self.units:
+            for swap in unit.swaps:
+                vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
 
     # ---- hooks: torch calls them with more than they need
 

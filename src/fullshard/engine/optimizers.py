@@ -231,7 +231,8 @@ def probe(
     Args:
         kind: The class.
         settings: Settings of one parameter group.
-        like: Of the parameters' device and precision; some steps exist for some of these only.
+        like: A tensor with the parameters' device and dtype: some optimizers step on certain
+            devices or dtypes only.
 
     Raises:
         NotElementwiseError: The results differ, or the class cannot be tried.

@@ -127,6 +127,7 @@ class Runtime:
         gradients: Collects, reduces and shows gradients.
         recorder: Told of every event.
         poison: Fill released slots with NaN.
+        actions: Makes what carries events out.
     """
 
     def __init__(
@@ -137,11 +138,12 @@ class Runtime:
         recorder: Recorder,
         *,
         poison: bool,
+        actions: Callable[..., Actions] | None = None,
     ) -> None:
         self.units = list(units)
         self.scheduler = scheduler
         self.gradients = gradients
-        self.actions = Actions(self.units, gradients, recorder, poison=poison)
+        self.actions = (actions or Actions)(self.units, gradients, recorder, poison=poison)
         self.step = 0
         self.observed = Observed()
         self.before_step: Callable[[], None] = lambda: None
@@ -268,9 +270,8 @@ class Runtime:
         Returns:
             Whether any of them takes part in autograd.
         """
-        begin = self.trigger(index)
-        use = self._current[index]
-        if begin is None or use is None:
+        begin, use = self._begins[index], self._current[index]
+        if use is None or graph_task_id() != -1:  # outside of the unit, or in a recompute
             return False
         found = False
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
@@ -283,11 +284,6 @@ class Runtime:
                 if node is not None and node._sequence_nr() >= use.first_node:
                     node.register_prehook(begin)
         return found
-
-    def trigger(self, index: int) -> Callable[[Any], None] | None:
-        """What begins the unit's backward; None in a recompute, and outside of the unit."""
-        is_used = self._current[index] is not None and graph_task_id() == -1
-        return self._begins[index] if is_used else None
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
         if self._is_unclean():

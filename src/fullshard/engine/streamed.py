@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fullshard.engine._torch_compat import graph_task_id
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
 from fullshard.engine.unit import Group, Member, Unit
-from fullshard.planner.events import Event, EventKind
+from fullshard.planner.events import Event
 from fullshard.planner.homes import Homes
 from fullshard.transport import Fetch
 from fullshard.transport.base import OwnHome
@@ -27,11 +28,10 @@ class StreamedRuntime(Runtime):
     """
 
     def __init__(self, streams: Streams, homes: Homes, *parts: Any, poison: bool) -> None:
-        super().__init__(*parts, poison=poison)
-        kind = OffloadedActions if homes.offloads else TimedActions
-        self.actions = kind(streams, self.actions)
         self._streams = streams
         self._stream = streams.current()  # the step's
+        kind = OffloadedActions if homes.offloads else TimedActions
+        super().__init__(*parts, poison=poison, actions=partial(kind, streams))
 
     def _on_the_steps(self, work: Callable[..., Any], *args: Any) -> Any:
         """Call `work` on the step's stream."""
@@ -76,13 +76,13 @@ class TimedActions(Actions):
 
     Args:
         streams: Streams of the device.
-        actions: What is measured.
+        parts: Arguments of `Actions`.
+        poison: Fill released slots with NaN.
     """
 
-    def __init__(self, streams: Streams, actions: Actions) -> None:
-        vars(self).update(vars(actions))
+    def __init__(self, streams: Streams, *parts: Any, poison: bool) -> None:
+        super().__init__(*parts, poison=poison)
         self._streams = streams
-        self._of = self._of | {EventKind.GATHER: self._gather}
         self._times: deque[tuple[Any, Any]] = deque()  # the device may not have come to yet
 
     def _act(self, event: Event) -> None:
@@ -103,8 +103,8 @@ class TimedActions(Actions):
 class OffloadedActions(TimedActions):
     """Copies shards from the host beside the step, and lets the host wait before it writes them."""
 
-    def __init__(self, streams: Streams, actions: Actions) -> None:
-        super().__init__(streams, actions)
+    def __init__(self, streams: Streams, *parts: Any, poison: bool) -> None:
+        super().__init__(streams, *parts, poison=poison)
         self._copies = streams.make("copy")
         self._done: Any = None  # when the last shard has been read
         for unit in self._units:

@@ -148,12 +148,15 @@ def pad_batch(
 
 def _uncounted(name: str, value: np.ndarray, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The labels, in a dtype that has a sign, and added ones that count nothing."""
-    if value.ndim > 1 and np.all(value >= 0) and np.allclose(value.sum(-1), 1):
+    is_float = value.dtype.kind not in "iub"
+    is_rows = value.ndim > 1 and np.all(value >= 0) and np.allclose(value.sum(-1), 1)
+    if is_float and is_rows:
         return value, np.zeros_like(more)
-    if value.dtype.kind in "iu":
+    if value.dtype.kind in "iu" and not is_rows:
         wide = np.promote_types(value.dtype, np.int16)
         return value.astype(wide), np.full(more.shape, IGNORED, wide)
     raise ConfigError(
-        f"pad_batch: expected integers or rows of probabilities as {name}; got {value.dtype} of "
-        f"shape {value.shape}. Give mask=NAME, and multiply by it in loss_fn."
+        f"pad_batch: expected integers or floating rows of probabilities as {name}; got "
+        f"{value.dtype} of shape {value.shape}{' that sum to 1' * bool(is_rows)}. Give mask=NAME, "
+        "and multiply by it in loss_fn; or make one-hot rows floating point."
     )

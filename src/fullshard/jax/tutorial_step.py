@@ -104,6 +104,8 @@ def _place(batch: Any, mesh: Mesh, labels: tuple[str, ...]) -> Any:
                 f"loader), or pad to {fewer + size} and mask the padding in loss_fn."
             )
         sharding = NamedSharding(mesh, spec)
+        if jax.process_count() == 1:  # a device's array goes to the others without the host
+            return jax.device_put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map_with_path(place, batch)

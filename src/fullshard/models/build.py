@@ -138,7 +138,7 @@ def build_sharded(
     config: RunConfig,
     model_config: PretrainedConfig,
     device: torch.device,
-    before: Callable[[nn.Module], None] = lambda _: None,
+    before: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
     """The sharded model, of which no rank ever holds the whole.
 

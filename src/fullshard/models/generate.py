@@ -165,8 +165,10 @@ def continued(
     import torch
 
     inputs = torch.tensor([list(ids)], device=next(model.buffers(), torch.empty(0)).device)
-    drawn = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
-    torch.manual_seed(settings.seed)
+    how: dict[str, Any] = {"do_sample": False}
+    if settings.temperature > 0:
+        how = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
+        torch.manual_seed(settings.seed)  # only here: dropout of a run under way has a state too
     try:
         with torch.no_grad():
             output: torch.Tensor = model.generate(
@@ -175,7 +177,7 @@ def continued(
                 max_new_tokens=most,
                 pad_token_id=tokenizer.pad_token_id,
                 logits_processor=list(processors),
-                **(drawn if settings.temperature > 0 else {"do_sample": False}),
+                **how,
             )
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(

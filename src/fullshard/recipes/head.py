@@ -71,9 +71,9 @@ class Head:
 
     @staticmethod
     def of(model: Any) -> Head:
-        """That of a copied model, which was copied with it."""
+        """The one that was installed in this model, or in the model that this is a copy of."""
         found = model.get_output_embeddings().forward.__self__
-        assert isinstance(found, Head), "it was installed before the copy was made"
+        assert isinstance(found, Head), "it was installed before"
         return found
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class Head:
         Args:
             model: Whose head this is.
             tokens: The micro-batch.
-            loss: Of a chunk's logits.
+            loss: The loss of one chunk's logits.
             chunk_size: Rows at a time.
             hidden_loss: What the predicting rows of hidden states add to it.
 
@@ -117,15 +117,25 @@ class Head:
 
         with self.asked(answer):
             logits = model(**tokens.inputs, use_cache=False).logits
-        if not self._is_proven:  # once: to look at numbers waits for a GPU
-            self._is_proven = _is_same(logits, found)
-            if not self._is_proven:
-                raise ConfigError(
-                    f"training.loss_chunk_size: expected a model whose logits are its head's "
-                    f"output, got {type(model).__name__}, which changes them. Set it to 0: the "
-                    "loss is then computed from the logits of all tokens."
-                )
+        if not self._is_proven:  # a look at numbers waits for a GPU
+            self._prove(model, logits, found)
         return logits.reshape(())
+
+    def _prove(self, model: nn.Module, logits: torch.Tensor, found: list[torch.Tensor]) -> None:
+        """Compare what the model returned with what its head did, until a loss shows it."""
+        is_one = len(found) == 1 and logits.numel() == 1
+        if is_one and isinstance(logits, FakeTensor):
+            return
+        own = found[0].to(logits.dtype) if is_one else None
+        if own is not None and (own == 0 or not own.isfinite()):
+            return  # so would be what became of it
+        self._is_proven = own is not None and torch.equal(logits.detach().reshape(()), own)
+        if not self._is_proven:
+            raise ConfigError(
+                f"training.loss_chunk_size: expected a model whose logits are its head's output, "
+                f"got {type(model).__name__}, which changes them. Set it to 0: the loss is then "
+                "computed from the logits of all tokens."
+            )
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self._table["weight"], self._table.get("bias")
@@ -133,16 +143,6 @@ class Head:
         if self._answer is None:
             return F.linear(input, weight, bias)
         return self._answer(input, weight, bias)
-
-
-def _is_same(logits: torch.Tensor, found: list[torch.Tensor]) -> bool:
-    """Whether a model returned what its head did; not known of tensors without numbers."""
-    if len(found) != 1 or logits.numel() != 1:
-        return False
-    if isinstance(logits, FakeTensor):
-        return True
-    own = found[0].to(logits.dtype)
-    return torch.equal(logits.detach().reshape(()), own) or not own.isfinite()
 
 
 @dataclass(frozen=True)

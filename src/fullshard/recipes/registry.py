@@ -43,7 +43,7 @@ class Command(StrEnum):
 
     @property
     def help(self) -> tuple[str, str]:
-        """Of its command, and an example of the words behind it."""
+        """The help of its command, and an example of the words that follow it."""
         package = import_module(f"fullshard.recipes.{self.folder}")
         return package.__doc__ or "", package.EXAMPLE
 

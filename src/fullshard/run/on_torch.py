@@ -283,12 +283,12 @@ class TorchSide:
             return
         most = (self._session.config.sft or SftConfig()).sample_tokens
         watchdog.phase("sampling", step)
+        likely = SamplingSettings(temperature=0)
         with self._sampling() as same:
             for prompt in data.samples:
                 room = min(most, data.facts.sequence_length - len(prompt))
                 ids: list[int] = []
                 if room > 0:
-                    likely = SamplingSettings(temperature=0)
                     ids = continued(self._model, prompt, room, data.tokenizer, likely, [same])
                 if console is not None:
                     decode = partial(data.tokenizer.decode, skip_special_tokens=True)

@@ -63,7 +63,7 @@ def sums_of(found: Any, variables: Any, *, new: bool = True) -> Sums:
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
         size = f" of {len(found)}" if isinstance(found, tuple) else ""
         raise _wrong(type(found).__name__ + size)
-    total, count, metrics, changed = (*found, {}, None)[:4] if len(found) < 4 else found
+    total, count, metrics, changed = (*found, *({}, None)[len(found) - 2 :])
     for what, value in (("total", total), ("count", count)):
         if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
             raise _wrong(f"a {what} that is a {type(value).__name__}")

@@ -79,7 +79,7 @@ class Beside:
     Attributes:
         given: Arrays of `Given`.
         rng: The key of this step.
-        variables: Of the state.
+        variables: The state's variables.
     """
 
     given: Tree = None

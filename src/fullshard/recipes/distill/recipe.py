@@ -13,7 +13,13 @@ from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
 from fullshard.recipes.base import RecipeKind, RowBatches, Seat
 from fullshard.recipes.distill.logits import check_facts
-from fullshard.recipes.distill.teacher import check_teacher, set_up, settings_of, write_cache
+from fullshard.recipes.distill.teacher import (
+    build_student,
+    check_teacher,
+    set_up,
+    settings_of,
+    write_cache,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,9 +40,8 @@ def _build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, folder: Path
 ) -> nn.Module:
     """The teacher is built first: the student may be cut out of it."""
-    teaching = set_up(config, folder, data, seat)
-    student = teaching.student(model_config, seat)
-    data.objective = teaching.objective()
+    config, teacher = set_up(config, folder, data, seat)
+    student, data.objective = build_student(config, teacher, model_config, seat)
     return student
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,34 +39,6 @@ logger = logging.getLogger(__name__)
 COUNTED_STEPS = 8  # of training data, on which the use of experts is measured
 
 
-@dataclass
-class Teaching:
-    """Distillation on one rank, set up before the student is built.
-
-    Attributes:
-        config: Configuration of the run; its model is where the student's weights come from.
-        teacher: A model, or the logits that one left.
-        heads: The student's, once it is built.
-    """
-
-    config: RunConfig
-    teacher: Teacher | TopK
-    heads: list[Head] = field(default_factory=list[Head])
-
-    def student(self, model_config: PretrainedConfig, seat: Seat) -> nn.Module:
-        """The sharded student, whose head makes the loss."""
-
-        def before(model: nn.Module) -> None:
-            self.heads.append(Head(model))
-
-        return build_sharded(self.config, model_config, seat.device, before)
-
-    def objective(self) -> Distillation:
-        """The loss of distillation."""
-        (head,) = self.heads
-        return Distillation(head, self.teacher, settings_of(self.config))
-
-
 def settings_of(config: RunConfig) -> DistillConfig:
     """The section, or its defaults, complete."""
     found = config.distill or DistillConfig()
@@ -102,11 +73,18 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
         )
 
 
-def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teaching:
-    """Build the teacher, and cut the student out of it where that is asked for. A collective."""
+def set_up(
+    config: RunConfig, folder: Path, data: Recipe, seat: Seat
+) -> tuple[RunConfig, Teacher | TopK]:
+    """Build the teacher, and cut the student out of it where that is asked for. A collective.
+
+    Returns:
+        The configuration, whose model is where the student's weights come from; and what it learns
+        from, a model or the logits that one left.
+    """
     settings = settings_of(config)
     if settings.cache is not None:
-        return Teaching(config, TopK.load(Path(settings.cache)))
+        return config, TopK.load(Path(settings.cache))
     teacher = build_teacher(config, seat, folder)
     if is_cut(settings):
         student = folder / "student"
@@ -114,7 +92,15 @@ def set_up(config: RunConfig, folder: Path, data: Recipe, seat: Seat) -> Teachin
         whole = settings.model_copy(update={"experts": None, "layers": None})
         model = ModelConfig(name_or_path=str(student))
         config = config.model_copy(update={"model": model, "distill": whole})
-    return Teaching(config, teacher)
+    return config, teacher
+
+
+def build_student(
+    config: RunConfig, teacher: Teacher | TopK, model_config: PretrainedConfig, seat: Seat
+) -> tuple[nn.Module, Distillation]:
+    """The sharded student and its loss, which its head makes. A collective."""
+    model = build_sharded(config, model_config, seat.device, Head)
+    return model, Distillation(Head.of(model), teacher, settings_of(config))
 
 
 def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:

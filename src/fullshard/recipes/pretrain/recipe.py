@@ -61,15 +61,14 @@ def sharded(
     config: RunConfig, model_config: PretrainedConfig, device: torch.device
 ) -> tuple[nn.Module, Objective]:
     """The sharded model, and its loss: its head makes it where it can. A collective."""
-    heads: list[Head] = []
 
-    def before(model: nn.Module) -> None:
-        if whole_logits(model, config) is None:
-            heads.append(Head(model))
+    def before(model: nn.Module) -> object:
+        return whole_logits(model, config) or Head(model)
 
     model = build_sharded(config, model_config, device, before)
-    size = config.training.loss_chunk_size
-    return model, NextToken(heads[0], size) if heads else WholeLogits()
+    if whole_logits(model, config):
+        return model, WholeLogits()
+    return model, NextToken(Head.of(model), config.training.loss_chunk_size)
 
 
 KINDS = {"train": RecipeKind(build)}

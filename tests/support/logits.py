@@ -1,0 +1,24 @@
+"""How large the tensors over a vocabulary are that a computation makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of a tensor that has a dim of the vocabulary's size."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.numel = 0
+        self._vocabulary = vocabulary
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and self._vocabulary in tensor.shape:
+                self.numel = max(self.numel, tensor.numel())
+        return result
