@@ -49,7 +49,7 @@ help:
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        what the engine must do on a GPU, step by step; DEVICE=cpu tries the steps"
-	@echo "make lint       format, style, types, arrows, sizes, spelling, collectives"
+	@echo "make lint       format, style, types, arrows, sizes, collectives, names in docs"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
 	@echo "make bench-calibrate   what this machine reaches, for fullshard plan to count with"
@@ -57,7 +57,7 @@ help:
 	@echo "make bench-compile  compiled blocks beside FSDP2's, recompiles counted"
 	@echo "make bench-copies  bytes that a step's copies read and write, beside FSDP2's"
 	@echo "make bench-gpu    blocks of Llama 3 8B on one GPU; GPU_PYTHON names a Python that sees it"
-	@echo "make bench-exact   the plan of XLA's engine beside XLA's own memory, six Llamas"
+	@echo "make bench-exact   the plan of XLA's engine beside XLA's own memory, eight Llamas"
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
 	@echo "make bench-io      saving and loading beside the disk and torch's checkpoints"
 	@echo "make bench-jax     the JAX engine on two processes beside one, and beside XLA's partitioner"
@@ -180,6 +180,7 @@ lint: $(VENV)/.stamp-setup
 	name=arrows;      check "import-linter" $(BIN)/lint-imports --no-logo; \
 	name=sizes;       check "sizes" $(BIN)/python tools/check_sizes.py; \
 	name=collectives; check "collective calls" $(BIN)/python tools/check_collectives.py; \
+	name=names;       check "names in the documentation" $(BIN)/python tools/check_docs.py; \
 	name=spelling;    check "codespell" $(BIN)/codespell $(SPELLED); \
 	if [ -n "$$failed" ]; then echo "make lint: failed:$$failed" >&2; exit 1; fi; \
 	echo "make lint: all checks passed"

@@ -15,14 +15,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from fullshard.cli.outcome import Outcome, error_outcome, quiet_stdout, write_json
+from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
 
-JsonFlag = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print one JSON object to standard output, all else to standard error."
-    ),
-]
+JsonFlag = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 def run_script(name: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """A wire of a given speed around another transport: proves overlap on any machine.
 
 What travels arrives no earlier than `latency_s + bytes / bytes_per_s` after it was issued, and the
-wait for it sleeps, so that the processor is free for what should hide it. Gathers have one wire
-and reductions another, as on NCCL with two groups; messages of one wire queue:
+wait for it sleeps, so that the processor is free for what should hide it. Gathers, reductions and
+sums over replicas have a wire each, as on NCCL with three groups; messages of one wire queue:
 
     gathers     |-- blocks.1 --|-- blocks.2 --|
     reductions       |-- blocks.7 --|        |-- blocks.6 --|
@@ -18,7 +18,7 @@ stream that computes. Written for CUDA; run on a CPU alone so far.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,12 +146,17 @@ class DelayTransport:
     Args:
         inner: Moves the bytes.
         mesh: Which inner moves them on; where an axis has size 1, nothing travels on it.
-        gathers: The wire of all-gathers.
-        reductions: The wire of reductions over either axis, and of small vectors.
+        wires: The wire of all-gathers; that of reductions over the shard axis, and of small
+            vectors; that of sums over the replicate axis.
+
+    Attributes:
+        outer_waited_s: How long sums over the replicate axis were waited for; on a CPU.
     """
 
-    def __init__(self, inner: Transport, mesh: Mesh, gathers: Wire, reductions: Wire) -> None:
-        self.inner, self.gathers, self.reductions = inner, gathers, reductions
+    def __init__(self, inner: Transport, mesh: Mesh, wires: tuple[Wire, Wire, Wire]) -> None:
+        self.inner = inner
+        self.gathers, self.reductions, self.outer = wires
+        self.outer_waited_s = 0.0
         self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
         self.home, self._mesh = inner.home, mesh
 
@@ -167,12 +172,19 @@ class DelayTransport:
             return under_way
         return _Late(under_way, self.reductions.send(self._others_bytes(fulls)))
 
-    def sum_replicas(self, values: torch.Tensor) -> None:
-        self._send_around(values, self._mesh.replicate)
-        self.inner.sum_replicas(values)
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
+        steps = self.inner.sum_replicas(values)
+        next(steps, None)
+        message = self.outer.send(_around(values, self._mesh.replicate))
+        yield
+        start = time.perf_counter()
+        message.wait()
+        self.outer_waited_s += time.perf_counter() - start
+        yield from steps
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        self._send_around(values, self._mesh.world_size)
+        if self._mesh.world_size > 1:
+            self.reductions.send(_around(values, self._mesh.world_size)).wait()
         self.inner.all_reduce(values, maximum=maximum)
 
     def _others_bytes(self, fulls: Sequence[torch.Tensor]) -> int:
@@ -180,10 +192,10 @@ class DelayTransport:
         shard = self._mesh.shard
         return sum(full.nbytes for full in fulls) * (shard - 1) // shard
 
-    def _send_around(self, values: torch.Tensor, num_ranks: int) -> None:
-        """Wait as long as an all-reduce takes: every part comes in once, and goes round once."""
-        if num_ranks > 1:
-            self.reductions.send(2 * values.nbytes * (num_ranks - 1) // num_ranks).wait()
+
+def _around(values: torch.Tensor, num_ranks: int) -> int:
+    """Bytes of an all-reduce: every part comes in once, and goes round once."""
+    return 2 * values.nbytes * (num_ranks - 1) // num_ranks
 
 
 class _Late:
@@ -209,17 +221,17 @@ def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransp
     Args:
         engine: Engine of a sharded model, before its first step or between two.
         latency_s: What every message takes.
-        bytes_per_s: What each of the two wires carries besides.
+        bytes_per_s: What each of the three wires carries besides.
 
     Returns:
-        The transport of the whole mesh; all of the engine's share its two wires.
+        The transport of the whole mesh; all of the engine's share its wires.
 
     Raises:
         ConfigError: There is no such wire.
     """
-    gathers, reductions = (wire_of(engine.device, latency_s, bytes_per_s) for _ in range(2))
+    one, two, three = (wire_of(engine.device, latency_s, bytes_per_s) for _ in range(3))
     late = {
-        id(inner): DelayTransport(inner, mesh, gathers, reductions)
+        id(inner): DelayTransport(inner, mesh, (one, two, three))
         for mesh, inner in engine.transports.items()
     }
     for unit in engine.units:

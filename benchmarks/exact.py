@@ -1,6 +1,6 @@
 """`python -m benchmarks.exact`: planned memory of XLA's engine, beside XLA's own figure.
 
-Six Llamas are planned and compiled, each by `fullshard plan --exact` in a process of its own: jax
+Eight Llamas are planned and compiled, each by `fullshard plan --exact` in a process of its own: jax
 takes the number of its devices when it starts. Nothing runs, so neighbours do not matter.
 """
 
@@ -82,6 +82,8 @@ CASES = (
     Case("30M", 512, 8, 4096, "full_shard", "selective", 1024),
     Case("110M", 768, 12, 16000, "full_shard", "block", 512),
     Case("110M", 768, 12, 16000, "full_shard", "every_2", 1024),
+    Case("45M", 512, 4, 32000, "full_shard", "block", 1024),
+    Case("45M", 512, 4, 32000, "shard_grad_op", "none", 1024),
 )
 
 

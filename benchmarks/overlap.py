@@ -172,11 +172,13 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
     rows = [_row(depth, steps, undelayed) for depth, steps in found.items()]
     best = max(rows, key=lambda row: row["hidden"])
     speed = results[0]["bytes_per_s"]
+    outer = median(result["outer_hidden"] for result in results)
     notes = [
         f"Best: depth {best['prefetch_depth']} hides {best['hidden']:.1%} of the time on the wires "
         f"(goal {GOAL:.0%}).",
         f"Wires: {job.latency_s * 1e6:.0f} us + bytes / {speed / 1e6:.0f} MB/s each. A step "
         f"without delay: {median(s.step_s for s in undelayed) * 1e3:.1f} ms.",
+        f"Sums over replicas (no_shard, the same wire): {outer:.1%} hidden.",
     ]
     return Page(
         name="overlap",

@@ -30,21 +30,25 @@ class Trainee:
         case: the model.
         depth: how many units ahead are gathered, forward and backward.
         wire: latency_s and bytes_per_s; None: nothing is delayed.
+        options: Further arguments of `fs.shard`.
     """
 
-    def __init__(self, case: Case, depth: int, wire: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self, case: Case, depth: int, wire: tuple[float, float] | None = None, **options: Any
+    ) -> None:
         model = fs.shard(
             build_model(case, SEED),
             wrap=[Block.__name__],
             transport="direct",
             forward_prefetch=depth,
             backward_prefetch=depth,
+            **options,
         )
         self.engine = engine_of(model)
         self.timeline = Timeline(self.engine.recorder)
         self.engine.recorder = self.engine.runtime.actions.recorder = self.timeline
-        transport = delayed(self.engine, *wire) if wire else None
-        self.wires = [transport.gathers, transport.reductions] if transport else []
+        self.transport = transport = delayed(self.engine, *wire) if wire else None
+        self.wires = [transport.gathers, transport.reductions, transport.outer] if transport else []
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         (self._batch,) = make_batches(case, dist.get_rank(), 1)
@@ -79,6 +83,17 @@ def block_forward_s(entries: Sequence[Entry], blocks: Collection[int]) -> float:
     return float(mean) / 1e9 / dist.get_world_size()
 
 
+def outer_hidden(trainee: Trainee, bytes_per_s: float) -> float:
+    """Trains a step; returns the share of sums over replicas that nobody waited for."""
+    transport = trainee.transport
+    assert transport is not None
+    transport.outer.bytes_per_s = bytes_per_s
+    transport.outer_waited_s = 0.0
+    trainee.step()
+    on_wire_s = sum(m.done_ns - m.starts_ns for m in transport.outer.sent) / 1e9
+    return 1 - transport.outer_waited_s / on_wire_s
+
+
 def measure(job: Job) -> dict[str, Any]:
     """Runs every depth, one step each a round, after a step that sets the round's wires."""
     undelayed = Trainee(job.case, TRACED)
@@ -87,8 +102,9 @@ def measure(job: Job) -> dict[str, Any]:
     gather_bytes = sum(group.gather_bytes() for group in units[1].groups)
     free = (job.latency_s, float("inf"))
     trainees = {str(depth): Trainee(job.case, depth, free) for depth in job.depths}
+    replicas = Trainee(job.case, TRACED, free, strategy="no_shard")
     rounds: dict[str, list[Any]] = defaultdict(list)
-    speeds = []
+    speeds, outer = [], []
     for _ in range(job.num_rounds):
         rounds[UNDELAYED].append(undelayed.step())
         forward_s = block_forward_s(rounds[UNDELAYED][-1]["entries"], blocks)
@@ -98,5 +114,11 @@ def measure(job: Job) -> dict[str, Any]:
             for wire in trainee.wires:
                 wire.bytes_per_s = speeds[-1]
             rounds[label].append(trainee.step())
+        outer.append(outer_hidden(replicas, speeds[-1]))
     titles = [unit.title for unit in units]
-    return {"rounds": rounds, "bytes_per_s": median(speeds), "titles": titles}
+    return {
+        "rounds": rounds,
+        "bytes_per_s": median(speeds),
+        "titles": titles,
+        "outer_hidden": median(outer),
+    }

@@ -31,6 +31,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared tokens and calibrations of tests stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[RankPools]:
     """`ranks(n)(function, *args)` runs a module-level function on n ranks of a standing pool."""

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
         clip_grad_norm_ as clip_grad_norm_,
     )
     from fullshard.api import (
+        full_optimizer_state_dict as full_optimizer_state_dict,
+    )
+    from fullshard.api import (
         full_state_dict as full_state_dict,
     )
     from fullshard.api import (
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     )
     from fullshard.api import (
         load as load,
+    )
+    from fullshard.api import (
+        load_full_state as load_full_state,
     )
     from fullshard.api import (
         memory_stats as memory_stats,
@@ -74,9 +80,11 @@ _HOMES = {
     "fullshard.api": (
         "Sharding",
         "clip_grad_norm_",
+        "full_optimizer_state_dict",
         "full_state_dict",
         "global_norm",
         "load",
+        "load_full_state",
         "memory_stats",
         "no_sync",
         "num_parameters",

@@ -16,7 +16,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Transport
-from fullshard.engine import clip, state, stats
+from fullshard.engine import clip, state, stats, whole
 from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
@@ -24,9 +24,10 @@ from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, ShardedTensorError
 from fullshard.observe import watchdog
 from fullshard.observe.trace import EventRing
-from fullshard.planner.mesh import Topology, order_of
+from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.plan import Plan
+from fullshard.transport.groups import places_of_meshes
 
 MESH_AXES = ("replicate", "shard")
 
@@ -38,9 +39,11 @@ class Sharding:
     Attributes:
         name: The parameter's first name.
         shape: Its global shape.
-        start: This rank's first element, in row-major order.
+        start: This rank's first element, in row-major order of `local_shape`.
         stop: One past this rank's last element.
         unit: The unit that gathers it.
+        local_shape: What other axes of the mesh leave of it at this rank: `shape` without such.
+        placements: How they cut it, as DTensor names it, by axis: {"tensor": "Shard(dim=0)"}.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Sharding:
     start: int
     stop: int
     unit: str
+    local_shape: tuple[int, ...]
+    placements: Mapping[str, str]
 
 
 def shard(
@@ -64,7 +69,9 @@ def shard(
     Args:
         model: Whole parameters, equal on all ranks.
         config: A ShardConfig, a mapping of its fields, or None for the defaults.
-        mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names.
+        mesh: None, sizes (replicate, shard), or a torch DeviceMesh with axes of these names: all
+            of it, or its part `mesh["replicate", "shard"]` where the parameters are DTensors along
+            its other axes (docs/mesh.md).
         sample: Example arguments of forward (a mapping, a sequence or one value), traced under
             fake tensors for the order of units. None: the first step shows it.
         weights: A Hugging Face folder for a model on meta, or a checkpoint, read by each rank's
@@ -194,6 +201,42 @@ def full_state_dict(
     return state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
 
 
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True
+) -> dict[str, Any]:
+    """The `state_dict()` that the optimizer would have in one process, on the CPU. A collective.
+
+    Args:
+        model: Sharded.
+        optimizer: Elementwise optimizer of its parameters.
+        rank0_only: Return {} on all other ranks.
+    """
+    return whole.full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
+
+
+def load_full_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state: dict[str, Any] | None = None,
+    *,
+    from_rank0: bool = False,
+) -> None:
+    """Load what one process saved: `model.state_dict()` and `optimizer.state_dict()`. A collective.
+
+    Args:
+        model: Sharded.
+        state: Whole tensors by name; a tied one may be left out.
+        optimizer: Optimizer of its parameters, with the groups of the saved one.
+        optimizer_state: Its whole state.
+        from_rank0: Rank 0's states are broadcast tensor by tensor; other ranks may give {}.
+
+    Raises:
+        CheckpointError: Names or groups differ; nothing was changed.
+    """
+    whole.load_full_state(model, state, optimizer, optimizer_state, from_rank0=from_rank0)
+
+
 def save(
     folder: str | PathLike[str],
     model: nn.Module,
@@ -277,8 +320,16 @@ def sharding(param: torch.Tensor) -> Sharding:
         raise ShardedTensorError(
             f"fs.sharding: expected a parameter of a sharded model; got {type(param).__name__}."
         )
-    piece = param.record.piece
-    return Sharding(piece.name, tuple(piece.shape), piece.start, piece.stop, param.record.unit)
+    record, piece = param.record, param.record.piece
+    return Sharding(
+        piece.name,
+        record.shape,
+        piece.start,
+        piece.stop,
+        record.unit,
+        tuple(piece.shape),
+        record.cut.by_axis if record.cut is not None else {},
+    )
 
 
 def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
@@ -298,7 +349,8 @@ def _with_mesh(settings: ShardConfig, mesh: Any) -> ShardConfig:
     if names is None or not set(names) <= set(MESH_AXES):
         raise ConfigError(
             f"mesh: expected a DeviceMesh with axes among {', '.join(MESH_AXES)}; got "
-            f"{names or type(mesh).__name__}. Other axes (tensor parallel) are not yet supported."
+            f"{names or type(mesh).__name__}. Give the part of these axes: mesh['shard'] or "
+            "mesh['replicate', 'shard']; along others parameters may be DTensors."
         )
     axes: Any = mesh
     found = {name: axes.size(i) for i, name in enumerate(names)}
@@ -326,4 +378,7 @@ def _topology(settings: ShardConfig, mesh: Any) -> Topology:
     local = environment.local_world_size if environment else None
     local = local if local and world % local == 0 else None
     ranks = getattr(mesh, "mesh", None)
-    return Topology(world, local, order_of(ranks.flatten().tolist()) if ranks is not None else ())
+    if ranks is None:
+        return Topology(world, local)
+    order, inner = places_of_meshes(ranks.flatten().tolist(), world)
+    return Topology(world, local, order, inner)

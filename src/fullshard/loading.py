@@ -23,7 +23,7 @@ from fullshard.checkpoint.read import Checkpoint, first_whole
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
 from fullshard.engine.agreement import agree, tell
-from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.random_state import set_random_state
@@ -71,6 +71,7 @@ def load_found(
 ) -> dict[str, Any]:
     """As `load`, from a checkpoint that was chosen."""
     engine = engine_of(model)
+    refuse_other_axes(engine, "fs.load", "Use model.load_state_dict, which takes whole tensors.")
     return agree(engine, lambda: _load_from(found, engine, model, optimizer))
 
 
@@ -251,6 +252,9 @@ def _optimizer_of(
             found.tensors.extend(_own_state(checkpoint, engine, key, of))
             continue
         local, dtype, count = before.get((param, state)), DTYPES[stored.dtype], of.stop - of.start
+        parent = checkpoint.index.tensors.get(key_of(Kind.MODEL, param))
+        if parent is not None and parent.dtype == stored.dtype and state != AVERAGE:
+            dtype = params[param].dtype  # states follow their parameter, as in torch
         if local is None or (local.numel(), local.dtype) != (count, dtype):
             local = _new_state(params[param], count, dtype)
         found.tensors.append(Held((param, state), of.shape, of.start, of.stop, local))

@@ -37,7 +37,7 @@ from fullshard.checkpoint.format import (
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.agreement import agree, tell
-from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
 from fullshard.engine.state import (
@@ -94,6 +94,7 @@ def save(
         CheckpointError: On every rank, if any cannot write; checkpoints of before are untouched.
     """
     engine = engine_of(model)
+    refuse_other_axes(engine, "fs.save", "Save fs.full_state_dict(model).")
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
     target = folder / step_name(settings.step) if settings.step is not None else folder

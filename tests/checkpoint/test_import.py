@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import warnings
@@ -161,6 +162,60 @@ def test_a_missing_ranks_file_is_named(fullshard, written, tmp_path):
     done = fullshard("ckpt", "import", folder, tmp_path / "ours")
     assert done.exit_code == 7
     assert "expected the files of 2 ranks; got those of 0" in done.err
+    shutil.copy(folder / "model_world_size_2_rank_0.pt", folder / "model_world_size_1_rank_1.pt")
+    done = fullshard("ckpt", "import", folder, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert "got those of 1 of 1, 0 of 2" in done.err
+
+
+def test_a_view_that_is_not_the_same_tensor_is_not_tied(fullshard, tmp_path):
+    one = torch.arange(9.0).view(3, 3)
+    torch.save({"a": one, "same": one, "turned": one.T}, tmp_path / "x")
+    done = fullshard("ckpt", "import", tmp_path / "x", tmp_path / "ours", "--json")
+    assert done.exit_code == 0, done.err
+    found = fullshard("ckpt", "inspect", tmp_path / "ours", "--json").json
+    assert {"a", "turned"} <= {row["name"] for row in found["tensors"]}
+
+
+def test_of_deepspeeds_files_each_rank_has_one(fullshard, tmp_path):
+    facts = {"module": {}, "param_shapes": [{"w": torch.Size([4])}]}
+    torch.save(facts, tmp_path / "mp_rank_00_model_states.pt")
+    part = {"partition_count": 2, "single_partition_of_fp32_groups": [torch.ones(2)]}
+    for name in ("zero_pp_rank_0_mp", "bf16_zero_pp_rank_0_mp"):
+        file = tmp_path / f"{name}_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": part}, file)
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert "expected one *_optim_states.pt a rank, from 0" in done.err
+    file.rename(tmp_path / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert fullshard("ckpt", "import", tmp_path, tmp_path / "ours").exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_tensor_that_two_files_hold_is_refused(fullshard, tmp_path, kind):
+    from safetensors.torch import save_file
+
+    one = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    write = save_file if kind == "safetensors" else torch.save
+    write({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "1.part")
+    write({"b": torch.zeros(2)}, tmp_path / "2.part")
+    index = {"weight_map": {"a": "1.part", "b": "2.part"}}
+    (tmp_path / f"{one}.index.json").write_text(json.dumps(index))
+    done = fullshard("ckpt", "import", tmp_path, tmp_path / "ours")
+    assert done.exit_code == 7
+    assert "2.part': expected each tensor in one file; got b in another one too" in done.err
+
+
+def test_tied_weights_that_differ_are_not_exported_as_one(fullshard, tmp_path):
+    model = CASES["llama"].build()
+    model.config.tie_word_embeddings = True  # which its weights are not
+    model.config.save_pretrained(tmp_path / "theirs")
+    torch.save(model.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
+    assert fullshard("ckpt", "import", tmp_path / "theirs", tmp_path / "ours").exit_code == 0
+    done = fullshard("ckpt", "export", tmp_path / "ours", tmp_path / "back")
+    assert done.exit_code == 7
+    assert "expected lm_head.weight to equal model.embed_tokens.weight" in done.err
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])

@@ -188,3 +188,32 @@ def test_what_a_background_save_copies_is_in_the_plan(ranks, strategy):
     found = ranks(4 if "hybrid" in strategy else 2)(staged, strategy)
     largest, planned = max(copied for copied, _ in found), found[0][1]
     assert 0.8 * planned <= largest <= planned + 1000, found  # padding; counters and buffers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_states_follow_a_parameter_into_another_master_dtype(tmp_path, dtype):
+    """As torch's load_state_dict does; fused kernels take no other."""
+
+    def made(master: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = fs.shard(nn.Linear(6, 3), master_dtype=master)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 6, dtype=model.weight.dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    fs.save(tmp_path / "one", model, optimizer)
+    other, resumed = made(dtype)
+    fs.load(tmp_path / "one", other, resumed)
+    state = resumed.state[other.weight]
+    assert state["exp_avg"].dtype is other.weight.dtype is getattr(torch, dtype)
+    step(model, optimizer)
+    step(other, resumed)
+    close = 1e-2 if dtype == "bfloat16" else 1e-6
+    torch.testing.assert_close(
+        other.weight.detach().float(), model.weight.detach(), rtol=close, atol=close
+    )

@@ -301,6 +301,16 @@ def forget() -> None:
     SAVES._claims.clear()
 
 
+def test_a_copy_without_its_last_file_is_saved_over(tmp_path):
+    """A run that resumes before it would otherwise train up to it and fail there, each time."""
+    model, optimizer = model_and_optimizer()
+    path = Path(fs.save(tmp_path, model, optimizer, step=1))
+    (path / "COMPLETE.json").unlink()
+    fs.save(tmp_path, model, optimizer, step=1)
+    assert fs.load(tmp_path, model, optimizer)["step"] == 1
+    assert left_in(tmp_path) == [path.name]
+
+
 def read_only(folder: str) -> str:
     model, _ = model_and_optimizer()
     return error_of(lambda: fs.save(folder, model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.cli import outcome
 from fullshard.cli.app import COMMANDS, run
 
 ROOT = Path(__file__).parents[2]
@@ -266,4 +268,17 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, monkeypatch, capfd, 
     assert run(words) in (2, 6, 7)
     said = capfd.readouterr().err
     assert "'PIPE'" in said or "PIPE: " in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_place_that_may_not_be_written_is_an_error_without_a_traceback(number, capsys):
+    try:
+        raise OSError(number, os.strerror(number), "runs/a/report.html")
+    except OSError as error:
+        done = outcome.error_outcome(error)
+    said = capsys.readouterr().err
+    assert done.exit_code == 2
+    assert said.startswith("ConfigError: 'runs/a/report.html': expected a place")
+    assert os.strerror(number) in said
     assert "Traceback" not in said

@@ -41,8 +41,9 @@ SURFACE = {
         "--resume",
     ],
     "generate": [
-        *("--help", "--json", "--max-new-tokens", "--prompt", "--seed", "--temperature"),
-        "--trust-remote-code",
+        *("--batch-size", "--chat", "--help", "--json", "--max-new-tokens", "--num-processes"),
+        *("--prompt", "--prompts", "--repetition-penalty", "--seed", "--temperature", "--top-k"),
+        *("--top-p", "--trust-remote-code"),
     ],
     "plan": [
         "--calibration",

@@ -58,6 +58,7 @@ def settings() -> None:
     model = assert_trains_as_one(bottom_up)
     assert type(model).__name__ == "FSDPNet"
     assert isinstance(model.layers[0], FSDPModule)
+    assert isinstance(model, torch.distributed.fsdp.FSDPModule)  # helpers ask for torch's
     assert isinstance(model, Net)
     reference = build()
     train_alone(reference)
@@ -343,7 +344,7 @@ def an_event() -> None:
     batch = torch.ones(2, 8, dtype=torch.int64)
     model(batch)
     with patch.object(Runtime, "begins_step", autospec=True) as begins:
-        begins.side_effect = lambda *_: log.append("begins") or False
+        begins.side_effect = lambda *_, **__: log.append("begins") or False
         model.set_post_optim_event(Optimized(log))
         assert log == []
         model(batch)

@@ -135,3 +135,45 @@ def test_where_nothing_travels_there_is_no_wire():
 def test_an_impossible_wire_is_refused(latency_s, bytes_per_s):
     with pytest.raises(ConfigError, match=r"latency_s >= 0 and bytes_per_s > 0; got"):
         Wire(latency_s, bytes_per_s)
+
+
+class Notes:
+    """A recorder that notes the backward of every unit, and what is put beside it."""
+
+    def __init__(self):
+        self.seen = []
+
+    def begin(self, event, step):
+        if event.kind is EventKind.BACKWARD:
+            self.seen.append(f"backward {event.unit}")
+
+    def record(self, event, step):
+        pass
+
+
+def sums_beside_backwards(transport):
+    """What ran between the begin and the end of each unit's sum over replicas."""
+    model = fs.shard(chain().float(), wrap=["Block"], transport=transport, strategy="no_shard")
+    engine, notes = engine_of(model), Notes()
+    engine.recorder = engine.runtime.actions.recorder = notes
+    real = engine.transport.sum_replicas
+
+    def noted(values):
+        number = sum(note.startswith("begin") for note in notes.seen)
+        notes.seen.append(f"begin {number}")
+        yield from real(values)
+        notes.seen.append(f"end {number}")
+
+    engine.transport.sum_replicas = noted  # type: ignore[method-assign]
+    mean_square(model(vectors(0, dist.get_rank())["x"].float())).backward()
+    seen = notes.seen
+    begun = [note for note in seen if note.startswith("begin")]
+    return [seen[seen.index(note) + 1 : seen.index(note.replace("begin", "end"))] for note in begun]
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+def test_sums_over_replicas_run_beside_the_backward_of_the_units_that_follow(ranks, transport):
+    for beside in ranks(2)(sums_beside_backwards, transport):
+        *early, _, _, _ = beside  # a unit lands one unit late: the last have no backward left
+        assert early
+        assert all(any(note.startswith("backward") for note in notes) for notes in early)

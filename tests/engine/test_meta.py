@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import fullshard as fs
-from fullshard.engine.initial import has_weights_of
+from fullshard.engine.initial import check_weights_of, has_weights_of
 from fullshard.errors import ConfigError, UnsupportedModelError
 from support.parity import whole_params
 
@@ -215,6 +215,12 @@ def test_quantized_weights_are_not_taken_for_values(tmp_path):
     save_file(coded, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"expected .*down_proj in floating point; .* F8_E4M3"):
         fs.shard(model, weights=tmp_path)
+    name_of_query = "model.layers.0.self_attn.q_proj.weight"
+    query = stored[name_of_query].to(torch.int8)
+    save_file({**stored, name_of_query: query}, tmp_path / "int8.safetensors")
+    (tmp_path / "int8.safetensors").replace(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"q_proj.weight in floating point; .* has I8"):
+        fs.shard(model, weights=tmp_path)
     save_file({**coded, f"{name}_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
     assert not has_weights_of(model, tmp_path)  # transformers loads it
 
@@ -255,6 +261,65 @@ def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path):
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"it lacks model.embed_tokens.weight and \d+ more"):
         fs.shard(meta_llama(), weights=tmp_path)
+
+
+@pytest.fixture
+def llama_folder(tmp_path):
+    """A saved model, and its tensors."""
+    from safetensors.torch import load_file
+
+    config = transformers.AutoConfig.for_model("llama", **COMMON, **KINDS["llama"])
+    config.tie_word_embeddings = False
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    return tmp_path, load_file(tmp_path / "model.safetensors")
+
+
+def test_tied_weights_that_differ_in_the_files_are_refused(llama_folder):
+    from safetensors.torch import save_file
+
+    folder, stored = llama_folder
+    model = meta_llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match=r"expected lm_head.weight to equal model.embed_tokens"):
+        check_weights_of(model, folder)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, folder / "model.safetensors")
+    check_weights_of(model, folder)
+
+
+def test_weights_that_the_model_has_not_are_named(llama_folder, caplog):
+    from safetensors.torch import save_file
+
+    folder, stored = llama_folder
+    check_weights_of(meta_llama(), folder)
+    assert not caplog.text
+    stored["model.layers.7.mlp.up_proj.weight"] = torch.ones(2)
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # of older versions
+    save_file(stored, folder / "model.safetensors")
+    check_weights_of(meta_llama(), folder)
+    assert "weights that its config.json does not: model.layers.7.mlp.up_proj" in caplog.text
+
+
+def test_a_tensor_that_two_files_hold_is_refused(llama_folder):
+    from safetensors.torch import save_file
+
+    folder, stored = llama_folder
+    (folder / "model.safetensors").unlink()
+    one = {name: value for name, value in stored.items() if "mlp" in name}
+    other = {name: value for name, value in stored.items() if name not in one}
+    save_file(one, folder / "a.safetensors")
+    save_file({**other, min(one): one[min(one)] + 1}, folder / "b.safetensors")
+    table = dict.fromkeys(one, "a.safetensors") | dict.fromkeys(other, "b.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": table}))
+    with pytest.raises(ConfigError, match=f"expected {min(one)} in .*a.safetensors' alone"):
+        check_weights_of(meta_llama(), folder)
+    save_file(other, folder / "b.safetensors")
+    check_weights_of(meta_llama(), folder)
+    save_file({name: value + 1 for name, value in stored.items()}, folder / "model.safetensors")
+    model = fs.shard(meta_llama(), weights=folder)  # which transformers would load, too
+    got = fs.full_state_dict(model)["model.norm.weight"]
+    assert torch.equal(got, stored["model.norm.weight"] + 1)
 
 
 def test_weights_for_a_model_that_has_values_are_refused(tmp_path):

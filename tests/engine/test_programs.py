@@ -637,7 +637,7 @@ def a_returned_view_written(model: Any, x: torch.Tensor) -> None:
 
 
 def a_layer_called_outside_of_its_unit(model: Any, x: torch.Tensor) -> None:
-    model.head(x)
+    model.layers[0].linear(x)
 
 
 REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
@@ -648,7 +648,7 @@ REFUSED: dict[Callable[[Any, torch.Tensor], None], str] = {
     an_adapter_inside: "layers.2.linear.adapter.weight: expected the parameters that the model had",
     a_frozen_part_put_in_and_trained: "late.weight: expected the parameters that the model had",
     a_parameter_in_a_second_place: "tied.weight: expected the parameters where fs.shard found them",
-    a_layer_called_outside_of_its_unit: "expected a call inside the forward of unit (root)",
+    a_layer_called_outside_of_its_unit: "expected a call inside the forward of unit layers.0",
     a_returned_view_written: "expected a view of a parameter that its forward returned to be read",
 }
 

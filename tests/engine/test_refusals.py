@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fullshard as fs
 from fullshard.errors import ConfigError, UnsupportedModelError
@@ -386,6 +387,7 @@ def other_tools(transport: str) -> dict[str, str]:
     example = (tokens_of(0, rank()),)
     calls: dict[str, Callable[[], Any]] = {
         "trace": lambda: torch.jit.trace(model, example),
+        "make_fx": lambda: make_fx(model)(*example),
         "export": lambda: torch.export.export(model, example),
         "ddp": lambda: nn.parallel.DistributedDataParallel(model),
         "share_memory": model.share_memory,
@@ -406,6 +408,7 @@ def test_other_tools_are_refused_by_name_on_all_ranks(ranks, transport):
     for texts in found:
         wrong = {n: t for n, t in texts.items() if t.startswith(("UNTYPED", "NO ERROR"))}
         assert not wrong
-        assert "torch.jit.trace of a sharded model: expected a whole model" in texts["trace"]
+        assert "tracing of a sharded model: expected a whole model" in texts["trace"]
+        assert texts["make_fx"] == texts["trace"]
         assert "Leave DistributedDataParallel out" in texts["ddp"]
     assert found[0]["float"] == found[1]["float"]

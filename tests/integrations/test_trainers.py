@@ -100,6 +100,22 @@ def test_a_resumed_run_has_the_same_losses(runs):
 
 
 @pytest.mark.long
+def test_a_checkpoint_of_the_plain_trainer_is_resumed_with_optimizer_and_schedule(runs):
+    _, plain, sharded = runs
+    assert_same(sharded["switched"]["history"], plain["trainer"]["history"], 1e-6)
+
+
+@pytest.mark.long
+def test_generation_that_ends_at_different_lengths_is_that_of_one_process(runs):
+    _, plain, sharded = runs
+    # T5 ignores num_items_in_batch, so the Trainer itself doubles the loss on two ranks. Clipped
+    # gradients, weights and answers are the same.
+    assert len(set(plain["generate"]["lengths"])) > 1
+    for key in ("lengths", "tokens"):
+        assert sharded["generate"][key] == plain["generate"][key]
+
+
+@pytest.mark.long
 def test_old_checkpoints_go_and_ours_lies_beside_the_folder(runs):
     folder, _, _ = runs
     saved = sorted(path.name for path in (folder / "sharded" / "trainer").glob("checkpoint-*"))

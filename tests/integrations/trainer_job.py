@@ -121,12 +121,60 @@ def finetune():
     return {"history": history(trainer), "strategy": strategy and strategy.strategy}
 
 
+def generate():
+    """Sequence to sequence, with answers of different lengths: ranks stop at different times."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(
+        vocab_size=64,
+        **sizes,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    found = transformers.T5ForConditionalGeneration(config).double()
+    with torch.no_grad():
+        for param in found.parameters():
+            param.mul_(3)
+    found.generation_config.eos_token_id = list(range(1, 24))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 64, (24, 9), generator=generator).tolist()
+    rows = [{"input_ids": row, "labels": row[:5]} for row in tokens]
+
+    def answers(seen):
+        kept = [[int(token) for token in row if token > 0] for row in seen.predictions]
+        return {"lengths": [len(row) for row in kept], "tokens": [x for row in kept for x in row]}
+
+    arguments = settings(
+        transformers.Seq2SeqTrainingArguments, "t5", predict_with_generate=True,
+        generation_max_length=12, eval_strategy="steps", eval_steps=6, save_strategy="no",
+    )  # fmt: skip
+    kind = transformers.Seq2SeqTrainer
+    if MODE != "plain":
+        from fullshard.integrations.transformers import sharded
+
+        kind = sharded(kind)
+    trainer = kind(
+        model=found, args=arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=answers
+    )
+    trainer.train()
+    seen = trainer.evaluate()
+    return {
+        "history": history(trainer),
+        "lengths": seen["eval_lengths"],
+        "tokens": seen["eval_tokens"],
+    }
+
+
 def main():
     whole = pretrain()
     results = {"trainer": whole, "sft": finetune()}
     results |= {kind: halves(kind) for kind in ("bf16", "fp16")}
+    results["generate"] = generate()
     if MODE != "plain":
         results["resumed"] = pretrain(str(FOLDER / "trainer" / "checkpoint-3"))
+        results["switched"] = pretrain(str(FOLDER.parent / "plain" / "trainer" / "checkpoint-3"))
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     (FOLDER / "results.json").write_text(json.dumps(results))

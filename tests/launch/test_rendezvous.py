@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.config.environment import read_launch_environment
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch import rendezvous
 from support import forked as subprocess
@@ -72,6 +73,38 @@ def test_ranks_of_one_machine_meet_at_a_port_that_nobody_chose(launcher, tmp_pat
     assert not list(tmp_path.glob("fullshard-*"))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["slow", "fail", "kill"])
+def test_ranks_wait_for_rank_0_to_prepare_and_name_what_it_fails_of(how, tmp_path, monkeypatch):
+    """Rank 0 takes twice the time-out, and serves the store itself, as under srun."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    processes = []
+    for rank in range(2):
+        task = dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID"], str(rank))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "support.launch_job", "prepare", how],
+            env={**os.environ, **job, **task},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+    said = [process.communicate(timeout=90) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert "rank 0, which prepares: data: 41 % of it" in said[1][1]
+    if how == "slow":
+        assert codes == [0, 0], said
+        assert [out for out, _ in said] == ["made\n", "None\n"]
+    elif how == "fail":
+        assert codes == [6, 6], said
+        assert "data.path: expected text, got none." in said[0][1]
+        assert "rank 0 failed while it prepared the run: data.path: expected text" in said[1][1]
+    else:
+        assert codes == [-9, 5], said
+        assert "Rank 0 has ended" in said[1][1]
+
+
 def test_tasks_of_srun_without_a_port_are_told_which_variable_is_missing(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_PROCID", "0")
@@ -97,6 +130,15 @@ def test_rank_0_that_is_given_another_machines_address_names_the_variable(monkey
         rendezvous.init_process_group()
 
 
+def test_ranks_without_a_place_to_meet_are_told_which_variable_is_missing(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT: expected the address"):
+        rendezvous.init_process_group()
+
+
 def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch):
     with socket.socket() as closed:  # bound and not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
@@ -109,6 +151,34 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch)
         with pytest.raises(HangError, match=f"rank 0's store at 127.0.0.1:{port}, got Connection"):
             rendezvous.init_process_group(timeout_s=1.0)
         assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("task", "visible", "device"),
+    [({"SLURM_LOCALID": "3"}, 1, "cuda:0"), ({"SLURM_LOCALID": "3"}, 4, "cuda:3")],
+)
+def test_a_task_computes_on_the_one_gpu_that_it_sees(task, visible, device, monkeypatch):
+    # The library's answers about GPUs are replaced: there is none here.
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    for name, value in {**step, "SLURM_PROCID": "3", **task}.items():
+        monkeypatch.setenv(name, value)
+    chosen = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    launch = read_launch_environment()
+    assert launch is not None
+    assert str(rendezvous._cuda_device(launch)) == device
+    assert [str(one) for one in chosen] == [device]
+
+
+def test_ranks_of_one_launcher_see_the_same_gpus(monkeypatch):
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    launch = read_launch_environment()
+    assert launch is not None
+    with pytest.raises(ConfigError, match=r"at most 1 ranks on this machine.*got 2"):
+        rendezvous._cuda_device(launch)
 
 
 def test_a_process_that_nobody_launched_has_no_group():

@@ -47,10 +47,11 @@ def test_ctrl_c_ends_all_ranks_in_order_with_code_130(launch, tmp_path):
     assert (tmp_path / "finally_1").exists()
 
 
-def test_sigterm_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_a_stop_lets_the_ranks_leave_in_order_with_code_75(launch, tmp_path, number):
     launcher = launch("fork_and_sleep", str(tmp_path))
     pids = read_pids(tmp_path, 2)
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(number)
     assert launcher.wait(timeout=60) == 75
     assert_all_end(pids)
     assert (tmp_path / "finally_0").exists()

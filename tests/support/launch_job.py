@@ -36,6 +36,33 @@ def meet(folder):
     rendezvous.shutdown()
 
 
+def prepare(how):
+    """Rank 0 prepares for longer than the time-out, or fails; the others wait for it."""
+    import logging
+
+    from fullshard.errors import DataError
+    from fullshard.launch import rendezvous
+    from fullshard.launch.rank_entry import run_rank
+
+    rendezvous.WAITING_S = 1.0
+
+    def made():
+        logging.getLogger("fullshard.data").info("data: 41 % of it")
+        time.sleep(8)
+        if how == "fail":
+            raise DataError("data.path: expected text, got none.")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "made"
+
+    def main():
+        rendezvous.init_process_group(timeout_s=4)
+        print(rendezvous.first_prepares(made, timeout_s=4))
+        rendezvous.shutdown()
+
+    run_rank(main)
+
+
 def meet_on_gpus(folder):
     """All-reduce on the GPU of this rank, and on the CPU beside it."""
     import torch

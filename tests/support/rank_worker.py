@@ -155,6 +155,11 @@ def _leave_as_found(seat: Seat, body: Body) -> None:
     if not dist.is_initialized():
         _join_group(seat, f"after_{body.number}")
         return
+    if "torch.distributed.tensor" in sys.modules:  # its caches keep meshes, whose groups end here
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
     groups = dist.distributed_c10d._world.pg_map
     for group in list(groups):
         if group is not dist.group.WORLD and group in groups:

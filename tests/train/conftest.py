@@ -27,6 +27,7 @@ data:
   path: {text}
   vocab_size: 300
   validation_fraction: 0.1
+  bigram_baseline: true
 training:
   output_dir: {output}
   max_steps: 6

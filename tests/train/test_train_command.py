@@ -22,6 +22,7 @@ from fullshard.observe.metrics import StepRow, read_rows
 from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import causal_lm_loss
+from fullshard.recipes.batches import load_data
 from support.processes import wait_until
 from support.text import seeded_text
 
@@ -155,7 +156,8 @@ def test_the_loss_falls_and_the_baseline_is_named(two_ranks):
 def test_saved_model_reloads_in_transformers_with_the_loss_of_the_last_evaluation(two_ranks):
     folder = two_ranks.folder
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    held_out = torch.from_numpy(np.load(folder / "data" / "held_out.npy").astype(np.int64))
+    rows = load_data(folder / "data", load_config(folder / "config.yaml").config.model).held_out
+    held_out = torch.from_numpy(rows.take(np.arange(len(rows))))
     with torch.no_grad():
         total, count = causal_lm_loss(model(held_out).logits, held_out)
     assert total.item() / count == pytest.approx(two_ranks.evaluations[-1]["eval_loss"], rel=1e-5)
@@ -223,6 +225,33 @@ def test_generate_prints_the_text_and_nothing_else(two_ranks, fullshard):
     assert done.err == ""
 
 
+def test_generate_goes_on_from_every_prompt_of_a_file_as_from_each_alone(
+    two_ranks, fullshard, tmp_path
+):
+    prompts = ["Ada has", "The", "the", "Once upon a time"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n")
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    words = ("--temperature", 0, "--max-new-tokens", 9, "--json")
+
+    def samples(*more: object) -> list[dict[str, object]]:
+        return json.loads(fullshard("generate", two_ranks.folder, *words, *more).out)["samples"]
+
+    together = samples("--prompts", tmp_path / "prompts.txt")
+    assert [row["prompt"] for row in together] == prompts
+    assert together == [samples("--prompt", prompt)[0] for prompt in prompts]
+    assert together == samples("--prompts", tmp_path / "prompts.jsonl", "--top-k", 1)
+
+
+def test_generate_on_ranks_that_share_the_model_writes_the_same(two_ranks, fullshard):
+    words = ("--prompt", "Ada has", "--max-new-tokens", 9, "--top-k", 5, "--seed", 3)
+    alone = fullshard("generate", two_ranks.folder, *words)
+    shared = fullshard("generate", two_ranks.folder, *words, "--num-processes", 2)
+    assert shared.exit_code == 0, shared.err
+    assert shared.out == alone.out
+    assert alone.out.startswith("Ada has")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -230,6 +259,12 @@ def test_generate_prints_the_text_and_nothing_else(two_ranks, fullshard):
         (["."], "got '.' without config.json"),
         ([".", "--max-new-tokens", "0"], "--max-new-tokens: expected an integer >= 1, got 0"),
         ([".", "--temperature", "-1"], "--temperature: expected a number >= 0, got -1"),
+        ([".", "--temperature", "nan"], "--temperature: expected a number >= 0, got nan"),
+        ([".", "--top-p", "0"], "--top-p: expected a number > 0 and <= 1, got 0.0"),
+        ([".", "--top-k", "-1"], "--top-k: expected an integer >= 0, got -1"),
+        ([".", "--repetition-penalty", "0"], "--repetition-penalty: expected a number > 0, got 0"),
+        ([".", "--num-processes", "0"], "--num-processes: expected an integer >= 1, got 0"),
+        ([".", "--prompts", "nowhere.txt"], "--prompts: expected a file of prompts, one a line"),
     ],
 )
 def test_generate_says_what_it_cannot_use(tmp_path, monkeypatch, fullshard, words, expected):

@@ -91,7 +91,8 @@ def in_jax(case, shard, folder, batches):
     from fullshard.run.on_xla import state_beside
     from fullshard.xla import optim
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation
+    from fullshard.xla.distill import PROJECTION, distillation
+    from fullshard.xla.head import Decoder, next_token
     from fullshard.xla.plan import XlaPlan
     from fullshard.xla.step import Given, eval_step, train_step
     from fullshard.xla.teacher import teacher_table
@@ -123,7 +124,8 @@ def in_jax(case, shard, folder, batches):
         state, metrics = step(state, batch, learning_rate=RATE)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
-    total, count = eval_step(plan, cross_entropy(student, settings))(state, batches[-1])
+    told = eval_step(plan, next_token(student, settings.tokens_at_once))
+    total, count = told(state, batches[-1])
     return losses, norms, float(total) / float(count)
 
 
@@ -186,7 +188,8 @@ def compiled(chunk_size, micro_batches=1):
     from fullshard.xla import optim
     from fullshard.xla.aot import abstract_state
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.distill import Decoder, distillation
+    from fullshard.xla.distill import distillation
+    from fullshard.xla.head import Decoder
     from fullshard.xla.plan import XlaPlan
     from fullshard.xla.step import Given, train_step
     from fullshard.xla.teacher import teacher_table

@@ -80,7 +80,7 @@ def transfers(sizes: Sizes) -> dict[str, list[Point]]:
     replicas = make_transport(resolve("direct", world), Mesh(world, 1))
     for num_bytes in sizes.transfers:
         values = torch.ones(num_bytes // 4)
-        note("direct replicas", num_bytes, lambda v=values: replicas.sum_replicas(v))
+        note("direct replicas", num_bytes, lambda v=values: list(replicas.sum_replicas(v)))
     return found
 
 

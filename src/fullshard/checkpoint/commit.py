@@ -32,6 +32,7 @@ from fullshard.checkpoint.files import Written, sync_folder, write_text
 from fullshard.checkpoint.format import (
     COMPLETE,
     INDEX,
+    STATE,
     FileFacts,
     Manifest,
     StoredSlice,
@@ -105,7 +106,8 @@ def claim(target: Path) -> Place:
         CheckpointError: It cannot be made.
     """
     is_other = target.exists() and not (target / COMPLETE).is_file()
-    if is_other and (not target.is_dir() or any(target.iterdir())):
+    remains = all((target / name).is_file() for name in (INDEX, STATE))  # a copy without its end
+    if is_other and not remains and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(
             f"checkpoint '{target}': expected a new folder, an empty one or a checkpoint; it "
             "holds something else, which would be lost. Name another folder."

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome
+from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.errors import ConfigError, untrusted
+
+if TYPE_CHECKING:
+    from fullshard.models.generate import Sample
+    from fullshard.run.generation import Request
 
 app = typer.Typer(help="Generate text with the model of a run or of a folder.")
 
 
 @app.command()
-def generate(
+def generate(  # noqa: PLR0913  a flag each
     folder: Annotated[Path, typer.Argument(help="A run's folder, or a Hugging Face model folder.")],
     prompt: Annotated[
-        str | None, typer.Option(help="Text to continue. Default: the start of a text.")
+        list[str] | None,
+        typer.Option(help="Text to continue; may be repeated. Default: the start of a text."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts, one a line; of a .jsonl file the key prompt; - is standard input.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -27,24 +43,98 @@ def generate(
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")
     ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(help="Draw among this many most likely tokens; 0: among all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the most likely tokens that together have this share.")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that are there already become less likely.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 42,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt into the tokenizer's chat template.")
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option(help="Most prompts of one length that are sampled together.")
+    ] = 8,
+    num_processes: Annotated[
+        int, typer.Option(help="Local ranks over which the model is sharded.")
+    ] = 1,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that FOLDER brings.")
     ] = False,
 ) -> Outcome:
-    """Generate text with a trained model."""
-    from fullshard.models import generate as sampling
+    """Generate text with a trained model.
 
-    settings = sampling.SamplingSettings(max_new_tokens, temperature, seed)
-    model_folder = sampling.model_folder_of(folder)
-    sample = sampling.generate(model_folder, prompt, settings, trust=trust_remote_code)
-    print(sample.text)
+    A single text is printed token by token, several when all are there. Under torchrun the ranks
+    share the model.
+    """
+    from fullshard.models.generate import SamplingSettings, model_folder_of
+
+    settings = SamplingSettings(max_new_tokens, temperature, seed, top_k, top_p, repetition_penalty)
+    if num_processes < 1:
+        raise ConfigError(f"--num-processes: expected an integer >= 1, got {num_processes}.")
+    texts = (*(prompt or ()), *(_read_prompts(prompts) if prompts is not None else ())) or ("",)
+    model = model_folder_of(folder)
+    from fullshard.run.generation import Request
+
+    request = Request(model, texts, settings, batch_size, chat, trust_remote_code)
+    return _carry_out(request, num_processes)
+
+
+def _carry_out(request: Request, num_processes: int) -> Outcome:
+    from fullshard.config.environment import read_launch_environment
+    from fullshard.launch.rank_entry import run_rank
+    from fullshard.run import generation
+
+    found: list[Sample] = []
+    launched = read_launch_environment()
+    if launched is not None:
+        run_rank(lambda: found.extend(generation.be_a_rank(request)))
+        if launched.rank != 0:
+            return Outcome()
+    elif num_processes == 1:
+        found = generation.generate(request, sys.stdout)
+    else:
+        with tempfile.TemporaryDirectory(prefix="fullshard-generate-") as place:
+            launch, result, found = generation.generate_on_ranks(
+                request, num_processes, Path(place)
+            )
+            if result.exit_code:
+                return launch_outcome(launch, result)
+    told = [
+        {"prompt": s.prompt, "continuation": s.continuation, "num_new_tokens": s.num_new_tokens}
+        for s in found
+    ]
     return Outcome(
-        {
-            "model": model_folder,
-            "prompt": sample.prompt,
-            "continuation": sample.continuation,
-            "num_new_tokens": sample.num_new_tokens,
-            "seed": settings.seed,
-        }
+        {"model": request.folder, "seed": request.settings.seed, **told[0], "samples": told}
     )
+
+
+def _read_prompts(file: Path) -> list[str]:
+    """The prompts of a file, of which none may be empty.
+
+    Raises:
+        ConfigError: The file cannot be read, or has none.
+    """
+    from fullshard.config.regular import did_you_mean_path, read_regular
+
+    expected = "a file of prompts, one a line, or of JSON objects with the key prompt"
+    with untrusted(f"--prompts: '{file}'", expected, ConfigError, "Correct the file."):
+        try:
+            data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
+        except OSError as error:
+            hint = did_you_mean_path(file) or "Name another file."
+            raise ConfigError(
+                f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}"
+            ) from error
+        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
+        if file.suffix == ".jsonl":
+            rows: list[Any] = [json.loads(line) for line in lines]
+            lines = [row["prompt"] for row in rows]
+            "".join(lines)  # a prompt that is no text
+    if not lines:
+        raise ConfigError(f"--prompts: expected {expected}, got '{file}' without any. Add some.")
+    return lines

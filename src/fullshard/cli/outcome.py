@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from fullshard.errors import FullshardError, WillNotFitError, printable
+from fullshard.errors import ConfigError, FullshardError, WillNotFitError, printable
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ def error_outcome(error: BaseException) -> Outcome:
     without a traceback; anything else is shown with it.
     """
     error = as_ours(error)
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        error = ConfigError(
+            f"'{error.filename}': expected a place that this user may use, got "
+            f"'{error.strerror}'. Change its permissions or name another."
+        )
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         _say("Interrupted.")
         return _error("KeyboardInterrupt", "interrupted", ExitCode.INTERRUPTED)

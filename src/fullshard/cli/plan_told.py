@@ -172,6 +172,6 @@ def print_choice(outlook: Outlook) -> None:
     batch = outlook.job.batch
     print(
         f"auto is strategy={outlook.config.strategy} "
-        f"per_device_train_batch_size={batch.micro_batch:g} "
-        f"gradient_accumulation_steps={batch.accumulation:g} here."
+        f"per_device_train_batch_size={batch.micro_batch:.12g} "
+        f"gradient_accumulation_steps={batch.accumulation:.12g} here."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -68,7 +70,8 @@ def app_of(recipe: Command) -> typer.Typer:
         job = recipe.about.job(None)
         resolved = load(words, config, config_file, default=job)
         if config_file is None and split_config(words or (), config)[0] is None:
-            resolved = load(words, default=recipe.about.job(resolved))
+            other = recipe.about.job(resolved)  # which may follow from the words
+            resolved = resolved if other == job else load(words, default=other)
         ended = _made_first(command, resolved, how)
         return run_recipe(command, resolved, how) if ended is None else ended
 
@@ -158,8 +161,9 @@ def _how_to_resume(folder: RunFolder) -> str:
 def _be_a_rank(
     command: Command, resolved: Resolved, launch: LaunchEnvironment, resume: str | None
 ) -> Outcome:
-    """Under torchrun or srun: rank 0 prepares while the others wait for it at the rendezvous."""
+    """Under torchrun or srun: all ranks meet, then rank 0 prepares while the others wait for it."""
     from fullshard.launch.rank_entry import run_rank
+    from fullshard.launch.rendezvous import first_prepares, init_process_group
     from fullshard.launch.run_lock import wait_until_free
     from fullshard.run import start
     from fullshard.run.folder import RunFolder
@@ -167,16 +171,23 @@ def _be_a_rank(
 
     folder = RunFolder(start.output_dir_of(resolved, command))
 
-    def main() -> None:
-        if launch.rank != 0:
-            run(resolved.config, folder.path)
-            return
+    @contextmanager
+    def prepared() -> Iterator[None]:
         asked = resume
         if launch.attempt:  # a launcher starts us again: go on
             asked = "auto"
             wait_until_free(folder.path)
-        checked = _checked(command, resolved, launch.world_size, asked)
-        with start.made_folder(checked, command):
+        with start.made_folder(_checked(command, resolved, launch.world_size, asked), command):
+            yield
+
+    def main() -> None:
+        timeout_s = resolved.config.launch.timeout
+        init_process_group(timeout_s, folder.path)
+        with ExitStack() as held:
+            first_prepares(lambda: held.enter_context(prepared()), timeout_s)
+            if launch.rank != 0:
+                run(resolved.config, folder.path)
+                return
             try:
                 run(resolved.config, folder.path)
             except FullshardError:

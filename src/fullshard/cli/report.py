@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fullshard.cli.outcome import Outcome
+from fullshard.errors import ConfigError
 
 app = typer.Typer()
 
@@ -17,8 +19,13 @@ def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
 ) -> Outcome:
     """Write report.html for a run, finished or not, from the files in its folder."""
+    from fullshard.launch.run_lock import RunLock
     from fullshard.observe.report import write_report
+    from fullshard.run.folder import RunFolder
 
     page = write_report(run_dir)
+    with contextlib.suppress(ConfigError, OSError), RunLock(run_dir):  # it is not going on
+        if RunFolder(run_dir).end_killed():
+            write_report(run_dir)
     print(page)
     return Outcome({"report": str(page)})

@@ -89,4 +89,4 @@ def copy_first_values(modules: list[nn.Module], ignored: set[int]) -> None:
         for tensor in [*module._parameters.values(), *module._buffers.values()]:
             if tensor is not None and id(tensor) not in ignored:
                 tensors[id(tensor)] = tensor.detach()
-    copy_from_first(list(tensors.values()), [range(topology().world_size)], 0)
+    copy_from_first(list(tensors.values()), [range(topology().world_size)])

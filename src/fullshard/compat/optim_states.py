@@ -87,7 +87,7 @@ def _agreed(names: list[str]) -> list[str]:
 def everyones(value: Any) -> list[Any]:
     """What every rank has, on every rank. A collective."""
     world = topology().world_size
-    return tell_everyone(value, own_group("all", [range(world)], 0)) if world > 1 else [value]
+    return tell_everyone(value, own_group("all", [range(world)])) if world > 1 else [value]
 
 
 def _convert(value: Any, engines: Mapping[int, Engine], wanted: Wanted) -> Any:

@@ -251,7 +251,7 @@ def build(root: nn.Module) -> Engine:
         cut(module, wrapped)  # what came after the mark: values for meta, other objects
     if all(wrapped.engine_ref() is None for wrapped in units.values()):
         # as in torch: replicas start alike
-        share_copies(root, topology(_order_of(units)), own_rank())
+        share_copies(root, topology(_order_of(units)))
     config = _config_of(root, units)
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}

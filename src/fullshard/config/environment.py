@@ -148,6 +148,11 @@ def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fullshard"
 
 
+def tokenize_on_one_thread() -> None:
+    """Tells the tokenizers library, where several processes share the cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def notable_variables() -> dict[str, str]:
     """What changes how ranks compute and talk, for reports; nothing that tells of hosts."""
     private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)

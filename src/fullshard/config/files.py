@@ -201,7 +201,9 @@ def parse_value(text: str, key: str) -> object:
         value: Any = None if node is None else cast("Any", loader).construct_document(node)
     except yaml.YAMLError:
         return text  # `freeze=*embed*` is an alias to YAML
-    if node is None or (isinstance(value, bool | int | float) and not is_free(key)):
+    # To YAML, "a #1" is "a" with a comment, and a line that ends is a space.
+    cut = isinstance(node, yaml.ScalarNode) and not node.style and node.value != text.strip()
+    if node is None or cut or (isinstance(value, bool | int | float) and not is_free(key)):
         return text
     if misread := [dataclasses.replace(p, place="command line") for p in _misread(node, key, "")]:
         raise ConfigProblems(misread)

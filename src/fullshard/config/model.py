@@ -111,7 +111,7 @@ class Section(BaseModel):
         advice = did_you_mean(key, cls.known_names())
         if not advice and len(cls.field_names()) <= _SHORT_LIST:
             advice = f"Known keys: {', '.join(cls.field_names())}"
-        return Problem(key, "", "unknown key", advice)
+        return Problem(key or "''", "", "unknown key", advice)
 
 
 def _disagreement(alias: str, value: object, name: str, other: object) -> Problem:

@@ -78,7 +78,7 @@ def parse_overrides(
 
 def _parse(text: str, present: list[str]) -> Override:
     written, has_value, value = text.partition("=")
-    if not has_value or not written.strip():
+    if not has_value or not all(written.strip().split(".")):
         advice = "One configuration file comes first, then its overrides"
         got = repr(text)
         raise ConfigProblems([Problem("", "key=value", got, advice, place="command line")])

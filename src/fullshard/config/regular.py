@@ -54,6 +54,8 @@ def did_you_mean_path(path: Path) -> str:
         existing = existing.parent
     try:
         wanted = path.relative_to(existing).parts[0]
+        if (existing / wanted).is_symlink() and not (existing / wanted).exists():
+            return f"'{existing / wanted}' is a link that leads to nothing."
         near = None if path.exists() else nearest(wanted, [p.name for p in existing.iterdir()])
     except (OSError, ValueError, IndexError):  # no name that a file can have, or a closed folder
         return ""

@@ -7,14 +7,14 @@ from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from fullshard.config.fields import Count, Depth, Names, Number, Rejected, Text, Word, as_json
+from fullshard.config.fields import Count, Depth, Flag, Names, Number, Rejected, Text, Word, as_json
 from fullshard.config.model import Section
 from fullshard.config.moves import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.recipes import DistillConfig, LoraConfig, SftConfig
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.training import TrainingConfig
-from fullshard.config.values import Backend, Strategy
+from fullshard.config.values import Backend, Strategy, TokenDType
 
 __all__ = [
     "DataConfig",
@@ -65,6 +65,19 @@ class ModelConfig(Section):
         return as_json(value)
 
 
+class SourceConfig(Section):
+    """One of several sources of data."""
+
+    path: Text
+    """As data.path."""
+
+    weight: Annotated[float, Number(above=0)] = 1.0
+    """Share of an epoch's sequences, beside the weights of the others."""
+
+    text_column: Text | None = None
+    """As data.text_column, which is the default."""
+
+
 class DataConfig(Section):
     """The text that is trained on."""
 
@@ -75,8 +88,14 @@ class DataConfig(Section):
     }
 
     path: Text | None = None
-    """A file or folder: text, JSONL, parquet, what datasets saved. None: text that ships with every
-    Python."""
+    """A file, folder or pattern: text, JSONL, parquet, what datasets saved, .bin or .npy of tokens.
+    None: text that ships with every Python."""
+
+    mixture: tuple[SourceConfig, ...] = ()
+    """In place of path: a list of {path, weight}; weights share an epoch's sequences."""
+
+    dtype: Word[TokenDType] | None = None
+    """Of .bin files of tokens that do not say theirs. None: uint16, as nanoGPT writes them."""
 
     text_column: Text = "text"
     """Column or key that holds the text, in JSONL and parquet files."""
@@ -88,7 +107,23 @@ class DataConfig(Section):
     """Entries of the tokenizer that is trained on the data, at most. None: the model's."""
 
     validation_fraction: Annotated[float, Number(at_least=0, below=1)] = 0.05
-    """Share of the text that is held out, for the evaluation loss."""
+    """Share of each source that is held out, for the evaluation loss."""
+
+    bigram_baseline: Flag | None = None
+    """true: fit a bigram to compare the loss with; it takes some 50 bytes of memory a token. None:
+    for the embedded text alone."""
+
+    @property
+    def uses_baseline(self) -> bool:
+        if self.bigram_baseline is None:
+            return self.path is None and not self.mixture
+        return self.bigram_baseline
+
+    @model_validator(mode="after")
+    def _path_or_mixture(self) -> Self:
+        if self.path is not None and self.mixture:
+            raise ConfigProblems([Problem("mixture", "one of path and mixture", "both")])
+        return self
 
 
 class LaunchConfig(Section):

@@ -92,6 +92,17 @@ class Backend(StrEnum):
     JAX = "jax"
 
 
+class TokenDType(StrEnum):
+    """Of tokens in files."""
+
+    UINT8 = "uint8"
+    INT16 = "int16"
+    UINT16 = "uint16"
+    INT32 = "int32"
+    UINT32 = "uint32"
+    INT64 = "int64"
+
+
 class Home(StrEnum):
     """Where a kind of state lives between uses when it is not on the device."""
 

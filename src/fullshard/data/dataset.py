@@ -39,6 +39,7 @@ class DatasetFacts:
         prompt: A sample goes on from it.
         notes: What else was done to the data, in words.
         fingerprint: Checksum of all its tokens; empty where an older version wrote the facts.
+        mixture: See `SampleOrder.mixture`.
     """
 
     origin: str
@@ -53,6 +54,7 @@ class DatasetFacts:
     prompt: str
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
+    mixture: tuple[tuple[int, int], ...] = ()
 
 
 class Prepared(Protocol):
@@ -107,11 +109,10 @@ def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
             "All machines of a run need the same folder: put it on a shared file system."
         )
     found: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    kind, baseline, notes = found.pop("kind"), found.pop("baseline"), found.pop("notes")
-    facts = DatasetFacts(
-        **found, baseline=Baseline(**baseline) if baseline else None, notes=tuple(notes)
-    )
-    return kind, facts
+    kind, baseline = found.pop("kind"), found.pop("baseline")
+    found["notes"] = tuple(found["notes"])
+    found["mixture"] = tuple((size, places) for size, places in found.get("mixture", ()))
+    return kind, DatasetFacts(**found, baseline=Baseline(**baseline) if baseline else None)
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:

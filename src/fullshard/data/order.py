@@ -1,19 +1,27 @@
 """Which sample every rank sees in every step: a function of step, rank and seed alone.
 
-    epoch       a permutation of all sequences, drawn from (seed, epoch)
+    epoch       a permutation of all sequences, keyed by (seed, epoch), computed where it is asked
     global      |<------ step 0 ------>|<------ step 1 ------>| ... | rest: dropped
     in a step   | micro 0              | micro 1              |
                 | rank 0   | rank 1    | rank 0   | rank 1    |      each per_device samples
 
 The set of a step does not depend on how many ranks share it, so a run at another world size with
 the same global batch sees the same samples in the same steps; where the batch does not divide,
-some places are empty. Nothing but the number of finished steps is needed to go on.
+some places are empty. Nothing but the number of finished steps is needed to go on, and nothing is
+held that grows with the data.
+
+    mixture     an epoch has as many places as there are sequences, shared by weight; each source
+                goes through a permutation of its own, and begins the next one where it is used up
+
+References:
+    Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom functions, 1988.
+    Black and Rogaway, Ciphers with arbitrary finite domains, 2002 (cycle walking).
+    Mitchell et al., Bandwidth-optimal random shuffling for GPUs, 2021.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +29,8 @@ import numpy.typing as npt
 from fullshard.errors import DataError
 
 Indices = npt.NDArray[np.int64]
+ROUNDS = 8  # of the cipher, an even number; four are enough for an ideal round function
+_ONE = np.uint64(1)
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,14 @@ class SampleOrder:
         num_samples: Sequences in the data.
         shape: How a global batch is divided.
         seed: Seed of the shuffling.
+        mixture: (sequences, places in an epoch) of each source, in the order in which their
+            sequences are numbered; empty: there is one source.
     """
 
     num_samples: int
     shape: BatchShape
     seed: int
+    mixture: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_samples < self.shape.global_batch:
@@ -96,18 +109,56 @@ class SampleOrder:
         shape = self.shape
         epoch, place = divmod(step, self.steps_per_epoch)
         begin = place * shape.global_batch
-        permutation = _permutation(self.num_samples, self.seed, epoch)
+        drawn = np.arange(begin, begin + shape.global_batch)
+        drawn = permuted(drawn, self.num_samples, (self.seed, epoch))
         chosen = np.full(shape.places, -1, dtype=np.int64)
-        chosen[: shape.global_batch] = permutation[begin : begin + shape.global_batch]
+        chosen[: shape.global_batch] = self._of_sources(drawn, epoch) if self.mixture else drawn
         return chosen.reshape(shape.accumulation, shape.world_size, shape.per_device)
 
+    def _of_sources(self, drawn: Indices, epoch: int) -> Indices:
+        """Sequences that places of an epoch stand for."""
+        chosen, first_place, first_row = np.empty_like(drawn), 0, 0
+        for number, (size, places) in enumerate(self.mixture):
+            here = (drawn >= first_place) & (drawn < first_place + places)
+            turns, rows = np.divmod(epoch * places + drawn[here] - first_place, size)
+            for turn in np.unique(turns):
+                key = (self.seed, int(turn), number)
+                rows[turns == turn] = permuted(rows[turns == turn], size, key)
+            chosen[here] = first_row + rows
+            first_place, first_row = first_place + places, first_row + size
+        return chosen
 
-@lru_cache(maxsize=2)
-def _permutation(num_samples: int, seed: int, epoch: int) -> Indices:
-    """The shuffled samples of an epoch; the two newest are kept."""
-    permutation = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_samples)
-    permutation.flags.writeable = False
-    return permutation
+
+def permuted(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
+    """Where a keyed permutation of range(size) takes some indices.
+
+    A Feistel network permutes the smallest 2^n >= size, its halves as long as they can be alike;
+    what falls outside is permuted again until it falls inside, fewer than two times on average.
+
+    Args:
+        indices: (n,) in [0, size).
+        size: Length of the range.
+        key: Numbers >= 0; others give an unrelated permutation.
+    """
+    bits = max(2, (size - 1).bit_length())
+    halves = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+    keys = np.random.SeedSequence(key).generate_state(ROUNDS, np.uint64)
+    found, outside = indices.astype(np.uint64), np.arange(len(indices))
+    while len(outside):
+        left, right = found[outside] >> halves[1], found[outside] & (_ONE << halves[1]) - _ONE
+        for number, round_key in enumerate(keys):
+            drop = np.uint64(64) - halves[number % 2]
+            left, right = right, left ^ (_mixed(right ^ round_key) >> drop)
+        found[outside] = left << halves[1] | right
+        outside = outside[found[outside] >= size]
+    return found.astype(np.int64)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """MurmurHash3's finalizer: every bit of the result depends on all of x."""
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> np.uint64(33))
 
 
 def evaluation_samples(num_samples: int, per_device: int, world_size: int) -> Indices:

@@ -3,20 +3,29 @@
     text file, folder of     no records: a file is a whole
     JSONL, JSON, parquet     one record a line, list entry or row
     datasets' own folder     one record a row (what `save_to_disk` wrote)
+    .bin, .npy               tokens that somebody made before: see arrays.py
 
-Everything is read and checked before any rank starts, so a fault in the data costs seconds.
+A span is a part of a file. It is read piece by piece, so that a file may be larger than memory (a
+list in a .json file, which is read whole, may not).
 """
 
 from __future__ import annotations
 
+import codecs
+import glob
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fullshard.config.regular import did_you_mean_path
+from fullshard.data.arrays import tokens_in
 from fullshard.errors import DataError
 
 
@@ -28,6 +37,7 @@ class Kind(StrEnum):
     JSON = "JSON"
     PARQUET = "parquet"
     DATASETS = "datasets"
+    ARRAY = "tokens"
 
 
 SUFFIXES = {
@@ -35,6 +45,8 @@ SUFFIXES = {
     ".ndjson": Kind.JSONL,
     ".json": Kind.JSON,
     ".parquet": Kind.PARQUET,
+    ".bin": Kind.ARRAY,
+    ".npy": Kind.ARRAY,
 }
 TABLES = (".csv", ".tsv")
 PACKED = {
@@ -46,6 +58,31 @@ PACKED = {
 }
 DATASETS_MARKS = ("dataset_dict.json", "dataset_info.json")
 SPLIT = "train"
+PIECE = 1 << 18  # bytes that are read at a time
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a file.
+
+    Attributes:
+        file: The file, or the folder that datasets wrote.
+        kind: How it is read; JSON stands for a list, which a .json file need not hold.
+        start: First byte (text, JSONL), token (arrays) or record.
+        stop: The one behind the last.
+        size: Bytes; of records about.
+    """
+
+    file: Path
+    kind: Kind
+    start: int
+    stop: int
+    size: int
+
+    def part(self, start: int, stop: int) -> Span:
+        """A part of it."""
+        size = self.size * (stop - start) // (self.stop - self.start)
+        return Span(self.file, self.kind, start, stop, size)
 
 
 @dataclass(frozen=True)
@@ -54,11 +91,18 @@ class Record:
 
     Attributes:
         value: A mapping, unless the file holds something else.
-        place: For messages: `chat.jsonl:12`.
+        span: Where it was read.
+        number: Its place there, from 0: of the line, or of the record in the file.
     """
 
     value: Any
-    place: str
+    span: Span
+    number: int
+
+    @property
+    def place(self) -> str:
+        """For messages: `chat.jsonl:12`."""
+        return _place(self.span, self.number)
 
 
 @dataclass(frozen=True)
@@ -80,34 +124,18 @@ class Files:
         """For people."""
         return f"{self.path} ({self.kind}, {len(self.files)} file(s))"
 
-    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
-        """The records of all files, of parquet files these columns alone.
+    def spans(self, dtype: str | None = None) -> list[Span]:
+        """Each file as a whole, without those that hold nothing; `dtype` is data.dtype."""
+        return [span for file in self.files if (span := whole(file, self.kind, dtype)).stop]
 
-        Raises:
-            DataError: A file cannot be read; names the line.
-        """
-        for file in self.files:
-            try:
-                match self.kind:
-                    case Kind.PARQUET:
-                        yield from _read_parquet(file, columns)
-                    case Kind.JSONL:
-                        yield from _read_jsonl(file)
-                    case Kind.JSON:
-                        yield from _read_json(file)
-                    case Kind.DATASETS:
-                        yield from _read_datasets(file)
-                    case Kind.TEXT:
-                        yield Record(read_text(file), str(file))
-            except (OSError, ValueError) as error:
-                raise DataError(
-                    f"data.path: expected a file that can be read, got '{file}' "
-                    f"({type(error).__name__}: {error}). Replace the file or name another."
-                ) from error
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
+        """The records of all files; see `read_records`."""
+        for span in self.spans():
+            yield from read_records(span, columns)
 
 
 def files_at(path: Path) -> Files:
-    """The files of a file or folder.
+    """The files of a file, a folder or a pattern (`corpus/*.jsonl`, `**` for all folders below).
 
     Raises:
         DataError: There is none, or they are of several kinds.
@@ -115,12 +143,18 @@ def files_at(path: Path) -> Files:
     try:
         if any((path / mark).is_file() for mark in DATASETS_MARKS):
             return Files(path, (path,), Kind.DATASETS)
-        files = _files_at(path)
+        named = [path]
+        if glob.has_magic(str(path)) and not path.exists():
+            matched = glob.glob(str(path), recursive=True)  # noqa: PTH207
+            named = sorted(map(Path, matched)) or named
+            named = [one for one in named if one.is_file()] or named
+        found = dict.fromkeys(file for one in named for file in _files_at(one))
     except OSError as error:
         raise DataError(
             f"data.path: expected an existing file or folder, got "
             f"'{str(error.filename or path)[:200]}' ({error.strerror}). Name another."
         ) from error
+    files = [file for file in found if file.suffix != ".idx"]  # Megatron's, of the .bin beside it
     table = next((file for file in files if file.suffix.lower() in TABLES), None)
     if table is not None:
         raise DataError(
@@ -128,10 +162,10 @@ def files_at(path: Path) -> Files:
             "as JSONL, or rename it to .txt to train on its lines as they are."
         )
     examples = {SUFFIXES.get(file.suffix.lower(), Kind.TEXT): file for file in files}
-    if len(examples) > 1:
+    if len(examples) != 1:
         listed = ", ".join(f"{kind} ({examples[kind].name})" for kind in sorted(examples))
         raise DataError(
-            f"data.path: expected files of one kind in '{path}', got {listed}. "
+            f"data.path: expected files of one kind in '{path}', got {listed or 'none'}. "
             "Name one file, or a folder with one kind of file."
         )
     return Files(path, tuple(files), next(iter(examples)))
@@ -178,39 +212,191 @@ def _files_below(folder: Path) -> Iterator[Path]:
             yield from _files_below(entry)
 
 
-def read_text(file: Path) -> str:
-    """The whole file as text; a leading byte-order mark is dropped."""
-    content = file.read_bytes()
+def whole(file: Path, kind: Kind, dtype: str | None = None) -> Span:
+    """The span of a whole file; `dtype` is data.dtype, of arrays."""
+    with _readable(file):
+        if kind is Kind.JSON:
+            kind = Kind.JSON if _begins_list(file) else Kind.JSONL
+        size = sum(one.st_size for one in stats(file))
+        match kind:
+            case Kind.TEXT | Kind.JSONL:
+                stop = size
+            case Kind.ARRAY:
+                stop = tokens_in(file, dtype).count
+            case Kind.JSON:
+                stop = len(_read_list(file))
+            case Kind.PARQUET:
+                with open_parquet(file) as reader:
+                    stop = reader.metadata.num_rows
+            case Kind.DATASETS:
+                stop = len(_open_datasets(file))
+    return Span(file, kind, 0, stop, size)
+
+
+def stats(file: Path) -> list[os.stat_result]:
+    """What the system says of a file, or of those in a folder of datasets."""
+    return [one.stat() for one in ([file] if file.is_file() else sorted(file.rglob("*")))]
+
+
+def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[Record]:
+    """The records of a span, of parquet files and datasets these columns alone.
+
+    Raises:
+        DataError: The file cannot be read; names the line.
+    """
+    with _readable(span.file):
+        if span.kind is Kind.JSONL:
+            yield from _read_jsonl(span)
+            return
+        values = _values(span, columns)
+        for number, value in enumerate(values, start=span.start):
+            yield Record(value, span, number)
+
+
+def _values(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
+    match span.kind:
+        case Kind.PARQUET:
+            yield from _read_parquet(span, columns)
+        case Kind.DATASETS:
+            found = _open_datasets(span.file)
+            found = found.select_columns(list(columns)) if columns else found
+            yield from found.select(range(span.start, span.stop))
+        case _:
+            yield from _read_list(span.file)[span.start : span.stop]
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raises DataError for what the system or a parser says of a file."""
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # utf-8-sig counts its offset after the mark.
-        offset = error.start + (3 if content.startswith(b"\xef\xbb\xbf") else 0)
-        line = content.count(b"\n", 0, offset) + 1
-        packed = next((name for start, name in PACKED.items() if content.startswith(start)), None)
-        advice = f"It is packed ({packed}): unpack it." if packed else "Convert the file to UTF-8."
+        yield
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"data.path: expected UTF-8 text, got byte 0x{content[offset]:02x} at offset {offset} "
-            f"of '{file}' (line {line}). {advice}"
+            f"data.path: expected a file that can be read, got '{file}' "
+            f"({type(error).__name__}: {error}). Replace the file or name another."
         ) from error
 
 
-def _read_jsonl(file: Path) -> Iterator[Record]:
-    for number, line in enumerate(read_text(file).split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        try:
-            record = _parsed(line, place)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"data.path: expected one JSON object a line, got {error.msg} at {place}, "
-                f"column {error.colno}. Mend the line."
-            ) from error
-        yield Record(record, place)
+def read_text(span: Span) -> Iterator[str]:
+    """The text of a span in pieces that end with a line where they can, about `PIECE` bytes each.
+
+    A leading byte-order mark is dropped.
+
+    Raises:
+        DataError: It is no UTF-8, or a tenth of it is zero; names the byte and the line.
+    """
+    decoder, left, held = codecs.getincrementaldecoder("utf-8")(), span.stop - span.start, ""
+    with _readable(span.file), span.file.open("rb") as opened:
+        opened.seek(span.start)
+        while left:
+            read = opened.read(min(PIECE, left))
+            left = left - len(read) if read else 0  # else it was cut while it was read
+            if read.count(0) * 10 > len(read):  # UTF-16 of Western text is valid UTF-8
+                _refuse_bytes(span.file, opened.tell() - len(read) + read.index(0), 0)
+            try:
+                held += decoder.decode(read, final=not left)
+            except UnicodeDecodeError as error:
+                begin = opened.tell() - len(error.object)
+                _refuse_bytes(span.file, begin + error.start, error.object[error.start])
+            if opened.tell() - len(read) == 0:
+                held = held.removeprefix("\ufeff")
+            cut = held.rfind("\n") + 1 or (len(held) if len(held) > PIECE else 0)
+            if held[:cut]:
+                yield held[:cut]
+            held = held[cut:]
+    if held:
+        yield held
 
 
-def _parsed(text: str, place: str) -> Any:
+def _refuse_bytes(file: Path, offset: int, byte: int) -> NoReturn:
+    with file.open("rb") as opened:
+        start = opened.read(8)
+    packed = next((name for mark, name in PACKED.items() if start.startswith(mark)), None)
+    advice = f"It is packed ({packed}): unpack it." if packed else "Convert the file to UTF-8."
+    raise DataError(
+        f"data.path: expected UTF-8 text, got byte 0x{byte:02x} at offset {offset} "
+        f"of '{file}' (line {_line(file, offset)}). {advice}"
+    )
+
+
+def _line(file: Path, offset: int) -> int:
+    """The number of the line, from 1, in which a byte stands."""
+    number = 1
+    with file.open("rb") as opened:
+        while read := opened.read(min(PIECE, offset)):
+            number, offset = number + read.count(b"\n"), offset - len(read)
+    return number
+
+
+def _place(span: Span, number: int) -> str:
+    if span.kind is not Kind.JSONL:
+        return f"{span.file}, record {number}"
+    return f"{span.file}:{_line(span.file, span.start) + number}"
+
+
+def line_start(file: Path, place: int, *, within: int | None = None) -> int:
+    """Where the line begins in which a byte stands.
+
+    Args:
+        file: A file of lines.
+        place: Offset of the byte; what begins a line is its own place.
+        within: How far back to look; without a line there, the place itself will do, or where its
+            character begins.
+    """
+    begin, least = place, 0 if within is None else max(0, place - within)
+    with file.open("rb") as opened:
+        while begin > least:
+            begin, end = max(least, begin - PIECE), begin
+            opened.seek(begin)
+            at = opened.read(end - begin).rfind(b"\n")
+            if at >= 0:
+                return begin + at + 1
+        if within is None:
+            return 0
+        opened.seek(begin := max(0, place - 3))
+        around = opened.read(place - begin + 1)
+    while place > begin and around[place - begin] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def next_line(file: Path, place: int) -> int:
+    """Where the next line begins after a byte; the end of the file where there is none."""
+    with file.open("rb") as opened:
+        opened.seek(place)
+        while read := opened.read(PIECE):
+            at = read.find(b"\n")
+            if at >= 0:
+                return opened.tell() - len(read) + at + 1
+        return opened.tell()
+
+
+def _read_jsonl(span: Span) -> Iterator[Record]:
+    offset = span.start
+    with span.file.open("rb") as opened:
+        opened.seek(offset)
+        for number, line in enumerate(opened):
+            if offset >= span.stop:
+                return
+            try:
+                text = line.decode().removesuffix("\n")
+            except UnicodeDecodeError as error:
+                _refuse_bytes(span.file, offset + error.start, line[error.start])
+            text = text.removeprefix("\ufeff") if offset == 0 else text
+            offset += len(line)
+            if not text.strip():
+                continue
+            try:
+                value = _parsed(text, partial(_place, span, number))
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"data.path: expected one JSON object a line, got {error.msg} at "
+                    f"{_place(span, number)}, column {error.colno}. Mend the line."
+                ) from error
+            yield Record(value, span, number)
+
+
+def _parsed(text: str, place: Callable[[], str]) -> Any:
     """The value of a JSON text, all of which can be tokenized.
 
     Raises:
@@ -218,34 +404,44 @@ def _parsed(text: str, place: str) -> Any:
         JSONDecodeError: It is no JSON.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_mapping)
         if "\\ud" in text.lower():  # half of a pair of \ud83d\ude00 alone is no character
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"data.path: expected JSON records, got one that cannot be read at {place} "
+            f"data.path: expected JSON records, got one that cannot be read at {place()} "
             f"({type(error).__name__}: {str(error)[:120]}). Mend or remove it."
         ) from error
     return value
 
 
-def _read_json(file: Path) -> Iterator[Record]:
-    """A .json file: a list of records, or JSONL under another name."""
-    content = read_text(file)
-    if not content.lstrip().startswith("["):
-        yield from _read_jsonl(file)
-        return
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that comes twice, Python would keep the last value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} comes twice in one object")
+    return found
+
+
+def _begins_list(file: Path) -> bool:
+    """Whether a .json file is a list of records; else it is JSONL under another name."""
+    with file.open("rb") as opened:
+        return opened.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _read_list(file: Path) -> list[Any]:
+    content = "".join(read_text(whole(file, Kind.TEXT)))
     try:
-        records = _parsed(content, str(file))
+        return _parsed(content, lambda: str(file))
     except json.JSONDecodeError as error:
         raise DataError(
             f"data.path: expected a JSON list of objects, got {error.msg} at "
             f"{file}:{error.lineno}, column {error.colno}. Mend the file."
         ) from error
-    for number, record in enumerate(records):
-        yield Record(record, f"{file}, record {number}")
 
 
 def open_parquet(file: Path) -> Any:
@@ -271,17 +467,30 @@ def open_parquet(file: Path) -> Any:
         ) from error
 
 
-def _read_parquet(file: Path, columns: Sequence[str] | None) -> Iterator[Record]:
-    number = 0
+def row_groups(file: Path) -> list[int]:
+    """The first record of each row group of a parquet file, and the number of records."""
     with open_parquet(file) as reader:
-        for batch in reader.iter_batches(columns=columns):
-            for value in batch.to_pylist():
-                yield Record(value, f"{file}, record {number}")
-                number += 1
+        table = reader.metadata
+        sizes = [table.row_group(group).num_rows for group in range(table.num_row_groups)]
+    return [0, *itertools.accumulate(sizes)]
 
 
-def _read_datasets(folder: Path) -> Iterator[Record]:
-    """What `save_to_disk` wrote; of several splits the one called train."""
+def _read_parquet(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
+    starts = row_groups(span.file)
+    groups = [
+        group
+        for group, (start, stop) in enumerate(itertools.pairwise(starts))
+        if start < span.stop and stop > span.start
+    ]
+    first = starts[groups[0]] if groups else 0
+    with open_parquet(span.file) as reader:
+        batches = reader.iter_batches(1024, row_groups=groups, columns=columns)
+        values = (value for batch in batches for value in batch.to_pylist())
+        yield from itertools.islice(values, span.start - first, span.stop - first)
+
+
+def _open_datasets(folder: Path) -> Any:
+    """What `save_to_disk` wrote, mapped; of several splits the one called train."""
     try:
         import datasets
     except ImportError as error:
@@ -303,5 +512,4 @@ def _read_datasets(folder: Path) -> Iterator[Record]:
                 "Name the folder of one split."
             )
         found = found[SPLIT]
-    for number, value in enumerate(found):
-        yield Record(value, f"{folder}, record {number}")
+    return found

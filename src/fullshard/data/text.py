@@ -1,131 +1,422 @@
-"""Text to packed sequences: read, hold out, tokenize, cut; made once, mapped by every rank.
+"""Text to packed sequences: find, hold out, tokenize, map; made once, mapped by every rank.
 
     embedded text            one document per topic of the language reference
     text file, folder of     one document per file
-    JSONL, parquet           one document per record, taken from one column
+    JSONL, parquet, datasets one document per record, taken from one column
+    arrays of tokens         no documents: they are mapped where they lie
 
-documents   [ topic 1 ][ topic 2 ] ... [ topic n-1 ][ topic n ]
-held out                                  |<- the end: `fraction` of the characters
+source      [ file 1 ][ file 2 ] ... [ file n ]     in the order of their names
+held out                             |<- the end: `fraction` of its bytes, records or tokens
 stream      tok tok <eot> tok tok tok <eot> tok ...
 sequences   |<-- length -->|<-- length -->| ... | rest: dropped, and said
 
-data/train.npy       (num_sequences, length)   unsigned token ids
-data/held_out.npy    the same, for evaluation; missing where nothing is held out
+data/tokens.json     the files of tokens of every source, for training and held out
+data/tokens/         links to the prepared ones; see [Note: prepared tokens]
 
-Everything is read and checked before any rank starts, so a fault in the data costs seconds.
+Everything is read and checked before any rank trains, so a fault in the data is said once.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fullshard.config.values import nearest
-from fullshard.data.bigram import interpolated_bigram
-from fullshard.data.dataset import DatasetFacts, fingerprint_of, save_facts
-from fullshard.data.records import Files, Kind, Record, files_at, open_parquet
-from fullshard.data.tokenizer import Tokens, encode, join, train_tokenizer
+from fullshard.config.environment import cache_folder
+from fullshard.data.arrays import Rows, TokenFile, tokens_in
+from fullshard.data.bigram import Baseline, interpolated_bigram
+from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.records import (
+    Files,
+    Kind,
+    Span,
+    files_at,
+    line_start,
+    next_line,
+    open_parquet,
+)
+from fullshard.data.tokenize import Made, Settings, digest, missing_column, pieces, shards, tokenize
+from fullshard.data.tokenizer import encoder_of, numbers_tokenizer, token_dtype, train_tokenizer
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+KIND = "text"
+VERSION = 1  # of how data becomes tokens and of the order of sequences
+PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
+TRAINING_BYTES = 256 << 20  # of text, at most, that a tokenizer is trained on
+LINE_BYTES = 1 << 20  # how far running text is searched for the end of a line
+EMBEDDED = "the language reference in pydoc_data (ships with Python)"
+
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents in their order.
+class Source:
+    """What is read from one place.
 
     Attributes:
-        documents: The texts; none of them empty.
-        are_records: True where documents are independent records (the held-out part is then made
-            of whole ones), False where they are pieces of one running text.
-        origin: What they were read from, for people.
+        files: Its files.
+        weight: Its share of an epoch, beside the weights of other sources.
+        text_column: Column or key of records.
+        origin: For people.
     """
 
-    documents: tuple[str, ...]
-    are_records: bool
+    files: Files
+    weight: float
+    text_column: str
     origin: str
 
-    @property
-    def num_characters(self) -> int:
-        return sum(len(document) for document in self.documents)
+    @classmethod
+    def at(cls, path: Path | None, weight: float = 1.0, text_column: str = "text") -> Source:
+        """The files of a path; None: the text that ships with every Python.
+
+        Raises:
+            DataError: Nothing is there, or it holds no text.
+        """
+        if path is None:
+            return cls(_embedded(), weight, text_column, EMBEDDED)
+        files = files_at(path)
+        if files.kind is Kind.PARQUET:
+            for file in files.files:
+                _check_column(file, text_column)
+        return cls(files, weight, text_column, files.origin)
 
 
-def read_corpus(path: Path | None, text_column: str = "text") -> Corpus:
-    """Reads the text to train on.
+@dataclass(frozen=True)
+class DatasetSettings:
+    """How text becomes sequences.
+
+    Attributes:
+        sequence_length: Tokens in a sequence.
+        held_out_fraction: Share of each source that is held out.
+        vocab_size: Most entries of a tokenizer that is trained on the text.
+        dtype: Of arrays that do not say theirs; None: uint16.
+        baseline: Whether the bigram is fitted; it counts pairs in memory.
+    """
+
+    sequence_length: int
+    held_out_fraction: float
+    vocab_size: int
+    dtype: str | None = None
+    baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Sequences, the facts about them, and their tokenizer."""
+
+    facts: DatasetFacts
+    train: Rows
+    held_out: Rows
+    tokenizer: PreTrainedTokenizerBase
+
+    def save(self, folder: Path) -> None:
+        """Writes what ranks need into a folder: links to tokens of ours, paths of others'."""
+        save_facts(folder, KIND, self.facts, self.tokenizer)
+        own, kept, root = folder / "tokens", {}, cache_root()
+        own.mkdir(exist_ok=True)
+        for part, rows in (("train", self.train), ("held_out", self.held_out)):
+            kept[part] = [
+                [asdict(_linked(f, own, root)) for f in source] for source in rows.sources
+            ]
+        (folder / "tokens.json").write_text(json.dumps(kept), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        """Maps what `save` wrote; the tokens are read from disk as they are used."""
+        kept = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
+
+        def rows(part: str) -> Rows:
+            files = [[TokenFile(**file) for file in source] for source in kept[part]]
+            placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in files]
+            return Rows(placed, facts.sequence_length)
+
+        return cls(facts, rows("train"), rows("held_out"), tokenizer)
+
+
+def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
+    """A file that we made, beside the run; another one stays where it is."""
+    file = Path(tokens.file)
+    if root not in file.parents:
+        return tokens
+    name = f"{file.parent.name}-{file.name}"
+    try:
+        (folder / name).hardlink_to(file)
+    except FileExistsError:
+        pass
+    except OSError:  # another file system
+        shutil.copyfile(file, folder / name)
+    return replace(tokens, file=f"{folder.name}/{name}")
+
+
+def make_dataset(
+    sources: Sequence[Source], settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> Dataset:
+    """Splits and tokenizes sources, and fits the baseline where it is asked for.
 
     Args:
-        path: A file, a folder, or None for the text that ships with every Python.
-        text_column: Name of the column that holds the text of a record.
+        sources: Where the data is.
+        settings: Numbers.
+        tokenizer: None trains one on the training part of the text.
 
     Raises:
-        DataError: Nothing is there, or it cannot be read, with file and place.
+        DataError: A source cannot be used, or has fewer tokens than one sequence in either part.
     """
-    if path is None:
-        return embedded_corpus()
-    files = files_at(path)
-    documents = tuple(text for text in _documents(files, text_column) if text)
-    if not documents:
-        raise DataError(_nothing_found(files))
-    return Corpus(documents, files.kind is not Kind.TEXT, files.origin)
+    parts = [split(source.files.spans(settings.dtype), settings) for source in sources]
+    for source, (train, _) in zip(sources, parts, strict=True):
+        if not train:
+            raise _nothing_found(source.files)
+    notes: list[str] = []
+    tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
+    made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
+    length = settings.sequence_length
+    train, held_out = (
+        Rows([[one.tokens for one in both[part]] for both in made], length) for part in (0, 1)
+    )
+    for source, size in zip(sources, train.sizes, strict=True):
+        if not size:
+            raise _too_few(source.files, train, length)
+    if settings.held_out_fraction and not len(held_out):
+        raise _too_few(None, held_out, length)
+    mixture = _mixture(sources, train.sizes)
+    facts = DatasetFacts(
+        origin=" + ".join(source.origin for source in sources),
+        sequence_length=length,
+        num_train_sequences=len(train),
+        num_held_out_sequences=len(held_out),
+        num_train_tokens=len(train) * length,
+        num_held_out_tokens=len(held_out) * length,
+        num_dropped_tokens=train.num_dropped + held_out.num_dropped,
+        vocab_size=len(tokenizer),
+        baseline=_baseline(train, held_out, len(tokenizer)) if settings.baseline else None,
+        prompt=_prompt(held_out if len(held_out) else train, tokenizer),
+        notes=(*notes, *_said(sources, mixture)),
+        fingerprint=_fingerprint(made, mixture, length),
+        mixture=mixture,
+    )
+    return Dataset(facts, train, held_out, tokenizer)
 
 
-def embedded_corpus() -> Corpus:
-    """The language reference that ships with every Python, one document a topic."""
+# ---- held out -----------------------------------------------------------------------------------
+
+
+def split(spans: Sequence[Span], settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
+    """Takes the held-out part from the end.
+
+    Records and lines stay whole, and at least one record is trained on.
+
+    Args:
+        spans: Whole files, of one kind.
+        settings: Have the share.
+    """
+    train, held_out = list(spans), list[Span]()
+    missing = math.ceil(sum(span.stop for span in spans) * settings.held_out_fraction)
+    while missing > 0 and train:
+        span = train.pop()
+        place = _cut(span, max(0, span.stop - missing), first=not train)
+        missing -= span.stop
+        train += [span.part(0, place)] if place else []
+        held_out[:0] = [span.part(place, span.stop)] if place < span.stop else []
+    return train, held_out
+
+
+def _cut(span: Span, place: int, *, first: bool) -> int:
+    """Where a file is cut that shall be cut at `place`; the first one keeps a record."""
+    if place == 0 and not first:
+        return 0
+    match span.kind:
+        case Kind.TEXT:
+            return line_start(span.file, place, within=LINE_BYTES)
+        case Kind.JSONL:
+            return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
+        case _:
+            return max(place, int(first))
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def cache_root() -> Path:
+    """Where prepared tokens are kept; for this process alone where no cache can be written."""
+    folder = cache_folder() / "tokens"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        logger.warning("data: nothing is cached: %s", error)
+        return Path(_temporary().name)
+    return folder
+
+
+@lru_cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fullshard-tokens-")
+
+
+def _tokens(
+    source: Source,
+    parts: tuple[list[Span], list[Span]],
+    settings: DatasetSettings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Made], list[Made]]:
+    """The tokens of both parts of a source, from the cache or made."""
+    encoder, text = encoder_of(tokenizer)
+    end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
+    dtype = token_dtype(vocab_size := len(tokenizer))
+    arrays: dict[Path, TokenFile] = {}
+    if source.files.kind is Kind.ARRAY:
+        arrays = {file: tokens_in(file, settings.dtype) for file in source.files.files}
+        for file, array in arrays.items():
+            _check_dtype(file, array.dtype, vocab_size)
+    found = [shards(part, arrays) for part in parts]
+    how = Settings(text, end, source.text_column, vocab_size, dtype.name)
+    words = text or repr(sorted(tokenizer.get_vocab().items()))
+    key = digest([VERSION, words, asdict(replace(how, tokenizer=""))])
+    made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
+    return made[: len(found[0])], made[len(found[0]) :]
+
+
+def _check_dtype(file: Path, dtype: str, vocab_size: int) -> None:
+    if np.iinfo(dtype).max < vocab_size - 1:
+        raise DataError(
+            f"data.dtype: expected a dtype that holds the ids of {vocab_size:,} tokens, got "
+            f"{np.dtype(dtype).name} in '{file}'. Name the tokenizer that made the tokens, or the "
+            "dtype they were written in."
+        )
+
+
+def _new_tokenizer(
+    sources: Sequence[Source],
+    parts: Sequence[list[Span]],
+    settings: DatasetSettings,
+    notes: list[str],
+) -> PreTrainedTokenizerBase:
+    """One trained on text, of which `TRAINING_BYTES` are enough; or the numbers of tokens."""
+    if all(source.files.kind is Kind.ARRAY for source in sources):
+        notes.append("no tokenizer is named: tokens are shown as their numbers")
+        return numbers_tokenizer(settings.vocab_size)
+    array = next((one for one in sources if one.files.kind is Kind.ARRAY), None)
+    if array is not None:
+        raise DataError(
+            f"data.tokenizer: expected the tokenizer that made '{array.files.path}', since text is "
+            "mixed with it, got none. Name its folder."
+        )
+    found = [
+        (shard, Settings("", (), source.text_column, 0, ""))
+        for source, part in zip(sources, parts, strict=True)
+        for shard in shards(part, {})
+    ]
+    every = max(1, math.ceil(sum(shard.num_bytes for shard, _ in found) / TRAINING_BYTES))
+    if every > 1:
+        notes.append(f"the tokenizer was trained on one part of the text in {every}")
+    texts = (text for one in found[::every] for text, _ in pieces(*one))
+    return train_tokenizer(texts, settings.vocab_size)
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+
+
+def _mixture(sources: Sequence[Source], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(sequences, places in an epoch) of each source; empty where there is one.
+
+    An epoch has as many places as there are sequences; the largest remainders get what is left.
+    """
+    if len(sources) == 1:
+        return ()
+    total, weights = sum(sizes), sum(source.weight for source in sources)
+    exact = [total * source.weight / weights for source in sources]
+    places = [int(one) for one in exact]
+    for at in sorted(range(len(exact)), key=lambda at: places[at] - exact[at])[
+        : total - sum(places)
+    ]:
+        places[at] += 1
+    return tuple(zip(sizes, places, strict=True))
+
+
+def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    for source, (size, places) in zip(sources, mixture, strict=False):
+        yield (
+            f"{source.origin}: {places:,} of an epoch's sequences, "
+            f"{places / size:.2f} times what it has"
+        )
+
+
+def _fingerprint(
+    made: Sequence[tuple[list[Made], list[Made]]],
+    mixture: tuple[tuple[int, int], ...],
+    length: int,
+) -> str:
+    sums = [[[one.checksum for one in part] for part in both] for both in made]
+    return digest([VERSION, length, mixture, sums])
+
+
+def _baseline(train: Rows, held_out: Rows, vocab_size: int) -> Baseline | None:
+    if not len(held_out):
+        return None
+    seen, unseen = (rows.take(np.arange(len(rows))) for rows in (train, held_out))
+    return interpolated_bigram(seen, unseen, vocab_size)
+
+
+def _prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first words of a document that is surely not cut: the second, if it begins soon."""
+    tokens = rows.take(np.arange(min(len(rows), PROMPT_ROWS))).ravel()
+    ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
+    first = tokens[ends[0] + 1 if len(ends) and ends[0] + 1 < len(tokens) else 0 :][:PROMPT_TOKENS]
+    text = str(tokenizer.decode(first.tolist(), skip_special_tokens=True))
+    if len(text) <= PROMPT_CHARACTERS and len(first) < PROMPT_TOKENS:
+        return text
+    return text[:PROMPT_CHARACTERS].rpartition(" ")[0] or text[:PROMPT_CHARACTERS]
+
+
+def _embedded() -> Files:
+    """The language reference that ships with every Python, one file a topic."""
     from pydoc_data.topics import topics
 
-    documents = tuple(topics[name] for name in sorted(topics) if topics[name])
-    return Corpus(documents, False, "the language reference in pydoc_data (ships with Python)")
+    texts = [topics[name] for name in sorted(topics) if topics[name]]
+    folder = cache_root() / f"topics-{digest(texts)}"
+    files = tuple(folder / f"{number:03}.txt" for number in range(len(texts)))
+    folder.mkdir(exist_ok=True)
+    for file, text in zip(files, texts, strict=True):
+        content = text.encode()
+        if not file.is_file() or file.stat().st_size != len(content):
+            file.write_bytes(content)
+    return Files(folder, files, Kind.TEXT)
 
 
-def _nothing_found(files: Files) -> str:
-    what = "text" if files.kind is Kind.TEXT else f"{files.kind} records with text"
+def _nothing_found(files: Files) -> DataError:
+    what = (
+        files.kind if files.kind in (Kind.TEXT, Kind.ARRAY) else f"{files.kind} records with text"
+    )
     sizes = sum(file.stat().st_size for file in files.files)
-    return (
+    return DataError(
         f"data.path: expected {what}, got none in '{files.path}' ({len(files.files)} file(s), "
         f"{sizes} bytes). Name a file that is not empty."
     )
 
 
-def _documents(files: Files, text_column: str) -> Iterator[str]:
-    if files.kind is Kind.TEXT:
-        yield from (record.value for record in files.records())
-        return
-    if files.kind is Kind.PARQUET:
-        for file in files.files:
-            _check_column(file, text_column)
-    for record in files.records([text_column]):
-        yield _text_of(record, text_column)
-
-
-def _text_of(found: Record, text_column: str) -> str:
-    record, place = found.value, found.place
-    if not isinstance(record, dict):
-        raise DataError(
-            f"data.path: expected a JSON object, got {type(record).__name__} at {place}. "
-            f'Write {{"{text_column}": "..."}}.'
-        )
-    if text_column not in record:
-        raise DataError(_missing_column(text_column, list(record), place))
-    value = record[text_column]
-    if not isinstance(value, str):
-        raise DataError(
-            f"data.text_column: expected text in column '{text_column}', "
-            f"got {type(value).__name__} at {place}. Name a column that holds text."
-        )
-    return value
-
-
-def _missing_column(text_column: str, present: list[str], place: str) -> str:
-    guess = nearest(text_column, present)
-    hint = f"Did you mean '{guess}'?" if guess else "Name one of them with data.text_column."
-    columns = ", ".join(f"'{name}'" for name in present) or "none"
-    return f"data.text_column: expected a column '{text_column}', got {columns} at {place}. {hint}"
+def _too_few(files: Files | None, rows: Rows, length: int) -> DataError:
+    """What is said of a part with less than one sequence; without files of the held-out one."""
+    what, way_out = "held-out", "Raise data.validation_fraction or set it to 0."
+    got = rows.num_dropped
+    if files is not None:
+        what, way_out = "training", "Give more text or lower training.max_seq_length."
+        if not got:
+            return _nothing_found(files)
+    return DataError(
+        f"data.path: expected at least {length:,} {what} tokens (one sequence of "
+        f"training.max_seq_length), got {got:,}. {way_out}"
+    )
 
 
 def _check_column(file: Path, text_column: str) -> None:
@@ -135,177 +426,10 @@ def _check_column(file: Path, text_column: str) -> None:
     with open_parquet(file) as reader:
         present = reader.schema_arrow.names
         if text_column not in present:
-            raise DataError(_missing_column(text_column, present, str(file)))
+            raise DataError(missing_column(text_column, present, str(file)))
         column_type = reader.schema_arrow.field(text_column).type
     if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
         raise DataError(
             f"data.text_column: expected text in column '{text_column}', got {column_type} "
             f"in '{file}'. Name a column that holds text."
         )
-
-
-@dataclass(frozen=True)
-class Split:
-    """Training and held-out text; the held-out part may be empty."""
-
-    train: tuple[str, ...]
-    held_out: tuple[str, ...]
-
-
-def hold_out(corpus: Corpus, fraction: float) -> Split:
-    """Takes the held-out text from the end.
-
-    Records stay whole: the last `fraction` of them, at least one, is held out. Running text is cut
-    by characters, at the nearest line end before the place.
-
-    Args:
-        corpus: The text.
-        fraction: Share that is held out, in [0, 1). 0 holds nothing out.
-    """
-    if fraction == 0:
-        return Split(corpus.documents, ())
-    if corpus.are_records and len(corpus.documents) > 1:
-        num_held_out = math.ceil(len(corpus.documents) * fraction)
-        num_train = max(1, len(corpus.documents) - num_held_out)
-        return Split(corpus.documents[:num_train], corpus.documents[num_train:])
-    return _cut(corpus.documents, math.ceil(corpus.num_characters * fraction))
-
-
-def _cut(documents: tuple[str, ...], num_held_out: int) -> Split:
-    """Cuts running text so that about `num_held_out` characters are in the second part."""
-    first = len(documents)
-    missing = num_held_out
-    while first > 0 and missing >= len(documents[first - 1]):
-        first -= 1
-        missing -= len(documents[first])
-    if missing == 0 or first == 0:
-        return Split(documents[:first], documents[first:])
-    cut_document = documents[first - 1]
-    place = len(cut_document) - missing
-    place = cut_document.rfind("\n", 0, place) + 1 or place
-    return Split(
-        (*documents[: first - 1], cut_document[:place]),
-        (cut_document[place:], *documents[first:]),
-    )
-
-
-def pack(stream: Tokens, length: int, what: str) -> Tokens:
-    """Cuts a stream into sequences, shape (num_sequences, length); the rest is dropped.
-
-    Args:
-        stream: (num_tokens,) token ids.
-        length: Tokens in a sequence.
-        what: `training` or `held-out`, for the message.
-
-    Raises:
-        DataError: Fewer tokens than one sequence.
-    """
-    num_sequences = len(stream) // length
-    if num_sequences == 0:
-        way_out = "Give more text or lower training.max_seq_length."
-        if what == "held-out":
-            way_out = "Raise data.validation_fraction or set it to 0."
-        raise DataError(
-            f"data.path: expected at least {length:,} {what} tokens (one sequence of "
-            f"training.max_seq_length), got {len(stream):,}. {way_out}"
-        )
-    return stream[: num_sequences * length].reshape(num_sequences, length)
-
-
-PROMPT_CHARACTERS = 60
-KIND = "text"
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Sequences, the facts about them, and their tokenizer.
-
-    Attributes:
-        train: (num_sequences, length) token ids.
-        held_out: The same, or None where nothing is held out.
-    """
-
-    facts: DatasetFacts
-    train: Tokens
-    held_out: Tokens | None
-    tokenizer: PreTrainedTokenizerBase
-
-    def save(self, folder: Path) -> None:
-        """Writes everything into a folder."""
-        save_facts(folder, KIND, self.facts, self.tokenizer)
-        np.save(folder / "train.npy", self.train)
-        if self.held_out is not None:
-            np.save(folder / "held_out.npy", self.held_out)
-
-    @classmethod
-    def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        """Maps what `save` wrote; the tokens are read from disk as they are used."""
-        held_out = folder / "held_out.npy"
-        return cls(
-            facts,
-            np.load(folder / "train.npy", mmap_mode="r"),
-            np.load(held_out, mmap_mode="r") if held_out.is_file() else None,
-            tokenizer,
-        )
-
-
-@dataclass(frozen=True)
-class DatasetSettings:
-    """How text becomes sequences.
-
-    Attributes:
-        sequence_length: Tokens in a sequence.
-        held_out_fraction: Share of the text that is held out.
-        vocab_size: Most entries of a tokenizer that is trained on the text.
-    """
-
-    sequence_length: int
-    held_out_fraction: float
-    vocab_size: int
-
-
-def make_dataset(
-    corpus: Corpus, settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase | None
-) -> Dataset:
-    """Splits, tokenizes and packs a corpus, and measures the baseline on it.
-
-    Args:
-        corpus: The text.
-        settings: Numbers.
-        tokenizer: None trains one on the training part of the text.
-
-    Raises:
-        DataError: Fewer tokens than one sequence, in either part.
-    """
-    split = hold_out(corpus, settings.held_out_fraction)
-    tokenizer = tokenizer or train_tokenizer(split.train, settings.vocab_size)
-    vocab_size, length = len(tokenizer), settings.sequence_length
-    streams = [
-        join(encode(tokenizer, documents), vocab_size)
-        for documents in (split.train, split.held_out)
-    ]
-    train = pack(streams[0], length, "training")
-    held_out = pack(streams[1], length, "held-out") if split.held_out else None
-    num_held_out = 0 if held_out is None else held_out.size
-    facts = DatasetFacts(
-        origin=corpus.origin,
-        sequence_length=length,
-        num_train_sequences=len(train),
-        num_held_out_sequences=0 if held_out is None else len(held_out),
-        num_train_tokens=train.size,
-        num_held_out_tokens=num_held_out,
-        num_dropped_tokens=len(streams[0]) + len(streams[1]) - train.size - num_held_out,
-        vocab_size=vocab_size,
-        baseline=None if held_out is None else interpolated_bigram(train, held_out, vocab_size),
-        prompt=_prompt(split.held_out or split.train),
-        fingerprint=fingerprint_of(train, [] if held_out is None else held_out),
-    )
-    return Dataset(facts, train, held_out, tokenizer)
-
-
-def _prompt(documents: Sequence[str]) -> str:
-    """The first words of the first document that is surely not cut: the second, if there is one."""
-    text = documents[min(1, len(documents) - 1)]
-    if len(text) <= PROMPT_CHARACTERS:
-        return text
-    return text[:PROMPT_CHARACTERS].rpartition(" ")[0] or text[:PROMPT_CHARACTERS]

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fullshard.config.schema import ModelConfig
+from fullshard.data.tokenize import Encoder, fast_encoder
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Tokens = npt.NDArray[np.unsignedinteger]
+Tokens = npt.NDArray[np.integer]
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
-DOCUMENTS_AT_ONCE = 256
-PIECE_CHARACTERS = 1_000_000
 LONG_WORD = re.compile(r"\S{256}|\s{256}")
 SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a text
 
@@ -103,44 +102,30 @@ def load_tokenizer(
     return read_tokenizer(folder, key, trust=model.trust_remote_code)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Iterator[list[int]]:
-    """Token ids of all documents in order, each closed by the end-of-text token if there is one.
+def encoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Encoder, str]:
+    """What encodes texts, and the tokenizer as JSON (empty: it has no such form)."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return fast_encoder(text := backend.to_str()), text
 
-    They come in pieces, so that a large corpus is never held as Python integers; documents longer
-    than a piece are cut at line ends.
-    """
-    end = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    for first in range(0, len(documents), DOCUMENTS_AT_ONCE):
-        pieces = [
-            piece
-            for document in documents[first : first + DOCUMENTS_AT_ONCE]
-            for piece in _pieces(document)
-        ]
+    def encode(texts: list[str]) -> Any:
         # verbose=False: a text longer than model_max_length is expected here, it gets packed.
-        texts = [text for text, _ in pieces]
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        for (_, is_last), ids in zip(pieces, cast("list[list[int]]", encoded), strict=True):
-            yield [*ids, *end] if is_last else ids
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return encode, ""
+
+
+def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
+    """Shows tokens whose tokenizer nobody named as their numbers: "17 4 230"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The smallest unsigned dtype that holds every token id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def join(encoded: Iterable[list[int]], vocab_size: int) -> Tokens:
-    """One stream of token ids, shape (num_tokens,)."""
-    dtype = token_dtype(vocab_size)
-    parts = [np.asarray(ids, dtype=dtype) for ids in encoded]
-    return np.concatenate(parts) if parts else np.empty(0, dtype)
-
-
-def _pieces(document: str) -> Iterator[tuple[str, bool]]:
-    """A document in parts that end with a line where they can, and whether each is its last."""
-    begin = 0
-    while len(document) - begin > PIECE_CHARACTERS:
-        limit = begin + PIECE_CHARACTERS
-        cut = document.rfind("\n", begin, limit) + 1 or limit
-        yield document[begin:cut], False
-        begin = cut
-    yield document[begin:], True

@@ -70,6 +70,12 @@ def has_modes() -> bool:
     return bool(modes) or is_transforming()
 
 
+def is_tracing() -> bool:
+    """Whether torch.jit.trace, make_fx or torch.export records what runs."""
+    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return proxy is not None or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def is_profiling() -> bool:
     """Whether a profiler of torch's listens."""
     return torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -103,6 +109,11 @@ def saved_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 # Nested lists, mappings and model outputs (public only as torch.utils._pytree).
 tree_leaves: Callable[..., list[Any]] = _pytree.tree_leaves
 tree_map_only: Callable[..., Any] = _pytree.tree_map_only
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """What a DTensor holds, the very object: `to_local` of a parameter makes another since 2.13."""
+    return tensor._local_tensor
 
 
 def storage_key(tensor: torch.Tensor) -> int:

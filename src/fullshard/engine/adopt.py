@@ -26,7 +26,8 @@ from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
-from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor, ShardRecord
+from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor
+from fullshard.engine.record import ShardRecord
 from fullshard.engine.unit import Group, Member, present, shard_shape
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology
@@ -83,14 +84,14 @@ def reclaim(model: nn.Module) -> None:
             param.__class__ = ShardedParameter
 
 
-def share_copies(model: nn.Module, world: Topology, rank: int) -> None:
+def share_copies(model: nn.Module, world: Topology) -> None:
     """Replicas that were cut early take the first one's values. A collective."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for param in _shards(model):
         by_copies.setdefault(param.record.copies, []).append(param.to_local())
     for copies, tensors in sorted(by_copies.items()):
         mesh = Mesh(copies, world.world_size // copies, world.order)
-        copy_from_first(tensors, mesh.replicate_groups(), mesh.coordinates(rank)[1])
+        copy_from_first(tensors, mesh.replicate_groups())
 
 
 def _nothing() -> None:

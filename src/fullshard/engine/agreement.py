@@ -38,7 +38,7 @@ def tell(engine: Engine, value: T) -> list[T]:
         )
     nothing = torch.zeros(1, device=engine.device)  # no rank may be in a step
     engine.norms.all_reduce(nothing, "what all ranks say (fs.save, fs.load, fs.owned)")
-    return tell_everyone(value, own_group("all", [range(world_size)], 0))
+    return tell_everyone(value, own_group("all", [range(world_size)]))
 
 
 def agree(engine: Engine, do: Callable[[], T]) -> T:

@@ -4,6 +4,11 @@
 The plan knows the parameters of its day. One that is put into the model afterwards would train on
 each rank by itself. The objects in all modules' tables are compared at every step; where they
 differ from the last look, every parameter that stands in a place unknown to the plan is looked at.
+
+[Note: parts of the root]
+`generate` calls the encoder of a T5 or the base of a PEFT model, not the module that was sharded.
+So every module of the root unit enters the root unit when it is called from outside of it, and
+leaves it at the end of its own forward.
 """
 
 from __future__ import annotations
@@ -23,15 +28,21 @@ from torch import nn
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import GradReduction
-from fullshard.engine._torch_compat import call_outside_compile, no_guard, unless_compiling
-from fullshard.engine.gradients import Gradients
+from fullshard.engine._torch_compat import (
+    call_outside_compile,
+    is_tracing,
+    no_guard,
+    unless_compiling,
+)
+from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.kept import Kept, own_modules, tensors_in
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import GradientNorms
-from fullshard.engine.parameter import ShardedParameter, ShardRecord
+from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
+from fullshard.engine.record import ShardRecord
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
@@ -46,8 +57,9 @@ from fullshard.transport.base import Hook, torch_dtype
 
 ATTRIBUTE = "_fullshard"  # where a sharded model keeps its engine
 _TRACED = (
-    "torch.jit.trace of a sharded model: expected a whole model; the trace would keep one rank's "
-    "gathers. Trace a model that was not sharded, with the weights of fs.full_state_dict(model)."
+    "tracing of a sharded model: expected a whole model; a trace (torch.jit.trace, make_fx, "
+    "torch.export) would keep one rank's gathers. Trace a model that was not sharded, with the "
+    "weights of fs.full_state_dict(model)."
 )
 
 
@@ -94,7 +106,7 @@ class Engine:
                     member.param.to_local().view(-1).copy_(values[member.piece.name]())
         self._attach_records()
         self._find_swaps(model)
-        divisor = plan.mesh.world_size if config.grad_reduction is GradReduction.MEAN else 1
+        divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
         made = streams.of(self.device)
         kind = Runtime if made is None else partial(StreamedRuntime, made, plan.homes)
@@ -107,6 +119,7 @@ class Engine:
         self._looked = -1  # the step at which replicas were compared last
         self.handles: list[Any] = []  # of hooks, removed when the model is cut anew
         self.index_of: dict[int, int] = {}  # units by their module's id
+        self._part = 0  # the id of the module that the root unit was entered by
         self._hook(model)
         self._root = weakref.ref(model)
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
@@ -149,18 +162,20 @@ class Engine:
             for group in unit.groups:
                 layout = group.plan.layout
                 for member, placement in zip(group.members, layout.placements, strict=True):
+                    parts = member.cut.num_parts if member.cut is not None else 1
                     record = ShardRecord(
                         piece=member.piece,
                         unit=unit.plan.title,
                         index=index.get(id(member), -1),
-                        is_cut=layout.num_parts > 1,
-                        copies=unit.plan.mesh.replicate,
+                        is_cut=layout.num_parts * parts > 1,
+                        copies=unit.plan.mesh.replicate * unit.plan.mesh.inner // parts,
                         holders=layout.holders(placement),
                         norms=self.norms,
                         before_write=self.home.before_write,
                         gather=_weak_gather(self, unit, group, member),
                         post_accumulate=_taken_hooks(member.param),
                         states=self.residences.states,
+                        cut=member.cut,
                     )
                     member.param.record = record
                 if group.grads is not None:
@@ -195,6 +210,12 @@ class Engine:
         self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
         self.handles += _watch_exits(self.units, owners, others, self._watch)
+        for part in own_modules(model, others)[1:]:
+            first = part.register_forward_pre_hook(
+                unless_compiling(self._enter_part), prepend=True, with_kwargs=True
+            )
+            last = part.register_forward_hook(unless_compiling(self._leave_part), always_call=True)
+            self.handles += [first, last]
         for unit in self.units:
             for swap in unit.swaps:
                 vars(swap.module)["__deepcopy__"] = self.__deepcopy__  # hooks cannot be copied
@@ -204,15 +225,30 @@ class Engine:
     def begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A unit's pre-forward, where its hooks were made too late for this very call."""
         index = self.index_of.get(id(module))
-        return None if index is None else self._pre_forward(index, module, args, kwargs)
+        if index is None:
+            return self._enter_part(module, args, kwargs)
+        return self._pre_forward(index, module, args, kwargs)
+
+    def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module of the root unit's is called; see [Note: parts of the root]."""
+        if self.units[0].swapped:
+            return None
+        self._part = id(module)
+        return self._pre_forward(0, module, args, kwargs)
+
+    def _leave_part(self, module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG002 torch's
+        if self._part != id(module):
+            return None
+        self._part = 0
+        return None if self.unsharded else self.runtime.leave(0, output)
 
     def _pre_forward(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.unsharded:
             _refuse_training_unsharded()
             return None
-        begins = self.runtime.begins_step(index)
+        begins = self.runtime.begins_step(is_root=index == 0 and not self._part)
         if begins:
-            if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            if is_tracing():
                 raise EngineError(_TRACED)
             root = self._root()
             assert root is not None
@@ -284,17 +320,9 @@ class Engine:
         """Shards must be where the plan put them; `requires_grad` may have been turned off."""
         base, size = group.master.data_ptr(), group.master.element_size()
         with no_guard():
+            follow_freezing(group)
             for member in group.members:
                 param = member.param
-                wanted = param.requires_grad
-                if member.compute.requires_grad is not wanted:
-                    if wanted and not group.plan.trainable:
-                        raise EngineError(
-                            f"{member.piece.name}: expected requires_grad=False as when it was "
-                            "sharded; its unit has no gradient memory for it. Set requires_grad "
-                            "before fs.shard."
-                        )
-                    member.compute.requires_grad_(wanted)
                 at = base + member.piece.offset * size
                 was_moved = param.numel() > 0 and param.data_ptr() != at
                 if was_moved or param.dtype is not group.master.dtype:
@@ -361,6 +389,9 @@ class Engine:
             group: The parameter's.
             member: The parameter.
             local: (n_local,), this rank's elements of it, its gradient or a state of its.
+
+        Returns:
+            Of the whole parameter's shape, over other axes too.
         """
         layout, piece = group.plan.layout, member.piece
         self.meet(unit, f"the whole of {piece.name!r}")
@@ -368,7 +399,8 @@ class Engine:
         own = full.chunk(layout.num_parts)[unit.part]
         own[piece.offset : piece.offset + piece.numel].copy_(local)
         unit.transport.fetch([full]).wait()
-        return full[member.offset : member.offset + member.numel].view(piece.shape).clone()
+        local = full[member.offset : member.offset + member.numel].view(piece.shape)
+        return local.clone() if member.cut is None else member.cut.whole_of(local)
 
 
 def _watch_exits(
@@ -422,6 +454,20 @@ def _weak_gather(
         return alive.gather_member(within, of, which, local)
 
     return gather
+
+
+def refuse_other_axes(engine: Engine, asked: str, instead: str) -> None:
+    """For what does not know parameters that are cut along other axes of the mesh.
+
+    Raises:
+        EngineError: The model has such axes.
+    """
+    if engine.plan.mesh.inner > 1:
+        raise EngineError(
+            f"{asked}: expected a model that no other axis of the mesh cuts (tensor or expert "
+            f"parallelism); got {engine.plan.mesh.inner} ranks along others, for which this is "
+            f"not yet supported. {instead}"
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:

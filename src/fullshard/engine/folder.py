@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from fullshard.config.regular import open_regular, read_regular
 from fullshard.errors import ConfigError, untrusted
 
-_CODES = ("F4", "F6", "F8")  # dtypes of quantized tensors
+_VALUES = ("F16", "BF16", "F32", "F64")  # other dtypes are codes of quantized tensors
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -50,7 +50,7 @@ class FolderWeights:
     def __init__(self, folder: str | Path, prefix: str = "") -> None:
         self.folder = Path(folder)
         index, one = self.folder / INDEX, self.folder / ONE_FILE
-        if index.is_file():
+        if index.is_file() and not one.is_file():  # as transformers does
             with untrusted(f"weights: {index}", "an index with a weight_map", ConfigError):
                 names: dict[str, str] = json.loads(read_regular(index))["weight_map"]
                 self._files = {name: self.folder / Path(file).name for name, file in names.items()}
@@ -68,6 +68,13 @@ class FolderWeights:
     def parts(self, names: Sequence[str]) -> tuple[str, ...]:
         """The stored tensors whose elements, one after another, are those of a tensor; or ()."""
         return self._stored.parts(names)
+
+    def unused(self, model: torch.nn.Module) -> list[str]:
+        """The tensors that the model has not: its configuration may be another's."""
+        taken = {part for name in model.state_dict() for part in self.parts([name])}
+        ignored = *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), "inv_freq$"
+        spare = sorted({*self._files} - taken)
+        return [name for name in spare if not any(re.search(one, name) for one in ignored)]
 
     def missing(self, tensors: Sequence[Sequence[str]]) -> list[str]:
         """First names of the tensors that the files lack."""
@@ -99,13 +106,20 @@ class FolderWeights:
             return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
 
     def check(self, names: Sequence[str], shape: tuple[int, ...]) -> None:
-        """Whether a tensor can be read; of its files only the headers are.
+        """Whether a tensor can be read; values are only read of tied ones that are there twice.
 
         Raises:
             ConfigError: As `read`.
         """
         with self._opened(names, shape):
-            pass
+            first, *others = [name for name in names if name in self._files] or [""]
+        span = shape, 0, math.prod(shape)
+        for other in others:
+            if (self.read([first], *span) != self.read([other], *span)).any():
+                raise ConfigError(
+                    f"weights: expected {other} to equal {first}, to which the model ties it; "
+                    f"they differ in '{self.folder}'. Correct tie_word_embeddings in config.json."
+                )
 
     def check_files(self) -> None:
         """Whether every file is there and whole, with all that the index names in it.
@@ -115,11 +129,14 @@ class FolderWeights:
         """
         for file in dict.fromkeys(self._files.values()):
             with self._open(file) as opened:
-                lacks = {name for name, at in self._files.items() if at == file} - {*opened.keys()}
-            if lacks:
+                there = {*opened.keys()}
+            listed = {
+                name for name in {*self._files} | there if self._files.get(name, file) == file
+            }
+            if wrong := listed ^ there:
                 raise ConfigError(
-                    f"weights: expected {min(lacks)} in '{file}', where {INDEX} says it is; it is "
-                    "not there. Copy or download the folder again."
+                    f"weights: expected {min(wrong)} in '{self._files[min(wrong)]}' alone, where "
+                    f"{INDEX} says it is; '{file}' differs. Copy or download the folder again."
                 )
 
     @contextmanager
@@ -132,7 +149,7 @@ class FolderWeights:
             files = {file: closing.enter_context(self._open(file)) for file in at}
             found = [files[self._files[part]].get_slice(part) for part in parts]
             shapes: list[tuple[int, ...]] = [tuple(one.get_shape()) for one in found]
-            coded = next((kind for one in found if (kind := one.get_dtype())[:2] in _CODES), None)
+            coded = next((kind for one in found if (kind := one.get_dtype()) not in _VALUES), None)
             if coded is not None:
                 raise ConfigError(
                     f"weights: expected {names[0]} in floating point; "

@@ -26,13 +26,14 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, repeat
 from operator import gt, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +55,21 @@ from fullshard.transport.base import torch_dtype
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
+_ENDED = object()
+
+
+class _Outer(NamedTuple):
+    """A sum over replicas under way.
+
+    Attributes:
+        landed: (part_numel,), accumulate dtype: what is summed in place.
+        steps: See `Transport.sum_replicas`.
+    """
+
+    unit: Unit
+    grads: GradientShard
+    landed: torch.Tensor
+    steps: Iterator[None]
 
 
 class Gradients:
@@ -84,6 +100,7 @@ class Gradients:
         self._has_added = False  # to earlier gradients, in a backward that has not ended
         self._is_stale = False  # gradients have come that it does not know
         self._theirs: list[tuple[Member, Any]] = []  # of the user, in place of ours, to be added to
+        self._outer: list[_Outer] = []  # sums over replicas under way
         self._deferred_bytes = 0
         self.peak_deferred_bytes = 0
         self.spilled_bytes = 0
@@ -152,6 +169,8 @@ class Gradients:
                 member.expected = False  # a function of the user's gave none
                 continue
             compute.grad = None
+            if member.cut is not None:
+                gradient = member.cut.gradient(gradient)
             if gradient.layout is not torch.strided:
                 raise UnsupportedModelError(
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
@@ -246,11 +265,10 @@ class Gradients:
             outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
         unit.reduction.land(outs)
         unit.reduction = None
+        self._advance_outer()
         for group, out in zip(unit.trained, outs, strict=True):
             assert group.grads is not None
             self._land(unit, group.grads, out, waits=waits)
-            if out is not group.grads.sums:
-                scratch.give(out)
             self._forget(group)
             self._free_slot(group)
 
@@ -282,7 +300,7 @@ class Gradients:
         return group.grads.carries
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
-        """Sum over replicas, or keep for a later backward what is summed over shards."""
+        """Start to sum over replicas, or keep for a later backward what is summed over shards."""
         if grads.held is not None:
             landed.add_(grads.held)
             self._count_deferred(-grads.held.nbytes)
@@ -290,10 +308,28 @@ class Gradients:
         if waits:
             grads.held = landed.clone()
             self._count_deferred(grads.held.nbytes)
-            return
-        if unit.plan.mesh.replicate > 1 and unit.reduce_hook is None:
-            unit.transport.sum_replicas(landed)
+            unit.transport.scratch.give(landed)
+        elif unit.plan.mesh.replicate > 1 and unit.reduce_hook is None:
+            steps = unit.transport.sum_replicas(landed)
+            next(steps, None)
+            self._outer.append(_Outer(unit, grads, landed, steps))
+        else:
+            self._take(unit, grads, landed)
+
+    def _take(self, unit: Unit, grads: GradientShard, landed: torch.Tensor) -> None:
+        """The sum over all ranks is there."""
         grads.take(landed, self.divisor)
+        if landed is not grads.sums:
+            unit.transport.scratch.give(landed)
+
+    def _advance_outer(self) -> None:
+        """Take the sums over replicas that are under way one step further."""
+        under_way, self._outer = self._outer, []
+        for outer in under_way:
+            if next(outer.steps, _ENDED) is _ENDED:
+                self._take(outer.unit, outer.grads, outer.landed)
+            else:
+                self._outer.append(outer)
 
     def _forget(self, group: Group) -> None:
         """The group's gradients are reduced, or lost."""
@@ -317,6 +353,8 @@ class Gradients:
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Agree on what was touched, show gradients as `p.grad`, keep their norms."""
+        while self._outer:
+            self._advance_outer()
         if self._shown is None or self._is_stale:
             self._shown, self._is_stale = Shown.of(units), False
         members = self._shown.members
@@ -389,6 +427,9 @@ class Gradients:
                 "under no_sync are lost, others have a part of the failed one's. Call zero_grad() "
                 "and repeat the whole step."
             )
+        for outer in self._outer:
+            deque(outer.steps, maxlen=0)
+        self._outer.clear()
         for unit in units:
             unit.left = 0
             unit.waiting.clear()
@@ -520,3 +561,20 @@ class Shown:
         if not any(self.hooks):
             return []
         return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
+
+
+def follow_freezing(group: Group) -> None:
+    """Let compute parameters train as the user's do now. Outside the guard.
+
+    Raises:
+        EngineError: One that was frozen when it was sharded is to train.
+    """
+    for member in group.members:
+        wanted = member.param.requires_grad
+        if member.compute.requires_grad is not wanted:
+            if wanted and not group.plan.trainable:
+                raise EngineError(
+                    f"{member.piece.name}: expected requires_grad=False as when it was sharded; "
+                    "its unit has no gradient memory for it. Set requires_grad before fs.shard."
+                )
+            member.compute.requires_grad_(wanted)

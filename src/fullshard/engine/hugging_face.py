@@ -73,10 +73,10 @@ def read_model(folder: Path, config: PretrainedConfig, **settings: Any) -> nn.Mo
     if missing:
         raise ConfigError(
             f"weights: expected every parameter of config.json in '{folder}'; its files lack "
-            f"{_some(missing)}. Copy or download the folder again, or correct its config.json."
+            f"{some(missing)}. Copy or download the folder again, or correct its config.json."
         )
     if unused := sorted(told["unexpected_keys"]):
-        logger.warning("%s has weights that its config.json does not: %s", folder, _some(unused))
+        logger.warning("%s has weights that its config.json does not: %s", folder, some(unused))
     return model
 
 
@@ -126,7 +126,8 @@ def import_code(config: PretrainedConfig) -> None:
         build_on_meta(config)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from fullshard.engine._torch_compat import (
     tree_map_only,
 )
 from fullshard.engine.folder import FolderWeights
+from fullshard.engine.hugging_face import some
 from fullshard.engine.replicas import check_equal_random
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.layout import Slice
@@ -44,6 +46,8 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.units import GroupPlan, UnitPlan
 from fullshard.transport import Transport
 from fullshard.transport.base import torch_dtype
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,8 @@ def check_weights_of(model: nn.Module, folder: str | Path) -> None:
     if not files.missing([names for names, _ in tensors]):  # else transformers converts the names
         for names, shape in tensors:
             files.check(names, shape)
+        if unused := files.unused(model):
+            logger.warning("%s has weights that its config.json does not: %s", folder, some(unused))
 
 
 def _named(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:

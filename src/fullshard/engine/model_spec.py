@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard.config.values import DType
 from fullshard.engine._torch_compat import saved_buffers
+from fullshard.engine.cuts import is_distributed, plain
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
@@ -33,8 +34,8 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
     read_directly = {
         id(inner)
         for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for inner in module.modules()
+        for part in _read_by(module)
+        for inner in part.modules()
     }
     modules = tuple(
         ModuleSpec(
@@ -57,6 +58,19 @@ def spec_of(model: nn.Module, ignore: Iterable[str] = ()) -> ModelSpec:
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     saved = {id(b): b.nbytes for module in model.modules() for b in saved_buffers(module)}
     return ModelSpec(type(model).__name__, modules, specs, buffer_bytes, sum(saved.values()))
+
+
+def _read_by(module: nn.Module) -> list[nn.Module]:
+    """The modules in it whose weights it may read without calling them.
+
+    A forward that was put on the object (TRL's and Liger's fused losses) multiplies by the head's
+    weight chunk by chunk, so what has a weight there stays with it.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return [module]
+    if "forward" in vars(module):
+        return [child for child in module.children() if hasattr(child, "weight")]
+    return []
 
 
 def _looks_up(module: nn.Module) -> bool:
@@ -84,7 +98,11 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     dtype = str(param.dtype).removeprefix("torch.")
     if isinstance(param, ShardedParameter):  # cut before: see engine/adopt.py
         return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
-    if type(param) is not nn.Parameter:
+    if is_distributed(param) and param.is_meta:
+        reason = (
+            "a DTensor with values; got one on meta. Materialise it (to_empty, from_pretrained)"
+        )
+    elif type(param) is not nn.Parameter and not is_distributed(param):
         reason = f"a plain nn.Parameter; got {type(param).__name__}"
     elif dtype not in {member.value for member in DType}:
         reason = f"a floating point parameter of 16 to 64 bits; got {dtype}"
@@ -101,7 +119,7 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
         raise UnsupportedModelError(
             f"{names[0]}: expected {reason}. To leave it out of sharding: ignore=['{names[0]}']."
         )
-    return ParamSpec(names, tuple(param.shape), DType(dtype), param.requires_grad)
+    return ParamSpec(names, tuple(plain(param).shape), DType(dtype), param.requires_grad)
 
 
 def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, list[str]]) -> None:
@@ -109,7 +127,8 @@ def _refuse_shared_storage(params: Iterable[nn.Parameter], names: Mapping[int, l
     for param in params:
         if param.is_meta or not param.numel() or isinstance(param, ShardedParameter):
             continue
-        key = (param.untyped_storage().data_ptr(), int(param.storage_offset()))
+        local = plain(param)
+        key = (local.untyped_storage().data_ptr(), int(local.storage_offset()))
         first = seen.setdefault(key, names[id(param)][0])
         if first != names[id(param)][0]:
             raise UnsupportedModelError(

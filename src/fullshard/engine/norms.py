@@ -29,7 +29,7 @@ from fullshard.planner.layout import clean_name
 from fullshard.transport import Transport, streams
 
 if TYPE_CHECKING:
-    from fullshard.engine.parameter import ShardRecord
+    from fullshard.engine.record import ShardRecord
 
 
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}  # what they say of finite numbers
@@ -55,7 +55,7 @@ class Known:
         """Its sum, mean, any or all; None where the norms do not tell."""
         square = self.squares[self.record.index]
         if self.name in _SQUARED:
-            count = math.prod(self.record.piece.shape)
+            count = math.prod(self.record.shape)
             return {"sum": square, "mean": square / count}.get(reduction)
         if reduction in ("any", "all") and square.isfinite():
             return torch.tensor(_FINITE[self.name])
@@ -171,8 +171,8 @@ class GradientNorms:
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
             correction: What std and var leave out of the count.
         """
-        local, piece = shard.to_local(), shard.record.piece
-        count, asked = math.prod(piece.shape), f"{name} of {clean_name(piece.name)!r}"
+        local, record = shard.to_local(), shard.record
+        count, asked = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
         if name in ("max", "amax"):
             return self._largest(local, asked)
         if name in ("min", "amin"):

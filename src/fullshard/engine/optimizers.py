@@ -29,6 +29,7 @@ from fullshard.engine.engine import Engine
 from fullshard.engine.parameter import (
     Guarded,
     PendingGradient,
+    PlacedParameter,
     ShardedGradient,
     ShardedParameter,
     ShardedTensor,
@@ -68,7 +69,7 @@ class _Watch:
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._before_step)
             self._forget_types = register_guard_types(
-                ShardedParameter, ShardedGradient, ShardedTensor
+                ShardedParameter, PlacedParameter, ShardedGradient, ShardedTensor
             )
 
     def _release(self) -> None:
@@ -114,7 +115,7 @@ class _Watch:
             if isinstance(param, ShardedParameter) and is_cut(param):
                 for key, value in states.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
-                        states[key] = _cut_state(param, value, sliced=key in sliced)
+                        states[key] = cut_state(param, value, sliced=key in sliced)
 
     def states(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Each parameter and its states, of all optimizers that have stepped on shards."""
@@ -201,7 +202,7 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> No
             )
 
 
-def _cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> torch.Tensor:
+def cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> torch.Tensor:
     """A plain state as this rank has it; every rank decides alike.
 
     Args:

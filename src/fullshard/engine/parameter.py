@@ -14,9 +14,8 @@ Misuse outside the unit therefore raises, and never reads another layer's data.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -36,59 +35,12 @@ from fullshard.engine.guard import (
     written_by,
 )
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
+from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
-from fullshard.planner.layout import Slice, clean_name
+from fullshard.planner.layout import clean_name
 
 if TYPE_CHECKING:
-    from fullshard.engine.homes import Residence
-    from fullshard.engine.norms import GradientNorms, Known
-
-
-@dataclass(eq=False, slots=True)
-class ShardRecord:
-    """What a shard knows of the tensor that it is a part of.
-
-    Attributes:
-        piece: Which elements of which parameter.
-        unit: Title of the unit that gathers it.
-        index: Place among the model's trained parameters, for cached norms.
-        is_cut: Whether some rank holds only a part of the parameter.
-        copies: Ranks that hold the same elements.
-        holders: Which part holds which range of the parameter: the same on every rank.
-        norms: Global norms of the model's gradients.
-        before_write: Returns when no other rank reads these elements.
-        gather: Collective: the full tensor of (n_local,) plain elements.
-        post_accumulate: The user's hooks, called when the reduced gradient is there.
-        states: Where optimizer states that are made after a parameter live; None: beside it.
-        compute: Gives what forward sees, where it is the whole parameter in the same memory.
-    """
-
-    piece: Slice
-    unit: str
-    index: int
-    is_cut: bool
-    copies: int
-    holders: Sequence[tuple[int, int, int]]
-    norms: GradientNorms
-    before_write: Callable[[], None]
-    gather: Callable[[torch.Tensor], torch.Tensor]
-    post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
-    states: Residence | None = None
-    compute: Callable[[], nn.Parameter] | None = None
-
-    def is_cut_like(self, other: ShardRecord) -> bool:
-        """Whether every rank holds the same elements of both; all ranks find the same."""
-        one, two = self.piece, other.piece
-        return (
-            one.shape == two.shape and self.copies == other.copies and self.holders == other.holders
-        )
-
-    def describe(self) -> str:
-        """Name, global shape and range."""
-        p = self.piece
-        return (
-            f"{clean_name(p.name)!r}, global shape {tuple(p.shape)}, elements [{p.start}, {p.stop})"
-        )
+    from fullshard.engine.norms import Known
 
 
 class Guarded:
@@ -142,8 +94,9 @@ class Guarded:
             return f"{type(self).__name__}(unattached)"
         with no_guard():
             dtype = self.dtype  # type: ignore[attr-defined]
+        kind = ShardedParameter if isinstance(self, ShardedParameter) else type(self)
         return (
-            f"{type(self).__name__}({self.record.describe()} on this rank, "
+            f"{kind.__name__}({self.record.describe()} on this rank, "
             f"unit {self.record.unit}, {dtype})"
         )
 
@@ -242,7 +195,15 @@ class PendingGradient(ShardedGradient):
         raise self.refusal("deepcopy")
 
 
-class ShardedParameter(Guarded, nn.Parameter):
+class _AtRest(type(nn.Parameter)):
+    """Lets `isinstance(p, ShardedParameter)` know both classes."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kind = type(instance)
+        return kind is cls or kind is PlacedParameter
+
+
+class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
     """A parameter at rest: this rank's elements, shaped (n_local, 1, ..., 1).
 
     The number of dimensions is kept, because `p.ndim >= 2` is how people choose weight decay.
@@ -278,6 +239,16 @@ class ShardedParameter(Guarded, nn.Parameter):
             "nowhere. Use register_post_accumulate_grad_hook, which is called "
             "with the reduced gradient."
         )
+
+
+class PlacedParameter(Guarded, torch.Tensor):
+    """A ShardedParameter that was a DTensor: another class, since an object keeps its layout."""
+
+    __slots__ = ("_local_tensor", "_spec")  # a DTensor's; empty
+    _is_param = True  # isinstance(p, nn.Parameter)
+    new_state, as_state = ShardedParameter.new_state, ShardedParameter.as_state
+    register_hook = ShardedParameter.register_hook
+    register_post_accumulate_grad_hook = ShardedParameter.register_post_accumulate_grad_hook
 
 
 def _find_shard(values: Any) -> Any:
@@ -370,7 +341,11 @@ def _computed(name: str, value: Any) -> Any:
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function that treats elements one by one; shards come out."""
-    if name == "zeros_like" and like.record.states is not None and type(like) is ShardedParameter:
+    if (
+        name == "zeros_like"
+        and like.record.states is not None
+        and isinstance(like, ShardedParameter)
+    ):
         # How optimizers make what they keep of a parameter.
         return like.as_state(like.new_state(kwargs.get("dtype") or like.dtype))
     operands = (*args, *kwargs.values()) if kwargs else args

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fullshard.engine.cuts import Cut, plain
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
@@ -42,17 +43,20 @@ def check_equal_start(model: nn.Module, plan: Plan, transport: Transport) -> Non
     if device.type == "cpu" and not params and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     first = torch.tensor([int(plan.digest()[:15], 16), len(params)], device=device)
-    if _unequal(first, transport):
+    inner = plan.mesh.inner  # ranks at one place: other axes may leave them plans of their own
+    if _unequal(first, transport, [plan.mesh.place(transport.rank) % inner] * len(first), inner):
         raise ConfigError(
             "fs.shard: expected the same model and the same configuration on every rank; the "
             "ranks' plans differ. Compare fs.plan(...).to_json() of the ranks."
         )
     cut = {n for unit in plan.units for g in unit.groups for names in g.names for n in names}
     names = [name for name in params if name in cut]
-    hashes = [bits_hash(params[name].detach()) for name in names]
+    hashes = [bits_hash(plain(params[name]).detach()) for name in names]
     if not hashes:
         return
-    wrong = _unequal(torch.stack(hashes), transport)
+    cuts = [Cut.of(params[name]) for name in names]
+    parts = [0 if cut is None else cut.part for cut in cuts]
+    wrong = _unequal(torch.stack(hashes), transport, parts, inner)
     if wrong:
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(
@@ -88,13 +92,15 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
     copied = [unit for unit in units if unit.plan.mesh.replicate > 1 and unit.groups]
     if not copied:
         return
-    shards = max(unit.plan.mesh.shard for unit in copied)
-    table = torch.full((shards, len(copied)), _NONE, device=copied[0].groups[0].full.device)
+    mesh = copied[0].plan.mesh
+    inner, at_place = mesh.inner, mesh.place(transport.rank) % mesh.inner  # others hold others
+    seats = inner * max(unit.plan.mesh.shard for unit in copied)
+    table = torch.full((seats, len(copied)), _NONE, device=copied[0].groups[0].full.device)
     inverse = table.clone()
     for at, unit in enumerate(copied):
         hashed = torch.stack([bits_hash(group.master) for group in unit.groups]).sum()
-        table[unit.part, at] = hashed
-        inverse[unit.part, at] = -hashed
+        seat = unit.part * inner + at_place
+        table[seat, at], inverse[seat, at] = hashed, -hashed
     transport.home.place = "a comparison of replicas"
     transport.all_reduce(table, maximum=True)
     transport.all_reduce(inverse, maximum=True)
@@ -115,11 +121,16 @@ def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def _unequal(values: torch.Tensor, transport: Transport) -> list[int]:
-    """Where the ranks' int64 values differ."""
+def _unequal(
+    values: torch.Tensor, transport: Transport, seats: Sequence[int] = (), num_seats: int = 1
+) -> list[int]:
+    """Where the int64 values of ranks that have one seat differ; `seats`: one for each value."""
     if transport.name == "fake":
         return []
-    highest, lowest = values.clone(), -values
+    at = torch.tensor([*seats] or [0] * len(values), device=values.device).unsqueeze(0)
+    highest = values.new_full((num_seats, len(values)), _NONE)
+    lowest = highest.clone().scatter_(0, at, -values.unsqueeze(0))
+    highest.scatter_(0, at, values.unsqueeze(0))
     transport.all_reduce(highest, maximum=True)
     transport.all_reduce(lowest, maximum=True)
-    return (highest != -lowest).nonzero().flatten().tolist()
+    return (highest != -lowest).any(dim=0).nonzero().flatten().tolist()

@@ -18,6 +18,7 @@ from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import storage_key
 from fullshard.engine.adopt import shard_values
+from fullshard.engine.cuts import check_cuts, plain
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
 from fullshard.engine.homes import compute_device
 from fullshard.engine.initial import InitialValues, place_others
@@ -33,6 +34,7 @@ from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
+from fullshard.planner.spec import matches
 from fullshard.planner.strategy import ROWS, row_of
 from fullshard.planner.units import UnitSettings
 from fullshard.transport import Transport, make_transport, resolve_transport
@@ -95,6 +97,7 @@ def shard_model(
     if config.transport is not TransportKind.FAKE and not given.alone:
         _check_world(topology)
     mesh = resolve_mesh(row_of(config.strategy), topology, config.replicate, config.shard)
+    _check_cuts(model, config, mesh, given)
     kind = resolve_transport(config, mesh, device)
     config = ShardConfig.of(config, transport=kind)
     plan = plan_model(model, config, topology, given.settings)
@@ -144,6 +147,36 @@ def plan_model(
     if not isinstance(config.wrap, WrapKind | tuple):
         chosen = chosen_modules(model, cast("Callable[[nn.Module], bool]", config.wrap))
     return make_plan(spec_of(model, config.ignore), config, topology, chosen, settings)
+
+
+def _check_cuts(model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given) -> None:
+    """Other axes of the mesh and DTensors must fit together."""
+    rank = dist.get_rank() if mesh.world_size > 1 and dist.is_initialized() else 0
+    place = mesh.place(rank)
+    ranks = mesh.order or range(mesh.world_size)
+    first = place - place % mesh.inner
+    params = [(n, p) for n, p in places_of(model).items() if not matches(n, config.ignore)]
+    check_cuts(params, ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner])
+    if mesh.inner > 1:
+        _refuse_with_other_axes(
+            {
+                "sample": given.sample is not None,
+                "weights": given.weights is not None,
+                "a model on meta": any(param.is_meta for _, param in params),
+            },
+            mesh,
+        )
+
+
+def _refuse_with_other_axes(asked: Mapping[str, bool], mesh: Mesh) -> None:
+    """Some things need a mesh of two axes alone."""
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"{what}: expected a mesh of the axes replicate and shard alone; got {mesh.inner} "
+                "ranks along others, for which this is not yet supported. Give fs.shard a model "
+                "with values on its device, and leave sample and weights out."
+            )
 
 
 def _values(
@@ -201,9 +234,10 @@ def _refuse_nested_engine(model: nn.Module) -> None:
 
 def _refuse_shared_buffers(model: nn.Module) -> None:
     """A buffer that is a view of a parameter would keep what the parameter was."""
-    params = {storage_key(p): name for name, p in model.named_parameters() if _has_memory(p)}
+    named = ((name, plain(param)) for name, param in model.named_parameters())
+    params = {storage_key(p): name for name, p in named if _has_memory(p)}
     for name, buffer in model.named_buffers():
-        owner = params.get(storage_key(buffer)) if _has_memory(buffer) else None
+        owner = params.get(storage_key(plain(buffer))) if _has_memory(buffer) else None
         if owner is not None:
             raise UnsupportedModelError(
                 f"{name}: expected a buffer of its own memory; it shares that of {owner!r}, which "

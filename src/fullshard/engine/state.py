@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
-from fullshard.engine.engine import Engine, engine_of
+from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.unit import Member, Unit, shard_shape
@@ -87,7 +87,8 @@ def whole_params(
             full = engine.gather_group(unit, group)
             for member in members:
                 stop = member.offset + member.numel
-                yield member.piece.name, full[member.offset : stop].view(member.piece.shape)
+                local = full[member.offset : stop].view(member.piece.shape)
+                yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
 
 
 def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
@@ -132,7 +133,11 @@ def _slice_state(
             and not inside_unsharded
             and value.record.is_cut_like(member.param.record)  # pyright: ignore
         )
-        if gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
+        cut = member.cut
+        if cut is not None and isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
+            if tuple(value.shape) == cut.shape:
+                value = state_dict[prefix + name] = cut.local_of(value)
+        elif gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
             value = state_dict[prefix + name] = gather()
         if not isinstance(value, torch.Tensor) or is_cut_alike or inside_unsharded:
             continue
@@ -167,6 +172,7 @@ def unsharded(
         with_grads: Gradients are whole too.
     """
     engine = engine_of(model)
+    refuse_other_axes(engine, "fs.unsharded", "Use fs.full_state_dict(model) or p.full_tensor().")
     if engine.unsharded and units is None:
         raise EngineError("fs.unsharded: expected one block at a time; it is open already.")
     if any(unit.swapped for unit in engine.units):

@@ -54,7 +54,7 @@ def num_parameters(model: nn.Module) -> int:
     for param in model.parameters():
         if isinstance(param, ShardedParameter):
             size = 1
-            for length in param.record.piece.shape:
+            for length in param.record.shape:
                 size *= length
             total += size
         else:

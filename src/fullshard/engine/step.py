@@ -61,7 +61,7 @@ from fullshard.engine._torch_compat import (
     queue_callback,
     unwrapped,
 )
-from fullshard.engine.gradients import Gradients
+from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Group, Member, Unit, is_reached
@@ -163,9 +163,9 @@ class Runtime:
 
     # ---- forward
 
-    def begins_step(self, index: int) -> bool:
-        """Whether a forward of the unit is the outermost: of the whole model, or a unit's alone."""
-        return (index == 0 or not self._stack) and graph_task_id() == -1
+    def begins_step(self, *, is_root: bool) -> bool:
+        """Whether a forward is the outermost: of the whole model, or of a part alone."""
+        return (is_root or not self._stack) and graph_task_id() == -1
 
     def enter(self, index: int, *, begins: bool) -> None:
         """Pre-forward of a unit's module.
@@ -302,10 +302,17 @@ class Runtime:
             self.observed = Observed(self._generation)
 
     def _see_writes(self) -> None:
-        """See [Note: versions] in engine/unit.py."""
+        """See [Note: versions] in engine/versions.py."""
         with no_guard():
             for unit in self.units:
                 unit.versions.see_writes()
+
+    def _follow_freezing(self) -> None:
+        """`requires_grad` may have changed since the last forward, as adapters are turned off."""
+        with no_guard():
+            for unit in self.units:
+                for group in unit.trained:
+                    follow_freezing(group)
 
     def awaits_backward(self) -> bool:
         """Whether a forward's graph is alive whose backward has not begun."""
@@ -375,6 +382,7 @@ class Runtime:
             return False
         self._task = task
         self._see_writes()
+        self._follow_freezing()
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         if self.gradients.transport.home.wrote:

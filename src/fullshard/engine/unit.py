@@ -1,14 +1,4 @@
-"""A unit on one rank: its shards, its slots, its two kinds of parameters and their versions.
-
-[Note: versions]
-Autograd notes the version of every tensor that it keeps for backward, and refuses one whose version
-has changed. The weights that forward sees are refilled and updated behind its back, so their
-counters are set here, and every wrong read is autograd's own error:
-
-    slot may hold another unit    somewhere else, until the unit is gathered again
-    shard was written             one further: graphs from before read weights that are gone, as
-                                  a second backward after optimizer.step() does in one process
-"""
+"""A unit on one rank: its shards, its slots, its two kinds of parameters."""
 
 from __future__ import annotations
 
@@ -23,9 +13,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import no_guard, set_versions, will_execute
+from fullshard.engine._torch_compat import local_tensor, no_guard, will_execute
+from fullshard.engine.cuts import Cut, is_distributed, plain
 from fullshard.engine.homes import DeviceHomes
-from fullshard.engine.parameter import ShardedGradient, ShardedParameter
+from fullshard.engine.parameter import PlacedParameter, ShardedGradient, ShardedParameter
+from fullshard.engine.versions import Versions
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring
@@ -51,6 +43,7 @@ class Member:
         expected: Whether the running backward will reach it on this rank.
         touched: Whether it got a gradient since the last reduction on this rank.
         target: The parameter's place in the gradient slot (None where frozen).
+        cut: How other axes have cut it: `compute` is a DTensor then.
     """
 
     param: ShardedParameter
@@ -62,6 +55,25 @@ class Member:
     expected: bool = False
     touched: bool = False
     target: torch.Tensor | None = None
+    cut: Cut | None = None
+
+    def show(self, view: torch.Tensor, *, trainable: bool) -> nn.Parameter:
+        """Make what forward sees of a view of the slot.
+
+        It is made of nothing and gets its `.data`: a parameter made *of* a slot view would share
+        the slot's version counter, and autograd would object to the first refill.
+        """
+        compute = view.new_empty(0)
+        if self.cut is not None:
+            compute = self.cut.show(view.new_empty(1).expand(view.shape))
+        self.compute = nn.Parameter(compute, requires_grad=trainable)
+        self.tensors()[-1].data = view
+        return self.compute
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What forward sees, and the local tensor in it; each has a version."""
+        compute = self.compute
+        return (compute,) if self.cut is None else (compute, local_tensor(compute))
 
     @cached_property
     def numel(self) -> int:
@@ -237,7 +249,7 @@ class Unit:
         # What the hot path needs of members and swaps, so that it need not look it up.
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._computes: list[nn.Parameter] = []
-        self._common: list[nn.Parameter] = []
+        self._common: list[torch.Tensor] = []
         self._attributes: list[dict[str, Any]] = []  # of the shards: "record", and the user's
         self._lent: list[dict[str, Any]] = []  # of the compute parameters: the user's
         self._dtypes: list[torch.dtype] = []
@@ -293,10 +305,10 @@ class Unit:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares memory with weights that will not stay as they are."""
-        if type(tensor) is ShardedParameter:  # isinstance of a Parameter runs Python
+        if type(tensor) in (ShardedParameter, PlacedParameter):  # isinstance runs Python
             return False  # at rest: another unit's, or kept in a list
         try:
-            at = tensor.data_ptr()
+            at = plain(tensor).data_ptr()
         except RuntimeError:  # a wrapper of torch.func has no memory
             return False
         for start, stop in self._spans:  # noqa: SIM110  in the hot path
@@ -340,10 +352,7 @@ class Unit:
                         ".float()), while its slot stays as it is. Name its module in "
                         "fp32_modules, or leave param_dtype out."
                     )
-                if (
-                    before.get(id(member.compute), member.compute._version)
-                    != member.compute._version
-                ):
+                if any(before.get(id(t), t._version) != t._version for t in member.tensors()):
                     raise EngineError(
                         f"{member.piece.name}: expected a forward that leaves its parameters "
                         "alone; it wrote into this one in place (max_norm, clamp_, weight "
@@ -377,11 +386,7 @@ class Unit:
             member.compute, member.node, member.target = nn.Parameter(torch.empty(0)), None, None
 
     def bind(self, rings: Rings, on_gradient: OnGradient) -> None:
-        """Point the compute parameters at their slot, and listen for their gradients.
-
-        The compute parameter is made once and gets its `.data`: a parameter made *of* a slot view
-        would share the slot's version counter, and autograd would object to the first refill.
-        """
+        """Point the compute parameters at their slot, and listen for their gradients."""
         self.on_gradient = on_gradient
         for at, group in enumerate(self.groups):
             numel = group.plan.layout.numel
@@ -394,9 +399,7 @@ class Unit:
             for index, member in enumerate(group.members):
                 stop = member.offset + member.numel
                 view = group.full[member.offset : stop].view(member.piece.shape)
-                compute = nn.Parameter(view.new_empty(0), requires_grad=group.plan.trainable)
-                compute.data = view
-                member.compute = compute
+                compute = member.show(view, trainable=group.plan.trainable)
                 is_whole = group.plan.layout.num_parts == 1 and not group.gathers
                 of_unit = partial(_current, weakref.ref(self), weakref.ref(compute))
                 member.param.record.compute = of_unit if is_whole else None
@@ -418,8 +421,9 @@ class Unit:
         self._attributes = [vars(member.param) for member in members]
         self._lent = [vars(member.compute) for member in members]
         self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
-        lent = [(m.param, m.compute) for g in self.gathered for m in g.members]
-        own = [(m.param, m.compute) for g in self.groups if not g.gathers for m in g.members]
+        lent = [(m.param, t) for g in self.gathered for m in g.members for t in m.tensors()]
+        rest = [m for g in self.groups if not g.gathers for m in g.members]
+        own = [(m.param, tensor) for m in rest for tensor in m.tensors()]
         self.versions = Versions(lent, own)
         self._spans = [
             (group.full.data_ptr(), group.full.data_ptr() + group.full.nbytes)
@@ -428,7 +432,7 @@ class Unit:
         ]
         is_copied = self.plan.mesh.world_size > 1
         common = [group for group in self.groups if group.is_common or is_copied]
-        self._common = [member.compute for group in common for member in group.members]
+        self._common = [t for group in common for m in group.members for t in m.tensors()]
 
 
 def expect(members: Sequence[Member]) -> int:
@@ -507,7 +511,8 @@ def present(
     Raises:
         UnsupportedModelError: The object's class cannot be changed (a tensor subclass).
     """
-    if type(param) not in (nn.Parameter, ShardedParameter):
+    is_placed = is_distributed(param)
+    if type(param) not in (nn.Parameter, ShardedParameter, PlacedParameter) and not is_placed:
         raise UnsupportedModelError(
             f"{piece.name}: expected a plain nn.Parameter; got {type(param).__name__}. "
             "Leave it out of sharding (ignore) or convert it first."
@@ -515,16 +520,20 @@ def present(
     with no_guard():
         param.grad = None
     shown = data.view(shard_shape(piece, whole=whole))
-    if param.is_meta or param.device != data.device:
+    if is_placed:
+        placed: Any = torch.Tensor._make_subclass(PlacedParameter, shown, param.requires_grad)
+        _swap(param, placed, piece)
+    elif param.is_meta or param.device != data.device:
         _swap(param, nn.Parameter(shown, requires_grad=param.requires_grad), piece)
-    param.__class__ = ShardedParameter
+    if not isinstance(param, ShardedParameter):
+        param.__class__ = ShardedParameter
     with no_guard():
         param.data = shown
     return param  # type: ignore[return-value]
 
 
 def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
-    """Move the object to another device, which `.data =` cannot."""
+    """Give the object another's device or kind, which `.data =` cannot."""
     try:
         torch.utils.swap_tensors(param, other)
     except RuntimeError as error:
@@ -564,10 +573,11 @@ def cut_group(
         local = slice(piece.offset, piece.offset + piece.numel)
         if not param.is_meta and not isinstance(param, ShardedParameter):
             with torch.no_grad():
-                master[local].copy_(param.detach().reshape(-1)[piece.start : piece.stop])
+                master[local].copy_(plain(param).reshape(-1)[piece.start : piece.stop])
+        cut = Cut.of(param)
         sharded = present(param, master[local], piece, whole=whole)
         compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
-        members.append(Member(sharded, piece, compute, placement.offset))
+        members.append(Member(sharded, piece, compute, placement.offset, cut=cut))
     empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
     full = master if plan.slot is None else empty
     full = full if shared is None else shared.full
@@ -641,57 +651,3 @@ class Rings:
             if name.endswith(".grad") is gradients
             for slot in slots
         )
-
-
-# ---- version counters of weights
-
-Pair = tuple[nn.Parameter, nn.Parameter]  # a shard, and what forward sees of it
-AWAY = 1 << 20  # writes that nobody made: the version of weights whose slot is another's
-
-
-class Versions:
-    """Of one unit's weights.
-
-    Args:
-        lent: Shards and compute parameters of which these are views of slots.
-        own: Shards and compute parameters whose memory is always theirs.
-    """
-
-    def __init__(self, lent: Sequence[Pair] = (), own: Sequence[Pair] = ()) -> None:
-        with no_guard():
-            shards = [shard for shard, _ in (*lent, *own)]
-            self._shards = shards if all(map(_counts, shards)) else []
-            self._written = [shard._version for shard in self._shards]
-        self._lent = tuple(compute for _, compute in lent)
-        self._own = tuple(compute for _, compute in own)
-        self._is_open = True
-        self._at(tuple(compute._version for compute in (*self._lent, *self._own)))
-
-    def mark(self, *, is_open: bool) -> None:
-        """Whether autograd may read what it kept of weights in slots, or these may hold others."""
-        if self._is_open is not is_open:
-            self._is_open = is_open
-            set_versions(self._lent, self._marks[is_open])
-
-    def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard."""
-        written = [shard._version for shard in self._shards]
-        if written != self._written:
-            now = (*self._marks[True], *self._of_own)
-            wrote = [new != old for new, old in zip(written, self._written, strict=True)]
-            self._written = written
-            self._at(tuple(at + is_new for at, is_new in zip(now, wrote, strict=True)))
-            set_versions(self._lent, self._marks[self._is_open])
-            set_versions(self._own, self._of_own)
-
-    def _at(self, versions: tuple[int, ...]) -> None:
-        open_, self._of_own = versions[: len(self._lent)], versions[len(self._lent) :]
-        self._marks = {True: open_, False: tuple(at + AWAY for at in open_)}
-
-
-def _counts(shard: nn.Parameter) -> bool:
-    """Whether it has a version: what was made in inference_mode has none, and takes no gradient."""
-    try:
-        return shard._version >= 0
-    except RuntimeError:  # is_inference() does not tell once `.data` was set
-        return False

@@ -86,6 +86,11 @@ def _files(folder: Path, what: str) -> list[Path]:
                 "otherwise too. Convert it with DeepSpeed's own ds_to_universal.py or zero_to_fp32."
             )
         found.append((int(match.group(1) or 0), path))
+    if [rank for rank, _ in sorted(found)] != list(range(len(found))):
+        raise CheckpointError(
+            f"'{folder}': expected one *_{what} a rank, from 0; got "
+            f"{', '.join(path.name for _, path in sorted(found))}. Leave out those of other saves."
+        )
     return [path for _, path in sorted(found)]
 
 

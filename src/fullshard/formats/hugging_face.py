@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,20 @@ def open_safetensors(folder: Path, closing: ExitStack) -> Source:
     """
     names = files_of(folder, ONE_FILE, INDEX)
     files = {name: closing.enter_context(TensorFile.open(folder / name)) for name in names}
-    tensors = {name: _entry(file, name) for file in files.values() for name in sorted(file.entries)}
+    tensors: dict[str, Entry] = {}
+    for file in files.values():
+        check_once(tensors, file.entries, file.path)
+        tensors |= {name: _entry(file, name) for name in sorted(file.entries)}
     return Source("a Hugging Face folder", tensors, companions=companions_of(folder))
+
+
+def check_once(known: Collection[str], names: Collection[str], file: Path) -> None:
+    """Raises CheckpointError where a file has a tensor of the files before it: which one counts?"""
+    if twice := sorted({*known} & {*names}):
+        raise CheckpointError(
+            f"'{file}': expected each tensor in one file; got {twice[0]} in another one too. Copy "
+            "the folder again."
+        )
 
 
 def files_of(folder: Path, one: str, index: str) -> list[str]:
@@ -36,7 +49,7 @@ def files_of(folder: Path, one: str, index: str) -> list[str]:
     Raises:
         CheckpointError: The index cannot be read, or lists a file that is not there.
     """
-    if not (folder / index).is_file():
+    if (folder / one).is_file() or not (folder / index).is_file():  # as transformers does
         return [one]
     with untrusted(folder / index, "an index with a weight_map"):
         table: Any = json.loads(read_regular(folder / index))

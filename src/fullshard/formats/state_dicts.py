@@ -12,6 +12,7 @@ import torch
 from fullshard.checkpoint.format import AVERAGE
 from fullshard.errors import CheckpointError
 from fullshard.formats.chunks import joined_ranks
+from fullshard.formats.hugging_face import check_once
 from fullshard.formats.pickles import read_pickle
 from fullshard.formats.source import Entry, OptimizerSource, Source
 
@@ -26,11 +27,14 @@ def open_pickled(files: Sequence[Path], what: str) -> Source:
     first: dict[Any, str] = {}
     left: list[str] = []
     for file in files:
-        for name, value in _unwrapped(read_pickle(file, str(file))).items():
+        state = _unwrapped(read_pickle(file, str(file)))
+        check_once({*tensors, *tied}, state, file)
+        for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 left.append(f"{name}, which is no tensor")
                 continue
             where = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+            where = (*where, value.stride(), value.dtype)
             if value.numel() and where in first:
                 tied[name] = first[where]
                 continue
@@ -51,17 +55,18 @@ def open_rank_files(folder: Path) -> Source:
         CheckpointError: The file of a rank is missing.
     """
     found = {
-        int(match.group(2)): (int(match.group(1)), path)
+        (int(match.group(1)), int(match.group(2))): path
         for path in folder.iterdir()
         if (match := RANK_FILE.fullmatch(path.name))
     }
-    world_size = next(iter(found.values()))[0]
-    if len(found) != world_size or sorted(found) != list(range(len(found))):
+    world_size = max(found)[0]
+    if len(found) != world_size or sorted(found) != [(world_size, r) for r in range(len(found))]:
         raise CheckpointError(
             f"'{folder}': expected the files of {world_size} ranks; got those of "
-            f"{', '.join(map(str, sorted(found)))}. Copy the others too."
+            f"{', '.join(f'{rank} of {size}' for size, rank in sorted(found))}. Copy the others "
+            "too, and leave out those of other saves."
         )
-    states = [read_pickle(found[rank][1], str(found[rank][1])) for rank in range(world_size)]
+    states = [read_pickle(path, str(path)) for _, path in sorted(found.items())]
     entries = {name: joined_ranks(name, [s[name] for s in states]) for name in states[0]}
     left = [f"{name}, which is no tensor" for name, entry in entries.items() if entry is None]
     if any(folder.glob("optim_world_size_*")):

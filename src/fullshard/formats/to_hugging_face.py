@@ -257,7 +257,15 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
                 "configuration: --config FOLDER."
             )
         found[name] = entry
-    every = {name for name, _ in shell.named_parameters(remove_duplicate=False)} | set(found)
+    every = set(found)
+    for name, param in shell.named_parameters(remove_duplicate=False):
+        every.add(name)
+        twin, own = source.tensors.get(name), found.get(first[id(param)])
+        if twin and own and twin is not own and not torch.equal(twin.read(), own.read()):
+            raise CheckpointError(
+                f"export: expected {name} to equal {first[id(param)]}, to which the model of "
+                f"{CONFIG} ties it; they differ. Correct tie_word_embeddings there."
+            )
     left = [f"{name}, which the model has not" for name in source.tensors if name not in every]
     return found, left
 

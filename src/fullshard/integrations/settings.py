@@ -32,10 +32,20 @@ def sharding_of(args: TrainingArguments) -> ShardConfig:
             "TrainingArguments.deepspeed: expected none, because fullshard shards this model. "
             "Leave it out; `fullshard config explain FILE` shows what its keys are here."
         )
+    return _over_launch(_file_of(args))
+
+
+def sharding_in(mixed_precision: str) -> ShardConfig:
+    """The sharding of the launcher's file, in Accelerate's mixed precision: no, bf16, fp16."""
+    training = {} if mixed_precision == "no" else {mixed_precision: True}
+    return _over_launch(parse_text(json.dumps({"training": training}), "Accelerator"))
+
+
+def _over_launch(own: File) -> ShardConfig:
     launch = read_launch_environment()
     given = launch.config_file if launch else None
     layers: list[Path | File] = [] if given is None else [given]
-    return load_config([*layers, _file_of(args)], needs_model=False).config.sharding
+    return load_config([*layers, own], needs_model=False).config.sharding
 
 
 def _file_of(args: TrainingArguments) -> File:

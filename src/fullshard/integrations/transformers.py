@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 
 import fullshard as fs
+from fullshard.engine import optimizers
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError
@@ -129,6 +130,9 @@ class ShardedTrainer(transformers.Trainer):
         if checkpoint is not None and _has_ours(checkpoint):
             state = fs.load(Path(checkpoint) / OURS, self._the_model, self._plain_optimizer)
             self.lr_scheduler.load_state_dict(state["scheduler"])
+        else:  # each rank cuts its part of a plain Trainer's
+            super()._load_optimizer_and_scheduler(checkpoint)
+            optimizers.look_at(self._plain_optimizer)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

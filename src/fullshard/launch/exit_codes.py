@@ -46,9 +46,11 @@ def as_ours(error: BaseException) -> BaseException:
     if isinstance(error, FullshardError) or not _DISK_IS_FULL.search(str(error)):
         return error
     place = getattr(error, "filename", None) or "files of the run"
+    limited = "too large" in str(error)
+    way_out = "Raise that limit" if limited else "Free space"
     typed = WillNotFitError(
-        f"disk: expected room to write {place}, got none "
-        f"({error}). Free space, or choose another training.output_dir or TMPDIR, and start again."
+        f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
+        f"({error}). {way_out}, or choose another training.output_dir or TMPDIR, and start again."
     )
     return typed.with_traceback(error.__traceback__)
 

@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import logging
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
+from fullshard import errors
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
 from fullshard.errors import ConfigError, HangError
+from fullshard.launch.exit_codes import as_ours
 from fullshard.launch.store import LOOPBACK, LaunchStore, check_reaches
 from fullshard.observe import watchdog
 from fullshard.observe.watchdog import Seat
@@ -35,6 +40,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+Made = TypeVar("Made")
+WAITING_S = 10.0  # between lines of a rank that waits for rank 0
+GOODBYE_S = 10.0  # for all ranks to hear why rank 0 failed
 _SERVED: list[LaunchStore] = []  # by this process, as rank 0 of others' launch; until its end
 TIMEOUT_MARGIN_S = 60.0  # torch's error would end a rank before all have told where they are
 
@@ -42,7 +50,7 @@ TIMEOUT_MARGIN_S = 60.0  # torch's error would end a rank before all have told w
 def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) -> None:
     """Make the default process group: gloo on CPUs, and NCCL beside it where CUDA is visible.
 
-    Does nothing where this process is no rank of anything.
+    Does nothing where this process is no rank of anything, or has met the others before.
 
     Args:
         timeout_s: after which a rank whose peers do not come is stuck; the watchdog then names the
@@ -56,7 +64,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
     import torch.distributed as dist
 
     launch = read_launch_environment()
-    if launch is None:
+    if launch is None or dist.is_initialized():
         return
     timeout = timedelta(seconds=timeout_s + TIMEOUT_MARGIN_S)
     backend, device = "gloo", None
@@ -64,6 +72,7 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         backend, device = "cpu:gloo,cuda:nccl", _cuda_device(launch)
     place: dict[str, Any] = {}
     is_ours = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
+    _check_address(launch)
     if not is_ours:
         launch = _with_port(launch, timeout)
     _reach_store(launch, timeout_s)
@@ -74,6 +83,13 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
         dist.init_process_group(backend, timeout=timeout, device_id=device, **place)
     except dist.DistNetworkError as error:
         raise HangError(_unreachable(launch, str(error).partition("\n")[0])) from error
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise ConfigError(
+            f"launch: expected a GPU for each rank; rank {launch.rank} shares {device} of this "
+            "machine with another. Ask for one a task (srun --gpus-per-task=1), or start fewer."
+        ) from error
     if launch.rank == 0 and _SERVED:
         _port_file(launch).unlink(missing_ok=True)  # all have met
     seat = Seat.of(launch, timeout_s, run_dir)
@@ -89,6 +105,95 @@ def published(name: str, make: Callable[[], str]) -> str:
     if get_rank() == 0:
         store.set(name, make())
     return store.get(name).decode()
+
+
+def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None:
+    """What `prepare` returns on rank 0; the others wait until it is done, however long that takes.
+
+    They say what rank 0 says, and raise what it raises. After they met.
+
+    Args:
+        prepare: called on rank 0 alone.
+        timeout_s: after which rank 0 is stuck if it gives no sign of life; a thread gives one a
+            second.
+
+    Raises:
+        HangError: rank 0 is gone or stuck.
+    """
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.distributed_c10d import _get_default_store, get_rank, get_world_size
+
+    store = PrefixStore("fullshard/preparing", _get_default_store())
+    if get_rank() != 0:
+        _await_first(store, timeout_s)
+        return None
+    told = _LastWords()
+    logging.getLogger("fullshard").addHandler(told)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.is_set():
+            store.set("now", json.dumps([time.time(), told.line]))
+            ended.wait(1.0)
+
+    thread = threading.Thread(target=beat, name="fullshard preparing", daemon=True)
+    thread.start()
+    end: list[str] = []
+    try:
+        return prepare()
+    except BaseException as error:
+        ours = as_ours(error)
+        end = [type(ours).__name__, str(ours)]
+        raise
+    finally:
+        ended.set()
+        thread.join()
+        logging.getLogger("fullshard").removeHandler(told)
+        store.set("end", json.dumps(end))
+        deadline = time.monotonic() + (GOODBYE_S if end else 0.0)
+        while store.add("heard", 0) < get_world_size() - 1 and time.monotonic() < deadline:
+            time.sleep(0.1)  # this process may serve the store
+
+
+def _await_first(store: Store, timeout_s: float) -> None:
+    shown = logging.getLogger("fullshard.preparing")
+    shown.setLevel(logging.INFO)  # where ranks other than 0 are silent, too
+    began = said = beaten = time.monotonic()
+    beat = ""
+    try:
+        while not store.check(["end"]):
+            now = time.monotonic()
+            word = store.get("now").decode() if store.check(["now"]) else beat
+            beat, beaten = word, now if word != beat else beaten
+            if now - beaten > timeout_s:
+                raise HangError(
+                    f"launch.timeout: expected a sign of life of rank 0, which prepares the run, "
+                    f"got none for {timeout_s:g} s. Look at its machine and its log."
+                )
+            if now - said > WAITING_S and beat:
+                said = now
+                line = json.loads(beat)[1]
+                shown.info("waiting %.0f s for rank 0, which prepares: %s", now - began, line)
+            time.sleep(0.2)
+        end = json.loads(store.get("end"))
+        store.add("heard", 1)
+    except RuntimeError as error:  # torch's, of its stores
+        raise HangError(
+            f"rendezvous: expected rank 0 to prepare the run, got a store that is gone "
+            f"({str(error).splitlines()[0]}). Rank 0 has ended, perhaps for memory: see its log."
+        ) from error
+    if end:
+        kind = getattr(errors, end[0], errors.FullshardError)
+        raise kind(f"rank 0 failed while it prepared the run: {end[1]}")
+
+
+class _LastWords(logging.Handler):
+    """Keeps the last line that was logged."""
+
+    line = "reads the configuration"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.line = record.getMessage()
 
 
 def free_address(host: str | None) -> str:
@@ -197,15 +302,28 @@ def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
     return TCPStore(launch.master_addr, launch.master_port, launch.world_size, serves, timeout)
 
 
+def _check_address(launch: LaunchEnvironment) -> None:
+    """Refuses ranks of torchrun's kind that know no place to meet."""
+    is_torchruns = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
+    if is_torchruns and not (launch.master_addr and launch.master_port):
+        raise ConfigError(
+            "environment: MASTER_ADDR and MASTER_PORT: expected the address where ranks meet, "
+            "because RANK is set; got none. Start with torchrun, or unset RANK and WORLD_SIZE."
+        )
+
+
 def _cuda_device(launch: LaunchEnvironment) -> torch.device:
     import torch
 
     count = torch.cuda.device_count()
-    if launch.local_rank >= count:
+    index = launch.local_rank
+    if count == 1 and launch.launcher in (Launcher.SLURM, Launcher.MPI):
+        index = 0  # they may show every rank a GPU of its own alone
+    if index >= count:
         raise ConfigError(
             f"launch.num_processes: expected at most {count} ranks on this machine, one a visible "
             f"GPU, got {launch.local_world_size}. Lower it or make more GPUs visible."
         )
-    device = torch.device("cuda", launch.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

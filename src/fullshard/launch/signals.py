@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-# SIGHUP: the terminal is gone. SIGUSR1: what schedulers send as a warning.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# SIGHUP: the terminal is gone. SIGQUIT: Ctrl-\. SIGUSR1: what schedulers send as a warning.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # to a rank: save, then end
 
 

@@ -32,6 +32,7 @@ from fullshard.outlook.memory import Source
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+_OTHER_WEIGHTS = ("*.gguf", "*.msgpack", "*.h5", "consolidated*.pth")
 DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
 
 
@@ -89,7 +90,14 @@ def weights_folder(config: RunConfig) -> Path | None:
         return None
     # An index stands for weights, also where its files are missing: that is an error later.
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
-    return folder if any(path for pattern in patterns for path in folder.glob(pattern)) else None
+    if any(path for pattern in patterns for path in folder.glob(pattern)):
+        return folder
+    if other := next((path for one in _OTHER_WEIGHTS for path in folder.glob(one)), None):
+        raise ConfigError(
+            "model.name_or_path: expected weights in safetensors or pytorch_model.bin, or none at "
+            f"all to begin from random ones; got '{other}'. Convert it with the tool that wrote it."
+        )
+    return None
 
 
 def given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:

@@ -1,4 +1,4 @@
-"""Sampling from a model folder: what `fullshard generate` and the end of a run do."""
+"""Sampling from a model: what `fullshard generate`, evaluation and the end of a run do."""
 
 from __future__ import annotations
 
@@ -6,25 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from safetensors import SafetensorError
-
-from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
-from fullshard.errors import ConfigError, printable, untrusted
-from fullshard.models.config import (
-    check_model_folder,
-    num_positions,
-    quiet_libraries,
-    require_transformers,
-)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from fullshard.config.problems import show
+from fullshard.errors import ConfigError, printable
+from fullshard.models.config import check_model_folder, num_positions
 
 logger = logging.getLogger(__name__)
 
-ScoreProcessor = Callable[[Any, Any], Any]  # (ids, scores) -> scores, both (1, ...)
+ScoreProcessor = Callable[[Any, Any], Any]  # (ids, scores) -> scores, both (samples, ...)
 
 MOST_NEW_TOKENS = 200  # where nobody says how many
 
@@ -38,21 +28,44 @@ class SamplingSettings:
             200.
         temperature: 0 takes the most likely token every time.
         seed: Seed of the draws.
+        top_k: Draw among this many most likely tokens; 0: among all.
+        top_p: Draw among the most likely tokens whose probabilities reach this sum; 1: among all.
+        repetition_penalty: Scores of tokens that are there already are divided by it (multiplied
+            where they are negative): https://arxiv.org/abs/1909.05858. 1: unchanged.
     """
 
     max_new_tokens: int | None = None
     temperature: float = 0.7
     seed: int = 42
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ConfigError(
-                f"--max-new-tokens: expected an integer >= 1, got {self.max_new_tokens}."
-            )
-        if not self.temperature >= 0:
-            raise ConfigError(f"--temperature: expected a number >= 0, got {self.temperature}.")
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"--seed: expected an integer >= 0 and < 2^63, got {self.seed}.")
+        most, finite = self.max_new_tokens, float("inf")
+        for name, value, fits, expected in (
+            ("max-new-tokens", most, most is None or most >= 1, "an integer >= 1"),
+            ("temperature", self.temperature, 0 <= self.temperature < finite, "a number >= 0"),
+            ("seed", self.seed, 0 <= self.seed < 1 << 63, "an integer >= 0 and < 2^63"),
+            ("top-k", self.top_k, self.top_k >= 0, "an integer >= 0"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "a number > 0 and <= 1"),
+            (
+                "repetition-penalty",
+                self.repetition_penalty,
+                0 < self.repetition_penalty < finite,
+                "a number > 0",
+            ),
+        ):
+            if not fits:
+                raise ConfigError(f"--{name}: expected {expected}, got {show(value)}.")
+
+    def arguments(self) -> dict[str, Any]:
+        """As the arguments of transformers' `generate`, all said: a model's folder adds none."""
+        told: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
+        if self.temperature == 0:
+            return {**told, "do_sample": False}
+        draws = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {**told, "do_sample": True, **draws}
 
 
 @dataclass(frozen=True)
@@ -86,123 +99,136 @@ def model_folder_of(folder: Path) -> Path:
     return folder
 
 
-def generate(
-    folder: Path, prompt: str | None, settings: SamplingSettings, *, trust: bool = False
-) -> Sample:
-    """Samples from a local model folder.
+@dataclass(frozen=True)
+class Sampler:
+    """Draws text; a collective where the model is sharded.
 
-    Args:
-        folder: A Hugging Face model folder with weights and tokenizer.
-        prompt: Text to go on from; None: the model's beginning-of-text token.
-        settings: How to draw.
-        trust: Whether Python code that the folder brings may run.
-
-    Raises:
-        ConfigError: The folder cannot be loaded, or there is nothing to go on from.
-    """
-    require_transformers()
-    quiet_libraries()
-    with untrusted("--prompt", "UTF-8 text", ConfigError, "Write it in the locale's encoding."):
-        (prompt or "").encode()
-    model, tokenizer = _load(folder, trust=trust)
-    try:
-        return sample(model, tokenizer, prompt, settings)
-    except ConfigError as error:
-        if error.__cause__ is None:
-            raise
-        raise ConfigError(f"FOLDER: '{folder}': {error}") from error
-
-
-def sample(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | None,
-    settings: SamplingSettings,
-    processors: Sequence[ScoreProcessor] = (),
-) -> Sample:
-    """Goes on from a text; a collective where the model is sharded.
-
-    Args:
+    Attributes:
         model: In evaluation.
         tokenizer: Its tokenizer.
-        prompt: None: the beginning-of-text token.
         settings: How to draw.
         processors: (ids, scores) -> scores, for every token.
-
-    Raises:
-        ConfigError: There is nothing to go on from, or the model cannot generate.
+        streamer: transformers' TextStreamer, for one prompt alone.
     """
-    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
-    if len(ids) >= (positions := num_positions(model.config) or len(ids) + 1):
-        told = "the model has %d positions: of the prompt's %d tokens the last %d are used"
-        keep = max(1, positions // 2)
-        logger.warning(told, positions, len(ids), keep)
-        ids = ids[-keep:]
-    start = tokenizer.bos_token_id
-    if not ids and isinstance(start, int):
-        ids = [start]
-    if not ids:
-        raise ConfigError(
-            "--prompt: expected text, got none, and the tokenizer has no beginning-of-text token "
-            "to start from. Give a prompt."
-        )
-    most = settings.max_new_tokens or _room(model, len(ids))
-    new = continued(model, ids, most, tokenizer, settings, processors)
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    assert isinstance(text, str), "one list of tokens is one text"
-    return Sample(prompt or "", text, len(new))
 
+    model: Any
+    tokenizer: Any
+    settings: SamplingSettings
+    processors: Sequence[ScoreProcessor] = ()
+    streamer: Any = None
 
-def continued(
-    model: Any,
-    ids: Sequence[int],
-    most: int,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: SamplingSettings,
-    processors: Sequence[ScoreProcessor] = (),
-) -> list[int]:
-    """At most `most` tokens after these; see `sample`."""
-    import torch
+    def samples(
+        self, prompts: Sequence[str], *, batch_size: int = 1, chat: bool = False
+    ) -> list[Sample]:
+        """Goes on from texts.
 
-    inputs = torch.tensor([list(ids)], device=next(model.buffers(), torch.empty(0)).device)
-    how: dict[str, Any] = {"do_sample": False}
-    if settings.temperature > 0:
-        how = {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
-        torch.manual_seed(settings.seed)  # only here: dropout of a run under way has a state too
-    try:
-        with torch.no_grad():
-            output: torch.Tensor = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                max_new_tokens=most,
-                pad_token_id=tokenizer.pad_token_id,
-                logits_processor=list(processors),
-                **how,
+        Prompts of the same number of tokens are sampled together, so that no sample sees padding.
+        The seed of a batch is that of the settings plus the batch's number.
+
+        Args:
+            prompts: An empty one is the beginning-of-text token.
+            batch_size: Most prompts that are sampled together.
+            chat: Each prompt is what a user says, put into the tokenizer's chat template.
+
+        Returns:
+            A sample for each prompt, in their order.
+
+        Raises:
+            ConfigError: There is nothing to go on from, or the model cannot generate.
+        """
+        rows = [self._tokens(prompt, chat=chat) for prompt in prompts]
+        found: dict[int, Sample] = {}
+        for number, batch in enumerate(_batches(rows, batch_size)):
+            ids = [rows[index] for index in batch]
+            most = self.settings.max_new_tokens or self._room(len(ids[0]))
+            for index, new in zip(batch, self.continued(ids, most, number), strict=True):
+                text: str = self.tokenizer.decode(new, skip_special_tokens=True)
+                found[index] = Sample(prompts[index], text, len(new))
+        return [found[index] for index in range(len(rows))]
+
+    def continued(
+        self, rows: Sequence[Sequence[int]], most: int, batch: int = 0
+    ) -> list[list[int]]:
+        """At most `most` tokens after each of these rows of tokens, which are of one length."""
+        import torch
+
+        model, settings = self.model, self.settings
+        device = next(model.buffers(), next(model.parameters(), torch.empty(0))).device
+        inputs = torch.tensor([list(row) for row in rows], device=device)
+        if settings.temperature > 0:  # else dropout of a run under way keeps its state
+            torch.manual_seed((settings.seed + batch) % (1 << 63))
+        try:
+            with torch.no_grad():
+                output: torch.Tensor = model.generate(
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
+                    max_new_tokens=most,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    logits_processor=list(self.processors),
+                    streamer=self.streamer,
+                    **settings.arguments(),
+                )
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"expected a model that can generate with its generation_config.json, got "
+                f"{type(model).__name__} ({type(error).__name__}: {error}). Correct its files."
+            ) from error
+        end = model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        return [_until(ends, new) for new in output[:, inputs.shape[1] :].tolist()]
+
+    def _tokens(self, prompt: str, *, chat: bool) -> list[int]:
+        """A prompt's tokens, of which the model has positions for some more.
+
+        Raises:
+            ConfigError: There are none, or the tokenizer has no chat template.
+        """
+        tokenizer = self.tokenizer
+        if chat and not tokenizer.chat_template:
+            raise ConfigError(
+                "--chat: expected a tokenizer with a chat template, got one without. "
+                "Leave --chat out, or add chat_template.jinja to the model's folder."
             )
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"expected a model that can generate with its generation_config.json, got "
-            f"{type(model).__name__} ({type(error).__name__}: {error}). Correct its files."
-        ) from error
-    return output[0, inputs.shape[1] :].tolist()
+        if chat:
+            said = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+        positions = num_positions(self.model.config) or len(ids) + 1
+        if len(ids) >= positions:
+            told = "the model has %d positions: of the prompt's %d tokens the last %d are used"
+            keep = max(1, positions // 2)
+            logger.warning(told, positions, len(ids), keep)
+            ids = ids[-keep:]
+        start = tokenizer.bos_token_id
+        if not ids and isinstance(start, int):
+            ids = [start]
+        if not ids:
+            raise ConfigError(
+                "--prompt: expected text, got none, and the tokenizer has no beginning-of-text "
+                "token to start from. Give a prompt."
+            )
+        return ids
+
+    def _room(self, num_prompt_tokens: int) -> int:
+        """Tokens that may be added before a text is longer than what the model was made for."""
+        positions = num_positions(self.model.config)
+        return min(MOST_NEW_TOKENS, positions - num_prompt_tokens) if positions else MOST_NEW_TOKENS
 
 
-def _room(model: PreTrainedModel, num_prompt_tokens: int) -> int:
-    """Tokens that may be added before a text is longer than what the model was made for."""
-    positions = num_positions(model.config)
-    return min(MOST_NEW_TOKENS, positions - num_prompt_tokens) if positions else MOST_NEW_TOKENS
+def _batches(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Indices of rows of one length, at most `size` together; the longest rows first."""
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    batches: list[list[int]] = []
+    for index in order:
+        last = batches[-1] if batches else []
+        if last and len(last) < size and len(rows[last[0]]) == len(rows[index]):
+            last.append(index)
+        else:
+            batches.append([index])
+    return batches
 
 
-def _load(folder: Path, *, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    config = read_config(folder, "FOLDER", trust=trust)
-    tokenizer = read_tokenizer(folder, "FOLDER", trust=trust)
-    try:
-        model: Any = read_model(folder, config)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"FOLDER: expected a model folder with weights and tokenizer, got '{folder}', which "
-            f"transformers cannot load ({error}). Name another folder."
-        ) from error
-    return model.eval(), tokenizer
+def _until(ends: Sequence[int | None], new: list[int]) -> list[int]:
+    """Up to the first end: shorter samples of a batch are padded behind theirs."""
+    first = next((place for place, token in enumerate(new) if token in ends), len(new))
+    return new[: first + 1]

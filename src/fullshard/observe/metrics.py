@@ -11,8 +11,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from os import fstat
+from os.path import samestat
 from pathlib import Path
 from typing import Any, TextIO
+
+from fullshard.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +84,14 @@ SAVES = "saves.jsonl"
 
 
 class MetricsWriter:
-    """Appends rows to a file, and to the table beside it; they are on disk when `write` returns."""
+    """Appends rows to a file, and to the table beside it; they are on disk when `write` returns.
+
+    Raises:
+        ConfigError: The file is no longer at its path: what is written would be lost.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._saves = path.with_name(SAVES)
+        self._path, self._saves = path, path.with_name(SAVES)
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._table_file = path.with_suffix(".csv").open("w", encoding="utf-8", newline="")
         self._table = csv.DictWriter(self._table_file, COLUMNS)
@@ -101,6 +109,14 @@ class MetricsWriter:
         self._table.writerow(values)
         self._file.flush()
         self._table_file.flush()
+        with suppress(FileNotFoundError):
+            if samestat(self._path.stat(), fstat(self._file.fileno())):
+                return
+        raise ConfigError(
+            "training.output_dir: expected the run's folder to stay where it is; "
+            f"'{self._path}' was moved, removed or replaced while the run was writing it. Complete "
+            "checkpoints are where the folder went; put it back to resume from them."
+        )
 
     def close(self) -> None:
         self._file.close()

@@ -18,7 +18,6 @@ from fullshard.planner.text import human_bytes
 from fullshard.planner.tracing import Kind
 
 MOODS = {Fit.FITS: "good", Fit.TIGHT: "", Fit.NO: "bad", None: ""}
-LANES = (Lane.GATHER, Lane.FORWARD, Lane.BACKWARD, Lane.REDUCE)
 ROW_HEIGHT, TOP, LEFT = 34.0, 10.0, 80.0
 
 
@@ -149,12 +148,13 @@ def lanes_chart(bars: Sequence[Bar], outlook: Outlook) -> str:
     end = max((bar.end_s for bar in bars), default=0.0)
     if not end:
         return ""
-    height = TOP + ROW_HEIGHT * len(LANES) + 24
+    lanes = [lane for lane in Lane if any(bar.lane is lane for bar in bars)]
+    height = TOP + ROW_HEIGHT * len(lanes) + 24
     scale = (WIDE - LEFT - 14) / end
     unit, shown = _time_unit(end)
     names = [unit.title for unit in outlook.plan.units]
     parts = [f'<svg viewBox="0 0 {WIDE:g} {height:g}" role="img" aria-label="schedule">']
-    for row, lane in enumerate(LANES):
+    for row, lane in enumerate(lanes):
         y = TOP + row * ROW_HEIGHT
         parts.append(f'<text class="tick" x="0" y="{y + 20:g}">{lane}</text>')
         for bar in (one for one in bars if one.lane is lane and one.end_s > one.start_s):

@@ -5,7 +5,8 @@
     wire                                 [ reduce 2 ]   [ 1 ][ 0 ]
 
 A gather begins when it is issued and the wire is free; a unit begins when it is there. A reduction
-begins when the gradients are, and is waited for where the plan accumulates it.
+begins when the gradients are, and is waited for where the plan accumulates it. Its sum over
+replicas begins there, on a wire of its own, and is waited for where the plan settles.
 
 What an event costs comes from one of two tables:
 
@@ -42,6 +43,7 @@ class Lane(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCE = "reduce"
+    OUTER = "replicas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class _Player:
         self._cost_of, self._ahead = cost_of, issues_ahead
         self.clock = self.exposed = 0.0
         self._begun = 0.0  # when the last unit began
-        self.wires = {Lane.GATHER: 0.0, Lane.REDUCE: 0.0}
+        self.wires = {Lane.GATHER: 0.0, Lane.REDUCE: 0.0, Lane.OUTER: 0.0}
         self._there: dict[int, float] = {}
         self._landed: dict[int, float] = {}
         self._is_backward = False
@@ -138,6 +140,12 @@ class _Player:
             case EventKind.ACCUMULATE:
                 if not self._ahead:
                     self._wait(self._landed.get(event.unit, 0.0))
+                if cost.wire_s:
+                    self._send(Lane.OUTER, event, cost)
+                else:
+                    self.clock += cost.own_s
+            case EventKind.SETTLE:
+                self._wait(self.wires[Lane.OUTER])
                 self.clock += cost.own_s
             case _:
                 self.clock += cost.own_s
@@ -246,9 +254,9 @@ class _Measured:
             case EventKind.GATHER if unit is not None:
                 return self._gather(unit)
             case EventKind.REDUCE if unit is not None and self._is_sent(unit):
-                return self._message("reduce", _reduced_bytes(unit))
+                return self._message(f"{self._transport} reduce", _reduced_bytes(unit))
             case EventKind.ACCUMULATE if unit is not None:
-                return Cost(own_s=self._land_s(unit))
+                return self._land(unit)
             case EventKind.PUBLISH:
                 return Cost(own_s=self._publish_s())
             case EventKind.SETTLE:
@@ -291,8 +299,7 @@ class _Measured:
 
     # ---- messages
 
-    def _message(self, what: str, num_bytes: int, *, own_s: float = 0.0) -> Cost:
-        name = f"{self._transport} {what}"
+    def _message(self, name: str, num_bytes: int, *, own_s: float = 0.0) -> Cost:
         wire_s = self._ceilings.transfer_s(name, num_bytes)
         processor_s = self._ceilings.transfer_s(f"{name} cpu", num_bytes)
         return Cost(own_s, wire_s, min(wire_s, self._contended * processor_s))
@@ -307,7 +314,7 @@ class _Measured:
         if unit.mesh.shard == 1 or not gathered:
             return Cost(own_s)
         size = sum(g.layout.numel * ITEMSIZE[g.dtypes.compute] for g in gathered)
-        return self._message("fetch", size, own_s=own_s)
+        return self._message(f"{self._transport} fetch", size, own_s=own_s)
 
     def _publish_s(self) -> float:
         """All ranks meet; each has cast its part where compute is in another dtype."""
@@ -319,19 +326,19 @@ class _Measured:
         meeting_s = self._ceilings.transfer_s("shared fetch", LEAST_BYTES)
         return meeting_s + self._passes_s("copy", cast, "master", "compute")
 
-    def _land_s(self, unit: UnitPlan) -> float:
-        """The sum of this rank's part, over replicas too, and its mean."""
-        found = 0.0
+    def _land(self, unit: UnitPlan) -> Cost:
+        """The sum of this rank's part and its mean; the sum over replicas travels."""
+        found, outer_bytes = 0.0, 0
         if unit.mesh.shard > 1 and not self._is_sent(unit):
             found += self._ceilings.transfer_s("shared reduce", _reduced_bytes(unit))
         for group in _trained(unit):
             if unit.mesh.shard == 1:  # out of the slot
                 found += self._passes_s("copy", [group], "accumulate", "accumulate")
-            if unit.mesh.replicate > 1:
-                size = group.layout.part_numel * ITEMSIZE[group.dtypes.accumulate]
-                found += self._ceilings.transfer_s("direct replicas", size)
+            outer_bytes += group.layout.part_numel * ITEMSIZE[group.dtypes.accumulate]
             found += self._passes_s("add", [group], "accumulate", "accumulate")
-        return found
+        if unit.mesh.replicate == 1:
+            return Cost(found)
+        return self._message("direct replicas", outer_bytes, own_s=found)
 
     # ---- the end of a step
 

@@ -216,15 +216,15 @@ def changes_between(before: Outlook, after: Outlook) -> dict[str, str]:
         if old.offload is None and new.offload is not None
         else ("", ""),
         MICRO_BATCH: (
-            f"{before.job.batch.micro_batch:g}",
-            f"{after.job.batch.micro_batch:g}",
+            f"{before.job.batch.micro_batch:.12g}",
+            f"{after.job.batch.micro_batch:.12g}",
         ),
     }
     changes = {key: then for key, (now, then) in values.items() if now != then}
     if before.job.batch.accumulation != after.job.batch.accumulation:
         # One decision in two keys: written together, counted once.
         micro = changes.pop(MICRO_BATCH)
-        steps = f"gradient_accumulation_steps={after.job.batch.accumulation:g}"
+        steps = f"gradient_accumulation_steps={after.job.batch.accumulation:.12g}"
         changes[MICRO_BATCH] = f"{micro} {steps}"
     return changes
 

@@ -12,6 +12,9 @@ size of the logits (exponentials; the label's gradient), of which one is gone wh
 the head's weight is made. The zeros that gradients are written into (of the blocks' loop, and the
 whole of the embedding's, unless it is added to that of a tied head) it makes before anything else,
 and each gradient it cuts at once.
+
+A head in chunks (xla/head.py) makes gradients as it makes logits. Beside those of a chunk there is
+the sum of the chunks before, which backward still has when it comes to the blocks.
 """
 
 from __future__ import annotations
@@ -32,12 +35,13 @@ class StepShape:
     """A device's micro-batch.
 
     Attributes:
-        num_logits: Tokens times vocabulary.
+        num_logits: Tokens times vocabulary, of a chunk of tokens.
         kept_bytes: Bytes of activations that forward keeps for backward.
         gathered_bytes: Bytes of the blocks' parameters that it keeps whole.
         block_bytes: That one block keeps where nothing is computed anew.
         accumulates: Whether there are several micro-batches: their sum is there all the time.
         on_cpu: Whose compiler it is.
+        num_chunks: Chunks of tokens that the head's gradient is a sum over; 0: all logits at once.
     """
 
     num_logits: int
@@ -46,6 +50,7 @@ class StepShape:
     block_bytes: int
     accumulates: bool
     on_cpu: bool
+    num_chunks: int = 0
 
 
 def at_peak(table: ArraysPlan, shape: StepShape) -> tuple[MemoryRow, ...]:
@@ -63,6 +68,7 @@ def _at_the_head(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     outside, blocks = _large(table, inside=False), _large(table, inside=True)
     gathered = max((_whole_bytes(a, "compute") for a in _parted(outside)), default=0)
     gradient = _largest_gradient(outside)
+    of_chunk = _largest_gradient(outside, "compute") if shape.num_chunks > 1 else 0
     compute = max(ITEMSIZE[array.dtypes.compute] for array in table.arrays)
     wide = max(compute, WIDE)
     one = wide * shape.num_logits
@@ -72,11 +78,15 @@ def _at_the_head(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
             *rows,
             _gradient_shards(blocks, table),
             MemoryRow("gradient of the embedding", gradient * (len(outside) > 1)),
-            MemoryRow("logits", 2 * one),
-            MemoryRow("gradient of the head", max(one, gradient)),
+            MemoryRow("logits", one if shape.num_chunks else 2 * one),
+            MemoryRow("gradient of the head", max(one, gradient) + of_chunk),
         ]
     logits = (wide + compute) * shape.num_logits
-    return [*rows, MemoryRow("logits", logits), MemoryRow("gradient of the head", gradient)]
+    return [
+        *rows,
+        MemoryRow("logits", logits),
+        MemoryRow("gradient of the head", gradient + of_chunk),
+    ]
 
 
 def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
@@ -85,14 +95,17 @@ def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
     one = sum(_whole_bytes(a, "compute") for a in parted)
     gradients = _gradient_shards(table.arrays, table)
     sizes = [_whole_bytes(a, "reduce") for a in parted if a.trainable]
+    head = _largest_gradient(_parted(outside))
     return [
         *([] if shape.accumulates and not shape.on_cpu else [gradients]),
         MemoryRow("gathered arrays", one if table.reshards else shape.gathered_bytes),
         MemoryRow("one block", shape.block_bytes),
         MemoryRow("its gradients", max(sizes, default=0) if shape.on_cpu else sum(sizes)),
-        MemoryRow(
-            "gradient of the embedding" if shape.on_cpu else "gradient of the head",
-            _largest_gradient(_parted(outside)),
+        MemoryRow("gradient of the embedding" if shape.on_cpu else "gradient of the head", head),
+        *(
+            [MemoryRow("gradient of the head", head)]
+            if shape.on_cpu and shape.num_chunks > 1
+            else []
         ),
     ]
 
@@ -107,8 +120,8 @@ def _parted(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
     return [array for array in arrays if array.cut.dim is not None]
 
 
-def _largest_gradient(arrays: Sequence[ArrayPlan]) -> int:
-    return max((_whole_bytes(a, "reduce") for a in arrays if a.trainable), default=0)
+def _largest_gradient(arrays: Sequence[ArrayPlan], kind: str = "reduce") -> int:
+    return max((_whole_bytes(a, kind) for a in arrays if a.trainable), default=0)
 
 
 def _gradient_shards(

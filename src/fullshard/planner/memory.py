@@ -175,8 +175,9 @@ def communication_bytes(
 
     A reduction holds its buffers from REDUCE to ACCUMULATE; freed ones are lent again, the
     smallest that fits first. Ranks that exchange directly hold one part of every peer, c10d one
-    part in all; replicas exchange chunks of a part when it lands. Gradients whose home is the host
-    land on the device first, and so do those that are added to gradients of an earlier backward.
+    part in all; replicas exchange chunks of a part, beside the next units' backward. Gradients
+    whose home is the host land on the device first, and so do those that are added to gradients
+    of an earlier backward.
 
     Args:
         units: Units of the plan.
@@ -187,21 +188,27 @@ def communication_bytes(
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
+    outer: list[_Outer] = []
+    lands_aside = accumulates or homes.gradients is not Place.DEVICE
     for event in events:
         if event.kind is EventKind.REDUCE:
             wanted = _received(units[event.unit].groups, transport)
             lent[event.unit] = [pool.take(dtype, numel) for dtype, numel in wanted]
         elif event.kind is EventKind.ACCUMULATE:
             trained = [group for group in units[event.unit].groups if group.trainable]
-            lands_aside = accumulates or homes.gradients is not Place.DEVICE
             aside = trained if lands_aside else []
             landed = [pool.take(g.dtypes.accumulate, g.layout.part_numel) for g in aside]
-            for group in trained:
-                pool.give(lent[event.unit])
-                lent[event.unit] = []
+            pool.give(lent.pop(event.unit))
+            outer = [one for one in outer if one.advance(pool)]
+            if units[event.unit].mesh.replicate == 1:
+                pool.give(landed)
+                continue
+            for at, group in enumerate(trained):
                 chunks = _outer_chunks(group, transport, units[event.unit].mesh.replicate)
-                pool.give([pool.take(dtype, numel) for dtype, numel in chunks])
-            pool.give(landed)
+                received = [pool.take(dtype, numel) for dtype, numel in chunks[1:]]
+                outer.append(_Outer(received, chunks[:1], landed[at : at + 1]))
+    while outer:
+        outer = [one for one in outer if one.advance(pool)]
     return pool.num_bytes
 
 
@@ -228,6 +235,30 @@ class _Pool:
 
     def give(self, buffers: Sequence[_Buffer]) -> None:
         self._free.update(buffers)
+
+
+@dataclass
+class _Outer:
+    """A sum over replicas under way.
+
+    Attributes:
+        received: Chunks of the other replicas.
+        own: The sum of this replica's chunk, which it then sends; empty where others do both.
+        landed: What is summed, where it is not in the gradient shard.
+    """
+
+    received: list[_Buffer]
+    own: list[_Buffer]
+    landed: list[_Buffer]
+
+    def advance(self, pool: _Pool) -> bool:
+        """Take it one step further; whether it is still under way."""
+        own, self.own = self.own, []
+        pool.give([*(pool.take(*buffer) for buffer in own), *self.received])
+        self.received = []
+        if not own:
+            pool.give(self.landed)
+        return bool(own)
 
 
 def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:

@@ -6,6 +6,11 @@
 
 Neighbouring ranks share a shard group, so that gathers stay on one host. A DeviceMesh may number
 its ranks in another order, which `Mesh.order` keeps: [[0, 2], [1, 3]] is order (0, 2, 1, 3).
+
+Other axes (tensor parallel) may have cut the parameters before. Their ranks stand at one place:
+
+    world 8, shard 4, inner 2:            shard axis ->
+                                     0 1  2 3  4 5  6 7   shard groups 0 2 4 6 and 1 3 5 7
 """
 
 from __future__ import annotations
@@ -24,33 +29,49 @@ class Mesh:
     """Sizes of the two axes, and which rank is where.
 
     Attributes:
-        order: The rank at each place, place = replicate_index * shard + shard_index. Empty: every
-            rank is at the place of its own number.
+        order: The rank at each place, place = (replicate_index * shard + shard_index) * inner +
+            inner_index. Empty: every rank is at the place of its own number.
+        inner: Ranks along all other axes, which cut parameters first.
     """
 
     replicate: int
     shard: int
     order: tuple[int, ...] = field(default=(), metadata={"omitted": ()})
+    inner: int = field(default=1, metadata={"omitted": 1})
 
     @property
     def world_size(self) -> int:
+        return self.num_copies * self.inner
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that each see a batch of their own: those of both axes."""
         return self.replicate * self.shard
+
+    def unsharded(self) -> Mesh:
+        """The same ranks, where every one of both axes holds all."""
+        return Mesh(self.num_copies, 1, self.order, self.inner)
+
+    def place(self, rank: int) -> int:
+        """Where a rank stands; see `order`."""
+        return self.order.index(rank) if self.order else rank
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(replicate index, shard index) of a rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1}; got {rank}.")
-        return divmod(self.order.index(rank) if self.order else rank, self.shard)
+        return divmod(self.place(rank) // self.inner, self.shard)
 
     def shard_groups(self) -> list[list[int]]:
         """Ranks that gather from each other."""
-        ranks = self.order or range(self.world_size)
-        return [list(ranks[r * self.shard : (r + 1) * self.shard]) for r in range(self.replicate)]
+        ranks, size = self.order or range(self.world_size), self.shard * self.inner
+        blocks = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        return [list(block[i :: self.inner]) for block in blocks for i in range(self.inner)]
 
     def replicate_groups(self) -> list[list[int]]:
         """Ranks that hold the same slice."""
-        ranks = self.order or range(self.world_size)
-        return [list(ranks[s :: self.shard]) for s in range(self.shard)]
+        ranks, step = self.order or range(self.world_size), self.shard * self.inner
+        return [list(ranks[first::step]) for first in range(step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +82,7 @@ class Topology:
         world_size: Number of ranks.
         local_world_size: Number of ranks per host. None: all ranks are on one host.
         order: See `Mesh.order`.
+        inner: See `Mesh.inner`.
 
     Raises:
         ConfigError: More than MOST_RANKS: a plan counts every rank's part, in time and memory.
@@ -69,6 +91,7 @@ class Topology:
     world_size: int
     local_world_size: int | None = None
     order: tuple[int, ...] = ()
+    inner: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size > MOST_RANKS:
@@ -108,7 +131,7 @@ def resolve_mesh(
     Raises:
         ConfigError: The sizes do not multiply to the world size.
     """
-    world = topology.world_size
+    world = topology.world_size // topology.inner
     if not row.shard_params:
         if shard not in (None, 1):
             raise ConfigError(
@@ -131,7 +154,7 @@ def resolve_mesh(
             f"replicate x shard: expected {world} (the number of ranks); got {replicate} x {shard}"
             f" = {replicate * shard}. Leave one of them out and it follows from the other."
         )
-    return Mesh(replicate, shard, topology.order)
+    return Mesh(replicate, shard, topology.order, topology.inner)
 
 
 def _check_divides(key: str, size: int, world: int) -> None:

@@ -270,7 +270,7 @@ def _bare_units(
         module, row = modules[choice.module], rows[choice.module]
         own = settings.get(choice.module, UnitSettings())
         row = row_of(own.strategy) if own.strategy else row
-        own_mesh = mesh if row.shard_params else Mesh(mesh.world_size, 1, mesh.order)
+        own_mesh = mesh if row.shard_params else mesh.unsharded()
         units.append(
             UnitPlan(
                 index=index,

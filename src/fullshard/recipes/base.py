@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -158,6 +159,8 @@ class RowBatches(ABC):
         world_size = order.shape.world_size
         self._evaluation = evaluation_samples(num_held_out, per_device_eval, world_size)
         self.objective: Objective = WholeLogits()
+        self._thread = ThreadPoolExecutor(1, "fullshard batches")
+        self._ahead: dict[int, Future[list[Batch]]] = {}
 
     @property
     def samples_per_step(self) -> int:
@@ -168,15 +171,23 @@ class RowBatches(ABC):
         return self._order.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[Batch]:
-        return [self.train_rows(chosen) for chosen in self._of_step(step)[:, self._seat.rank]]
+        """Made by a thread during the step before, since the disk may be slow."""
+        made = self._ahead.pop(step, None)
+        batches = self._made(step) if made is None else made.result()
+        self._ahead = {step + 1: self._thread.submit(self._made, step + 1)}
+        return [self._placed(batch) for batch in batches]
+
+    def _made(self, step: int) -> list[Batch]:
+        chosen = self._of_step(step)[:, self._seat.rank]
+        return [self._batch(rows, held_out=False) for rows in chosen]
 
     def held_out(self) -> Iterable[Batch]:
         for chosen in self._evaluation[:, self._seat.rank]:
-            yield self._batch(chosen, held_out=True)
+            yield self._placed(self._batch(chosen, held_out=True))
 
     def train_rows(self, chosen: Indices) -> Batch:
         """Some rows as a batch; -1 is an empty place."""
-        return self._batch(chosen, held_out=False)
+        return self._placed(self._batch(chosen, held_out=False))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         return self.objective.loss(model, batch)
@@ -186,7 +197,14 @@ class RowBatches(ABC):
         counts = np.zeros(arrays["labels"].shape, dtype=bool)
         counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
         arrays[PREDICTED] = np.flatnonzero(counts)  # here, where it makes no GPU wait
-        return {name: torch.from_numpy(a).to(self._seat.device) for name, a in arrays.items()}
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self._seat.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+    def _placed(self, batch: Batch) -> Batch:
+        device = self._seat.device
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
     def _of_step(self, step: int) -> Indices:
         """Rows of an update: (accumulation, world_size, per_device)."""

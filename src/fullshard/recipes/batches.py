@@ -19,8 +19,9 @@ from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_cha
 from fullshard.data.chat_template import Learned, set_template, texts_of
 from fullshard.data.dataset import Prepared, load_facts
 from fullshard.data.order import SampleOrder
-from fullshard.data.text import Dataset, DatasetSettings, make_dataset, read_corpus
+from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
+from fullshard.errors import ConfigError
 from fullshard.recipes.base import RowBatches, Seat
 from fullshard.recipes.pretrain.recipe import PackedText
 from fullshard.recipes.registry import Command
@@ -54,8 +55,15 @@ def make_data(
         sequence_length=config.training.max_seq_length,
         held_out_fraction=config.data.validation_fraction,
         vocab_size=vocab_size,
+        dtype=config.data.dtype,
+        baseline=config.data.uses_baseline,
     )
-    return make_dataset(read_corpus(path, config.data.text_column), settings, tokenizer)
+    column = config.data.text_column
+    sources = [
+        Source.at(Path(one.path), one.weight, one.text_column or column)
+        for one in config.data.mixture
+    ]
+    return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
 
 
 def load_data(folder: Path, model: ModelConfig) -> Prepared:
@@ -86,6 +94,11 @@ def _make_chats(
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
 ) -> ChatDataset:
+    if config.data.mixture:
+        raise ConfigError(
+            "data.mixture: expected text or tokens, got a recipe of conversations. "
+            "Put them into one folder and name it (data.path)."
+        )
     sft = config.sft or SftConfig()
     settings = ChatSettings(
         sequence_length=config.training.max_seq_length,

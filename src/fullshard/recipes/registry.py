@@ -85,7 +85,7 @@ def check_command(config: RunConfig, command: Command) -> None:
     """
     from fullshard.config.problems import ConfigProblems
 
-    problems = [*_of_xla(config, command), *command.about.check(config, command)]
+    problems = [*_of_xla(config), *command.about.check(config, command)]
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
     owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
     for section, owner in owners.items():
@@ -102,16 +102,13 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
 
 
-def _of_xla(config: RunConfig, command: Command) -> Iterator[Problem]:
+def _of_xla(config: RunConfig) -> Iterator[Problem]:
     from fullshard.config.problems import Problem
     from fullshard.config.values import Backend
 
     if config.backend is not Backend.JAX:
         return
-    sft, training, says = config.sft, config.training, "with backend: jax is not yet supported"
+    sft, says = config.sft, "with backend: jax is not yet supported"
     if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
         advice = "Leave it out: no prompt is answered"
         yield Problem("sft.num_samples", "", f"{sft.num_samples} {says}", advice)
-    size = training.loss_chunk_size if "loss_chunk_size" in training.model_fields_set else 0
-    if size and command is not Command.DISTILL:
-        yield Problem("training.loss_chunk_size", "", f"{size} {says}", "Leave it out")

@@ -112,7 +112,7 @@ class RunConsole:
         """Prints labelled lines with a style each."""
         for name, value, style in facts:
             label = f"{name:<{LABEL_WIDTH + 8}}"
-            self._console.print(Text.assemble((label, "cyan"), (value, style)))
+            self._console.print(Text.assemble((label, "cyan"), (printable(value), style)))
 
     def print_text(self, text: str) -> None:
         """Prints text as it is."""

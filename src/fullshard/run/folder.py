@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,6 +45,9 @@ class RunStatus(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     INTERRUPTED = "interrupted"
+
+
+_GOING_ON = (RunStatus.PREPARING, RunStatus.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class RunFolder:
             return
         try:
             record = self.read_record()
-            if not final and record.get("status") not in (RunStatus.PREPARING, RunStatus.RUNNING):
+            if not final and record.get("status") not in _GOING_ON:
                 return
             interrupted = exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED)
             self.update_record(
@@ -150,6 +154,18 @@ class RunFolder:
             )
         except (OSError, ConfigError) as error:
             logger.warning("run.json could not be written: %s", error)
+
+    def end_killed(self) -> bool:
+        """Records that a run was killed which its record still calls running; needs its lock."""
+        if not self.record.is_file() or self.read_record().get("status") not in _GOING_ON:
+            return False
+        message = (
+            "the run ended without recording why: its launcher was killed, or the machine stopped. "
+            "The same command resumes it."
+        )
+        logger.warning("%s: %s", self.path, message)
+        self.fail("HangError", message, ExitCode.HANG)
+        return True
 
     @contextlib.contextmanager
     def recorded(self, rank: int | None = None) -> Iterator[None]:
@@ -183,13 +199,15 @@ def begin(
         ConfigError: The place holds something else than a run, or a run that is still going on.
     """
     check_output_dir(output_dir)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_be_made(output_dir, error) from error
     folder, moved = RunFolder(output_dir), None
     with contextlib.ExitStack() as stack:
-        lock = stack.enter_context(RunLock(output_dir))
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(RunLock(output_dir))
+        except OSError as error:
+            raise _cannot_be_made(output_dir, error) from error
+        with contextlib.suppress(ConfigError):  # of a record that is moved aside unread
+            folder.end_killed()
         if not goes_on and folder.record.is_file():
             moved = _move_older_run(output_dir)
             output_dir.mkdir(exist_ok=True)
@@ -218,14 +236,13 @@ def begin(
 
 def check_output_dir(output_dir: Path) -> None:
     """Raises ConfigError where `begin` could not make a run there; changes nothing."""
-    key = "training.output_dir"
+    key, others = "training.output_dir", set[str]()
     try:
-        others = {entry.name for entry in output_dir.iterdir()} - {LOCK}
-    except FileNotFoundError:
-        parent = next(parent for parent in output_dir.absolute().parents if parent.exists())
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise _cannot_be_made(output_dir, f"'{parent}' cannot be written") from None
-        return
+        places = output_dir.absolute(), *output_dir.absolute().parents
+        with contextlib.suppress(FileNotFoundError):
+            others = {entry.name for entry in output_dir.iterdir()} - {LOCK}
+        with tempfile.TemporaryFile(dir=next(filter(os.path.lexists, places))):
+            pass  # permissions do not tell of read-only mounts or of /proc
     except NotADirectoryError:
         raise ConfigError(
             f"{key}: expected a folder, got the file '{output_dir}'. Name another."

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from fullshard.engine.stats import communication_seconds
 from fullshard.errors import DataError, DivergedError
 from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
-from fullshard.models.generate import Sample, SamplingSettings, ScoreProcessor, continued, sample
+from fullshard.models.generate import Sample, Sampler, SamplingSettings
 from fullshard.observe import watchdog
 from fullshard.observe.memory import memory_bytes
 from fullshard.planner.optimizers import states_of
@@ -39,10 +39,9 @@ from fullshard.recipes.base import (
     blank,
     predicted_of,
 )
-from fullshard.recipes.head import whole_logits
-from fullshard.recipes.registry import Command
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import RunConsole, RunFacts, banner
+from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import Average, LossScaler, build_optimizer
 from fullshard.run.outlook import View, answered, topology_of, view_of
@@ -193,14 +192,11 @@ class TorchSide:
         self._session = session
 
     @cached_property
-    def _bare(self) -> nn.Module:
-        return model_on_meta(self._session.config, self._session.model_config)
-
-    @cached_property
     def _view(self) -> View:
         """The run as the planner sees it."""
         config, session = self._session.config, self._session
-        return view_of(config, self._bare, topology_of(config, session.seat.world_size))
+        bare = model_on_meta(config, session.model_config)
+        return view_of(config, bare, topology_of(config, session.seat.world_size))
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
         """Inside, running out of memory is answered with the plan."""
@@ -215,7 +211,7 @@ class TorchSide:
         run = self._session
         facts = (run.command, run.config, run.dataset.facts, run.steps)
         lines = banner(RunFacts(*facts, self._shown_plan, run.seat.device.type))
-        why = None if run.command is Command.DISTILL else whole_logits(self._bare, run.config)
+        why = run.folder.read_record()["planned"].get("whole_logits")
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[TorchTrainee, Team]:
@@ -284,12 +280,13 @@ class TorchSide:
         most = (self._session.config.sft or SftConfig()).sample_tokens
         watchdog.phase("sampling", step)
         likely = SamplingSettings(temperature=0)
-        with self._sampling() as same:
+        with sampling(self._model) as same:
+            sampler = Sampler(self._model, data.tokenizer, likely, [same])
             for prompt in data.samples:
                 room = min(most, data.facts.sequence_length - len(prompt))
                 ids: list[int] = []
                 if room > 0:
-                    ids = continued(self._model, prompt, room, data.tokenizer, likely, [same])
+                    (ids,) = sampler.continued([list(prompt)], room)
                 if console is not None:
                     decode = partial(data.tokenizer.decode, skip_special_tokens=True)
                     console.print_sample(step, str(decode(prompt)), str(decode(ids)))
@@ -300,25 +297,7 @@ class TorchSide:
         # Each token gathers the model: one that is read from the host or disk says less.
         most = OFFLOADED_TOKENS if self._shown_plan.homes.offloads else None
         settings = SamplingSettings(most, seed=run.config.training.seed)
-        with self._sampling() as same:
-            return sample(self._model, run.dataset.tokenizer, prompt, settings, [same])
-
-    @contextlib.contextmanager
-    def _sampling(self) -> Iterator[ScoreProcessor]:
-        """Inside, the model is in evaluation; gives what makes all ranks draw from one's scores.
-
-        Ranks that rounded otherwise would draw other tokens and leave each other waiting.
-        """
-        transport, is_first = engine_of(self._model).transport, self._session.seat.is_first
-
-        def same(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            shared = scores.double() if is_first else torch.zeros_like(scores, dtype=torch.float64)
-            transport.all_reduce(shared.view(-1))
-            return shared.to(scores.dtype)
-
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            yield same
-        finally:
-            self._model.train(was_training)
+        with sampling(self._model) as same:
+            sampler = Sampler(self._model, run.dataset.tokenizer, settings, [same])
+            (found,) = sampler.samples([prompt])
+        return found

@@ -25,7 +25,7 @@ from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import build_model, model_on_meta, trainable, weights_folder
 from fullshard.models.export import write_folder
-from fullshard.models.generate import Sample, SamplingSettings, generate
+from fullshard.models.generate import Sample, SamplingSettings
 from fullshard.models.lora import first_values
 from fullshard.observe.memory import memory_bytes
 from fullshard.planner.arrays import ArrayPlan
@@ -34,14 +34,16 @@ from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.run.checkpoints import SCALER
 from fullshard.run.console import DataFacts, RunConsole
+from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer
 from fullshard.run.schedule import Schedule, schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 from fullshard.xla import optim, processes
-from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn
-from fullshard.xla.distill import PROJECTION, Decoder
+from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig
+from fullshard.xla.distill import PROJECTION
+from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, plan
 from fullshard.xla.step import (
@@ -193,7 +195,8 @@ class XlaSide:
         if console is not None and isinstance(run.dataset, ChatDataset) and run.dataset.samples:
             logger.info("held-out prompts are not answered with backend: jax")
         groups, tx = self._optimizer()
-        loss = told = loss_fn(self._decoder, self._plan)
+        chunk_size = run.config.training.loss_chunk_size
+        loss = told = next_token(Decoder(self._decoder, self._plan), chunk_size)
         if teaching is not None:
             loss, told = teaching.loss, teaching.told
         step = train_step(
@@ -240,7 +243,7 @@ class XlaSide:
             return None
         settings = SamplingSettings(seed=run.config.training.seed)
         trust = run.config.model.trust_remote_code
-        return generate(run.folder.model, prompt, settings, trust=trust)
+        return generate(Request(run.folder.model, (prompt,), settings, trust=trust))[0]
 
     def _join(self) -> None:
         """Meet the other ranks in jax."""

@@ -176,6 +176,7 @@ class View:
         machine: What a rank runs on.
         topology: Its ranks.
         storage: What it reads and writes.
+        whole_logits: Why its loss holds the logits of all tokens; None: it does not.
     """
 
     config: RunConfig
@@ -184,6 +185,7 @@ class View:
     machine: Machine
     topology: Topology
     storage: Storage
+    whole_logits: str | None = None
 
     @property
     def plan(self) -> Plan:
@@ -341,7 +343,7 @@ def view_of(
         free.append(MICRO_BATCH)
     on_gpu = machine.device is not None or torch.cuda.is_available()
     taught = Taught.of(config, topology.local_world_size, on_gpu=on_gpu, resolved=resolved)
-    whole = taught is None and whole_logits(model, config) is not None
+    whole = whole_logits(model, config) if taught is None else None
     chunk_size = None if whole else settings_of(config).tokens_at_once
     job = job_of(model, training, world, taught, chunk_size)
     if optimizer is not None:
@@ -350,7 +352,7 @@ def view_of(
     if free:
         outlook = choose(outlook, lambda s: plan_at(s, topology), free, hosts=hosts)
         config = _with_choices(config, outlook)
-    return View(config, outlook, plan_at, machine, topology, storage_of(config))
+    return View(config, outlook, plan_at, machine, topology, storage_of(config), whole)
 
 
 def _with_choices(config: RunConfig, outlook: Outlook) -> RunConfig:

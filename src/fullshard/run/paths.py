@@ -25,8 +25,10 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
     """
     try:
         _check_folders(resolved.config, coming)
-        if data and resolved.config.data.path is not None:
-            files_at(Path(resolved.config.data.path))
+        given = resolved.config.data
+        for path in [given.path, *(one.path for one in given.mixture)] if data else []:
+            if path is not None:
+                files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
 

@@ -90,6 +90,7 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
         "expected_step_time_s": outlook.step_time_s if outlook else None,
         "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
         "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
+        "whole_logits": view.whole_logits if isinstance(view, View) else None,
         "measures_process": not torch.cuda.is_available(),  # see `_memory`
         "rows": plan.rows(),
     }

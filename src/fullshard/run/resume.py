@@ -154,8 +154,9 @@ def check_same(
         raise ConfigError(
             f"data.path: expected the tokens of the run that goes on in '{output_dir}' "
             f"({trained.num_train_tokens:,} from {trained.origin}); got other ones "
-            f"({facts.num_train_tokens:,} from {facts.origin}). Bring the old data and tokenizer "
-            "back, use --resume never, or --resume PATH with another output_dir."
+            f"({facts.num_train_tokens:,} from {facts.origin}), or the order of another version. "
+            "Bring the old data and tokenizer (or fullshard) back, use --resume never, or --resume "
+            "PATH with another output_dir."
         )
 
 

@@ -117,7 +117,7 @@ def plan_steps(
     shape = BatchShape(per_device, training.gradient_accumulation_steps, world_size)
     if global_batch is not None:
         shape = BatchShape.of_batch(global_batch, per_device, world_size)
-    order = SampleOrder(facts.num_train_sequences, shape, training.seed)
+    order = SampleOrder(facts.num_train_sequences, shape, training.seed, facts.mixture)
     num_steps = training.max_steps
     if num_steps <= 0:
         num_steps = max(1, math.ceil(training.num_train_epochs * order.steps_per_epoch))

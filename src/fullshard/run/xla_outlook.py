@@ -18,7 +18,8 @@ from fullshard.recipes.distill.xla import check_teacher, projection_shapes
 from fullshard.run.outlook import Lack
 from fullshard.xla import optim
 from fullshard.xla.aot import Compiled, compile_step, devices_of
-from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn, plan_table
+from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
+from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import plan
@@ -116,21 +117,27 @@ def look(
     training = training.divided(world_size)
     decoder = DecoderConfig.of(model_config)
     samples, length = training.per_device_train_batch_size, training.max_seq_length
+    tokens, chunk_size = samples * (length - 1), training.loss_chunk_size
     ids = jax.ShapeDtypeStruct((world_size * samples, length), jnp.int32)
     kept, whole = (
-        kept_for_backward(placed, loss_fn(decoder, placed), {"input_ids": ids, "labels": ids})
+        kept_for_backward(
+            placed,
+            next_token(Decoder(decoder, placed), training.loss_chunk_size),
+            {"input_ids": ids, "labels": ids},
+        )
         for placed in (
             without_devices(one, jax.tree.structure(decoder.shapes()))
             for one in (table, replace(table, recompute=Recompute(RecomputeKind.NONE)))
         )
     )
     shape = StepShape(
-        num_logits=samples * length * decoder.vocab_size,
+        num_logits=min(tokens, chunk_size or tokens) * decoder.vocab_size,
         kept_bytes=kept.activations,
         gathered_bytes=kept.gathered,
         block_bytes=whole.activations // decoder.num_hidden_layers,
         accumulates=training.gradient_accumulation_steps > 1,
         on_cpu=on_cpu,
+        num_chunks=-(-tokens // chunk_size) if chunk_size else 0,
     )
     table = table_of_run(config, model_config, world_size)
     rows = at_peak(table, shape)
@@ -172,7 +179,7 @@ def compiled_step(
         tx = optim.adamw(betas, training.adam_epsilon, decay)
     found = compile_step(
         placed,
-        loss_fn(decoder, placed),
+        next_token(Decoder(decoder, placed), training.loss_chunk_size),
         tx,
         {"input_ids": ids, "labels": ids},
         max_grad_norm=training.max_grad_norm or None,

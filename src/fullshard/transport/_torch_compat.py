@@ -53,6 +53,15 @@ def group_timeout(group: Any) -> Any:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
+def urgent_options(timeout: Any) -> Any:
+    """Options of a group whose kernels NCCL runs before others'; None where NCCL does not serve."""
+    if "nccl" not in dist.get_backend_config():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
+
+
 def is_alive(group: Any) -> bool:
     """Whether a process group was not destroyed yet (torch has no public question for it)."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map

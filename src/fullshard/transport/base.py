@@ -2,7 +2,7 @@
 
     fetch(fulls)    every rank's part of each flat buffer to every rank, in place
     reduce(fulls)   this rank's part of each sum over the shard axis
-    sum_replicas(x) a part's sum over the replicate axis
+    sum_replicas(x) a part's sum over the replicate axis, beside what follows
     all_reduce(x)   small vectors: bits, squared norms
 
 Buffers of one call differ in dtype or in what is trained; they travel in one collective.
@@ -15,7 +15,7 @@ Gradients are summed in promote(float32, master dtype) and in rank order, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -260,8 +260,13 @@ class Transport(Protocol):
         """Sum each (numel,), reduce dtype, over the shard axis. Unchanged until `land`."""
         ...
 
-    def sum_replicas(self, values: torch.Tensor) -> None:
-        """Sum (part_numel,), accumulate dtype, over the replicate axis, in place."""
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
+        """Sum (part_numel,), accumulate dtype, over the replicate axis, in place.
+
+        The first `next` starts the messages. Each further one waits for those under way and starts
+        the messages that follow from them; the sum is complete when the iterator ends. All ranks
+        must take the same number of steps between other messages.
+        """
         ...
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:

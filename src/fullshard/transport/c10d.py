@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,17 @@ class C10dTransport:
             return _OrderedReduction(self._axes, fulls, self.scratch)
         return _NativeReduction(self._axes, fulls, self.scratch)
 
-    def sum_replicas(self, values: torch.Tensor) -> None:
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         replicas, group = self._axes.mesh.replicate, self._axes.replicate_group
         if self._kind is ReductionKind.NATIVE:
-            dist.all_reduce(values, group=group)
+            work: Any = dist.all_reduce(values, group=group, async_op=True)
+            yield
+            work.wait()
             return
         everyone = self.scratch.take(values, replicas * values.numel())
-        all_gather_single(everyone, values, group=group)
+        work = all_gather_single(everyone, values, group=group, async_op=True)
+        yield
+        work.wait()
         sum_in_order(list(everyone.chunk(replicas)), values)
         self.scratch.give(everyone)
 

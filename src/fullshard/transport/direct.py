@@ -11,7 +11,7 @@ So ranks compare their places (a forward, a backward, a sum) before the first me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -55,9 +55,24 @@ class DirectTransport:
         self._meet(self.axes.shard_ranks)
         return _DirectReduction(self.axes, fulls, self.scratch)
 
-    def sum_replicas(self, values: torch.Tensor) -> None:
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
+        """Each replica sums one chunk in rank order, then sends it to the others."""
         self._meet(self.axes.replicate_ranks)
-        _sum_replicas(self.axes, values, self.scratch)
+        ranks, index = self.axes.replicate_ranks, self.axes.replicate_index
+        chunks = _even_chunks(values, len(ranks))
+        parts = _received(chunks, index, self.scratch)
+        channel = _channel(self.axes, OUTER_TAG)
+        works = _Works(_collect(chunks, parts, (ranks, index), channel))
+        yield
+        works.wait()
+        own = self.scratch.take(values, chunks[index].numel())
+        sum_in_order(parts, own)
+        chunks[index].copy_(own)
+        _give_back([*parts, own], index, self.scratch)
+        byte_chunks = [_as_bytes(chunk) for chunk in chunks]
+        works = _Works(_spread(byte_chunks, ranks, index, _channel(self.axes, SPREAD_TAG)))
+        yield
+        works.wait()
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         size = self.axes.mesh.world_size
@@ -183,21 +198,6 @@ def combine_in_order(vectors: Sequence[torch.Tensor], out: torch.Tensor, *, maxi
             torch.maximum(out, vector, out=out)
         else:
             out.add_(vector)
-
-
-def _sum_replicas(axes: Axes, values: torch.Tensor, scratch: Scratch) -> None:
-    """Sum over the replicate axis in rank order, in place: each replica sums one chunk."""
-    ranks, index = axes.replicate_ranks, axes.replicate_index
-    chunks = _even_chunks(values, len(ranks))
-    parts = _received(chunks, index, scratch)
-    works = _collect(chunks, parts, (ranks, index), _channel(axes, OUTER_TAG))
-    _Works(works).wait()
-    own = scratch.take(values, chunks[index].numel())
-    sum_in_order(parts, own)
-    chunks[index].copy_(own)
-    _give_back([*parts, own], index, scratch)
-    byte_chunks = [_as_bytes(chunk) for chunk in chunks]
-    _Works(_spread(byte_chunks, ranks, index, _channel(axes, SPREAD_TAG))).wait()
 
 
 def _even_chunks(values: torch.Tensor, count: int) -> list[torch.Tensor]:

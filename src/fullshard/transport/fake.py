@@ -7,7 +7,7 @@ of bookkeeping and host time at sizes that no test machine has; what it trains i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -36,8 +36,9 @@ class FakeTransport:
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         return _Landed(self._axes, fulls)
 
-    def sum_replicas(self, values: torch.Tensor) -> None:
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         sum_in_order([values.clone()] * self._axes.mesh.replicate, values)
+        yield
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not maximum:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fullshard.planner.mesh import Mesh
-from fullshard.transport._torch_compat import group_timeout, is_alive
+from fullshard.planner.mesh import Mesh, order_of
+from fullshard.transport._torch_compat import group_timeout, is_alive, urgent_options
 from fullshard.transport.base import TAGS_A_MODEL
 from fullshard.transport.shared.segment import Host
 
@@ -42,25 +42,33 @@ class _Made:
 _MADE: WeakKeyDictionary[Any, _Made] = WeakKeyDictionary()  # by default process group
 
 
-def own_group(purpose: str, layout: Sequence[Sequence[int]], index: int) -> Any:
+def own_group(purpose: str, layout: Sequence[Sequence[int]]) -> Any:
     """The group of this layout that this rank is in; None where it would be alone.
 
     A collective the first time: every rank makes every group, in the same order.
 
     Args:
         purpose: Groups of different purposes do not wait for each other.
-        layout: The ranks of each group.
-        index: Which of them is this rank's.
+        layout: The ranks of each group; every rank is in one.
     """
     if len(layout[0]) == 1:
         return None
+    index = own_index(layout, dist.get_rank())
     groups = _made().groups
     key = (purpose, tuple(map(tuple, layout)))
     found = groups.get(key)
     if found is None or not is_alive(found[index]):
         wait = group_timeout(dist.group.WORLD)  # torch's own would be half an hour
-        found = groups[key] = [dist.new_group(list(ranks), timeout=wait) for ranks in layout]
+        options = urgent_options(wait)
+        found = groups[key] = [
+            dist.new_group(list(ranks), timeout=wait, pg_options=options) for ranks in layout
+        ]
     return found[index]
+
+
+def own_index(layout: Sequence[Sequence[int]], rank: int) -> int:
+    """Which group of a layout a rank is in."""
+    return next(index for index, ranks in enumerate(layout) if rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,9 @@ class Exchange:
     @classmethod
     def over(cls, mesh: Mesh, rank: int) -> Exchange:
         """Between the ranks of this rank's shard axis. A collective the first time."""
-        replica, part = mesh.coordinates(rank)
         groups = mesh.shard_groups()
-        return cls(tuple(groups[replica]), part, own_group("reduce", groups, replica))
+        ranks = tuple(groups[own_index(groups, rank)])
+        return cls(ranks, mesh.coordinates(rank)[1], own_group("reduce", groups))
 
     def run(
         self,
@@ -115,8 +123,29 @@ def processes(world_size: int) -> list[Process]:
     made = _made()
     if not made.processes:
         own = Process(os.getpid(), Host.here())
-        made.processes = tell_everyone(own, own_group("all", [range(world_size)], 0))
+        made.processes = tell_everyone(own, own_group("all", [range(world_size)]))
     return made.processes
+
+
+def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, ...], int]:
+    """`Mesh.order` and `Mesh.inner` of a device mesh, or of parts of one side by side.
+
+    A collective where this rank's mesh has not all ranks.
+
+    Args:
+        ranks: Of this rank's mesh, row by row.
+        world_size: Ranks in all.
+
+    Raises:
+        ConfigError: The meshes do not have all ranks, each once.
+    """
+    if len(ranks) == world_size or not dist.is_initialized():
+        return order_of(ranks), 1
+    told = tell_everyone(list(ranks), own_group("all", [range(world_size)]))
+    meshes = sorted(set(map(tuple, told)))
+    if len({len(mesh) for mesh in meshes}) > 1:
+        meshes = [tuple(ranks)]  # refused
+    return order_of(list(chain.from_iterable(zip(*meshes, strict=True)))), len(meshes)
 
 
 def tell_everyone(value: Any, group: Any) -> list[Any]:
@@ -126,20 +155,18 @@ def tell_everyone(value: Any, group: Any) -> list[Any]:
     return said
 
 
-def copy_from_first(
-    tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]], index: int
-) -> None:
+def copy_from_first(tensors: Sequence[torch.Tensor], layout: Sequence[Sequence[int]]) -> None:
     """Overwrite tensors with those of the first rank of this rank's group. A collective of all.
 
     Args:
         tensors: The same shapes and dtypes on each of them.
         layout: The ranks of each group.
-        index: Which of them is this rank's.
     """
-    group = own_group("all", layout, index)
+    group = own_group("all", layout)
     if group is not None:
+        first = layout[own_index(layout, dist.get_rank())][0]
         for tensor in tensors:
-            dist.broadcast(tensor, layout[index][0], group=group)
+            dist.broadcast(tensor, first, group=group)
 
 
 def _made() -> _Made:

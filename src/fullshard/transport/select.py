@@ -19,6 +19,7 @@ from fullshard.transport.fake import FakeTransport
 from fullshard.transport.groups import (
     first_tag,
     own_group,
+    own_index,
     processes,
     tell_everyone,
 )
@@ -65,6 +66,8 @@ def _why_not_shared(config: ShardConfig, mesh: Mesh, device: torch.device) -> st
     """What a shared home needs and does not find."""
     if device.type != "cpu":
         return f"a model on the CPU; it is on {device}."
+    if mesh.inner > 1:
+        return "parameters that no other axis of the mesh cuts (tensor or expert parallelism)."
     if mesh.shard == 1:
         return "parameters that are cut; here every rank holds them whole."
     if config.offload is not None:
@@ -93,7 +96,7 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
         case TransportKind.DIRECT if mesh.world_size == 1:  # nothing travels, on any device
             return DirectTransport(_axes(mesh, 0))
         case TransportKind.DIRECT:  # messages carry tags: one group serves both axes
-            world = own_group("all", [range(mesh.world_size)], 0)
+            world = own_group("all", [range(mesh.world_size)])
             axes = replace(
                 _axes(mesh, dist.get_rank()),
                 world_group=world,
@@ -106,14 +109,12 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
             config = ShardConfig.of(config, transport=TransportKind.DIRECT)
             return _shared(cast("DirectTransport", make_transport(config, mesh)), mesh)
         case _:
-            axes = _axes(mesh, dist.get_rank())
-            shards, replicas = axes.replicate_index, axes.shard_index
             axes = replace(
-                axes,
-                gather_group=own_group("gather", mesh.shard_groups(), shards),
-                reduce_group=own_group("reduce", mesh.shard_groups(), shards),
-                replicate_group=own_group("replicate", mesh.replicate_groups(), replicas),
-                world_group=own_group("all", [range(mesh.world_size)], 0),
+                _axes(mesh, dist.get_rank()),
+                gather_group=own_group("gather", mesh.shard_groups()),
+                reduce_group=own_group("reduce", mesh.shard_groups()),
+                replicate_group=own_group("replicate", mesh.replicate_groups()),
+                world_group=own_group("all", [range(mesh.world_size)]),
             )
             return C10dTransport(axes, config.reduction)
 
@@ -134,11 +135,12 @@ def _shared(direct: DirectTransport, mesh: Mesh) -> SharedTransport:
 def _axes(mesh: Mesh, rank: int) -> Axes:
     """A rank's place in the mesh, without process groups."""
     replicate_index, shard_index = mesh.coordinates(rank)
+    shards, replicas = mesh.shard_groups(), mesh.replicate_groups()
     return Axes(
         mesh=mesh,
         rank=rank,
-        shard_ranks=tuple(mesh.shard_groups()[replicate_index]),
-        replicate_ranks=tuple(mesh.replicate_groups()[shard_index]),
+        shard_ranks=tuple(shards[own_index(shards, rank)]),
+        replicate_ranks=tuple(replicas[own_index(replicas, rank)]),
         shard_index=shard_index,
         replicate_index=replicate_index,
     )

@@ -8,7 +8,7 @@ point from the engine to the transports.
     step         forward, backward, casts, sums, norms       the caller, at the end of backward
     gather       NCCL's all-gathers                          step, before a unit is used
     reduce       NCCL's reduce-scatters                      step, before their sums are read
-    replicate    NCCL's sums over replicas                   step, where they are called
+    replicate    NCCL's sums over replicas                   step, when the next unit's sums land
     copy         copies of shards from the host into slots   gather, before it sends them
 
 The step's stream is the one that was current when the outermost forward began. Autograd calls a
@@ -23,7 +23,8 @@ What may touch a buffer, and when:
     gradient slot     the step writes it; the reduction reads it; the step writes it again after
                       waiting for the reduction
     receive buffer    the reduction writes it; the step reads it after waiting, and lends it again
-    shard, sums       the step
+    shard             the step
+    sums              the step, after waiting for a sum over replicas that writes them
     shard on a host   the host writes it; a copy reads it; the host waits for copies before it
                       writes again
 """

@@ -11,7 +11,7 @@ repeated_data       data loader            the last rank is given rank 0's batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -134,9 +134,9 @@ class _SkippedReduction(Injection):
             own = [full.chunk(shard)[unit.part].clone() for full in fulls]
             return _Landing(real.reduce(fulls), lambda outs: _copy(own, outs))
 
-        def sum_replicas(values: torch.Tensor) -> None:
+        def sum_replicas(values: torch.Tensor) -> Iterator[None]:
             own = values.clone()
-            real.sum_replicas(values)
+            yield from real.sum_replicas(values)
             values.copy_(own)
 
         unit.transport = _Wrapped(real, reduce=reduce, sum_replicas=sum_replicas)

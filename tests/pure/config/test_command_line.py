@@ -133,6 +133,7 @@ def test_an_ambiguous_name_lists_what_it_may_mean(load):
         ("strategy=ful", "strategy: expected one of full_shard, shard_grad_op, "),
         ("auto_find_batch_size=true", "auto_find_batch_size: 'true' is not yet supported"),
         ("=5", "expected key=value, got '=5'"),
+        ("training.=5", "expected key=value, got 'training.=5'"),
         ("data.path=", "data.path: expected text that is not empty, got ''"),
     ],
 )
@@ -144,6 +145,11 @@ def test_a_wrong_override_is_named_as_it_was_typed(load, override, said):
 
 def test_text_that_yaml_cannot_read_is_text(load):
     assert load("freeze=*embed*").freeze == ("*embed*",)
+
+
+@pytest.mark.parametrize("name", ["runs/a #2", "a\nb", "&x", "x\x85y", "it's", "a  b"])
+def test_a_path_is_what_was_typed(load, name):
+    assert load(f"output_dir={name}").training.output_dir == name
 
 
 @pytest.mark.parametrize(

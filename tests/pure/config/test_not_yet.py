@@ -124,11 +124,6 @@ def test_the_refusal_of_a_file_has_its_lines(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "fields", "said"),
     [
-        (
-            "train",
-            {"backend": "jax", "training": {"loss_chunk_size": 64}},
-            "training.loss_chunk_size: 64 with backend: jax is not yet supported",
-        ),
         ("train", {"teacher": "t"}, "teacher: expected this in `fullshard distill` alone"),
         ("sft", {"distill": {"alpha": 1}}, "distill: expected this in `fullshard distill` alone"),
         ("train", {"sft": {"packing": False}}, "sft.packing: expected this in `fullshard sft`"),

@@ -66,6 +66,22 @@ def test_a_reduction_is_waited_for_where_it_is_accumulated():
     assert (found.end_s, found.exposed_s) == (2.0 + 5.0 + 1.0 + 0.5, 3.0)
 
 
+def test_a_sum_over_replicas_runs_beside_the_next_units_backward():
+    found = play(
+        events((ACCUMULATE, 1), (BACKWARD, 0), (ACCUMULATE, 0), (SETTLE, -1)),
+        costs(
+            backward=Cost(own_s=3.0),
+            accumulate=Cost(own_s=1.0, wire_s=2.0),
+            settle=Cost(own_s=0.5),
+        ),
+    )
+    assert [bar for bar in found.bars if bar.lane is Lane.OUTER] == [
+        Bar(Lane.OUTER, 1, 1.0, 3.0),
+        Bar(Lane.OUTER, 0, 5.0, 7.0),
+    ]
+    assert (found.end_s, found.exposed_s) == (7.5, 2.0)
+
+
 def test_a_reduction_that_nothing_waits_for_ends_the_step():
     found = play(
         events((BACKWARD, 0), (REDUCE, 0)), costs(backward=Cost(own_s=1.0), reduce=Cost(wire_s=2.0))

@@ -56,6 +56,15 @@ def test_a_heads_gradient_takes_the_place_of_the_third_array_of_logits():
     assert found["gradient of the head"] == EMBEDDING
 
 
+def test_a_sum_over_chunks_is_held_beside_the_gradient_of_one():
+    one = peak(table(), num_logits=1000, num_chunks=1)
+    assert one["logits"] == one["gradient of the head"] == 4000  # gradients overwrite logits
+    several = peak(table(), num_logits=1000, num_chunks=3)
+    assert several["gradient of the head"] == 4000 + EMBEDDING
+    at_a_block = peak(table(), block_bytes=1 << 20, num_chunks=3)
+    assert at_a_block["gradient of the head"] == EMBEDDING
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_large_block_is_the_fuller_moment(tied):
     found = peak(table(tied=tied), block_bytes=1 << 20)

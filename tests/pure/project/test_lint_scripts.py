@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
 import check_collectives
+import check_docs
 import check_sizes
 
 
@@ -75,3 +77,43 @@ def test_code_above_a_budget_is_found_and_tests_do_not_count():
     most = check_sizes.BUDGETS["in all"]
     assert check_sizes.check_budgets({"observe": most, "tests": most}) == []
     assert len(check_sizes.check_budgets({"observe": most, "launch": 1})) == 1
+
+
+CODE = "LIMIT = 3\n\nclass Unit:\n    plan: int\n\n    def gather(self):\n        self.fetch = 1\n"
+
+
+def _wrong_names(root: Path, page: str, text: str) -> list[str]:
+    """What the script finds in a page of a repository whose package has one module."""
+    module = root / check_docs.PACKAGE / "engine" / "unit.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(CODE)
+    (root / page).parent.mkdir(parents=True, exist_ok=True)
+    (root / page).write_text(text)
+    names = check_docs.Names(root / check_docs.PACKAGE)
+    return check_docs.check_page(root / page, root, names)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`Unit.gather`, `Unit.fetch`, `Unit.plan` and `LIMIT` in `engine/unit.py`", ""),
+        ("`Unit.gathr` in `engine/unit.py`", "Unit.gathr in unit.py"),
+        ("`Unit` and `LIMITS` in `engine/unit.py`", "LIMITS in unit.py"),
+        ("`Unit` in\n`engine/unit.py`, the `Group`", "Group in the package"),
+        ("`engine/units.py`", "file engine/units.py"),
+        ("`engine/{unit,step}.py`", "file engine/step.py"),
+        ("`src/fullshard/engine/unit.py`, `gather()`, `models/mine.py`", ""),
+        ("```python\nimport engine/nothing.py\n```", ""),
+    ],
+)
+def test_what_a_page_names_must_be_in_the_code(tmp_path: Path, text: str, wrong: str):
+    found = _wrong_names(tmp_path, check_docs.ARCHITECTURE, text)
+    assert bool(found) == bool(wrong), found
+    assert not wrong or any(wrong in line for line in found)
+
+
+def test_a_docstring_that_names_a_file_that_has_gone_is_found(tmp_path: Path):
+    page = f"{check_docs.PACKAGE}/engine/step.py"
+    text = '"""See engine/slots.py."""\n\n# as in engine/unit.py\n'
+    (line,) = _wrong_names(tmp_path, page, text)
+    assert line == f"{page}:1: expected a file engine/slots.py; there is none"

@@ -9,9 +9,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fullshard.models.generate import SamplingSettings, continued
+from fullshard.models.generate import Sampler, SamplingSettings
 
 TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
+
+
+class Letters:
+    """A tokenizer with a token a letter."""
+
+    pad_token_id, bos_token_id = 0, 1
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 64 for letter in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return str(ids)
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +39,15 @@ def model() -> Any:
 def test_the_most_likely_tokens_leave_the_random_numbers_of_a_run_alone(model):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    new = continued(model, [1, 2, 3], 4, TOKENIZER, SamplingSettings(temperature=0))
+    (new,) = Sampler(model, TOKENIZER, SamplingSettings(temperature=0)).continued([[1, 2, 3]], 4)
     assert len(new) == 4
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_drawn_tokens_follow_from_the_seed(model):
     def drawn(seed: int) -> list[int]:
-        return continued(model, [1], 8, TOKENIZER, SamplingSettings(temperature=2.0, seed=seed))
+        settings = SamplingSettings(temperature=2.0, seed=seed)
+        return Sampler(model, TOKENIZER, settings).continued([[1]], 8)[0]
 
     assert drawn(1) == drawn(1) != drawn(2)
 
@@ -43,4 +56,46 @@ def test_processors_change_the_scores_of_every_token(model):
     def only_seven(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.where(torch.arange(64) == 7, scores, -torch.inf)
 
-    assert continued(model, [1], 3, TOKENIZER, SamplingSettings(), [only_seven]) == [7, 7, 7]
+    sampler = Sampler(model, TOKENIZER, SamplingSettings(), [only_seven])
+    assert sampler.continued([[1]], 3) == [[7, 7, 7]]
+
+
+def test_rows_of_a_batch_end_where_each_alone_would(model):
+    """The row that ends first is padded behind its end, which is no part of it."""
+
+    def ends_row_one(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = torch.where(ids[:, :1] == 1, 9, 8)  # 9 ends a text
+        return torch.where(torch.arange(64) == wanted, 0.0, -torch.inf)
+
+    model.generation_config.eos_token_id = [9, 10]
+    try:
+        sampler = Sampler(model, TOKENIZER, SamplingSettings(temperature=0), [ends_row_one])
+        assert sampler.continued([[1, 3], [2, 3]], 3) == [[9], [8, 8, 8]]
+    finally:
+        model.generation_config.eos_token_id = None
+
+
+def test_prompts_of_one_length_are_sampled_together_without_padding(model):
+    seen: list[tuple[int, ...]] = []
+
+    def watched(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(ids.shape))
+        return scores
+
+    sampler = Sampler(model, Letters(), SamplingSettings(1, temperature=0), [watched])
+    found = sampler.samples(["a", "bc", "d", "e", "fg"], batch_size=2)
+    assert seen == [(2, 2), (2, 1), (1, 1)]
+    assert [sample.prompt for sample in found] == ["a", "bc", "d", "e", "fg"]
+    assert found == [sampler.samples([sample.prompt])[0] for sample in found]
+
+
+def test_what_a_folder_says_of_sampling_changes_nothing_that_was_not_asked_for():
+    drawn = SamplingSettings(temperature=0.5).arguments()
+    assert drawn == {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+    }
+    assert SamplingSettings(temperature=0, top_k=3).arguments()["do_sample"] is False

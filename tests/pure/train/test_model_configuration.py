@@ -22,7 +22,8 @@ from fullshard.models.config import (
     fit_to_tokenizer,
     freeze,
 )
-from fullshard.models.generate import SamplingSettings, generate
+from fullshard.models.generate import SamplingSettings
+from fullshard.run.generation import Request, generate
 from fullshard.run.prepare import with_fitting_length
 
 SETTINGS = {
@@ -236,7 +237,7 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
     path = tmp_path / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match=said):
-        generate(tmp_path, "some", SamplingSettings(2))
+        generate(Request(tmp_path, ("some",), SamplingSettings(2)))
 
 
 def test_a_model_that_reads_what_it_predicts_is_refused():
@@ -255,9 +256,9 @@ def test_a_prompt_longer_than_the_model_is_cut_and_no_text_or_seed_is_a_raw_erro
     fit_to_tokenizer(config, tokenizer)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert generate(tmp_path, "some words " * 9, SamplingSettings()).num_new_tokens <= 8
+    assert generate(Request(tmp_path, ("some words " * 9,)))[0].num_new_tokens <= 8
     assert "the model has 16 positions" in caplog.text
     with pytest.raises(ConfigError, match="--prompt: expected UTF-8 text"):
-        generate(tmp_path, "a\udcff", SamplingSettings(2))
+        generate(Request(tmp_path, ("a\udcff",), SamplingSettings(2)))
     with pytest.raises(ConfigError, match="--seed: expected an integer >= 0"):
         SamplingSettings(seed=1 << 70)

@@ -2,59 +2,93 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fullshard.config.schema import ModelConfig
-from fullshard.data.text import Corpus, hold_out, pack
-from fullshard.data.tokenizer import encode, join, load_tokenizer, token_dtype, train_tokenizer
+from fullshard.data.arrays import Rows, tokens_in
+from fullshard.data.records import Files, Kind, read_records, read_text
+from fullshard.data.text import DatasetSettings, Source, make_dataset, split
+from fullshard.data.tokenize import cut, encode
+from fullshard.data.tokenizer import encoder_of, load_tokenizer, token_dtype, train_tokenizer
 from fullshard.errors import ConfigError, DataError
 from support.text import seeded_text
 
 texts = st.text(alphabet="ab\n", min_size=1, max_size=40)
+FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def held_out(folder: Path, kind: Kind, fraction: float, *contents: str) -> list[list[str]]:
+    """What is trained on and what is held out of files, file by file."""
+    files = []
+    for number, content in enumerate(contents):
+        files.append(folder / f"{number:02}")
+        files[-1].write_text(content)
+    parts = split(Files(folder, tuple(files), kind).spans(), DatasetSettings(1, fraction, 0))
+    return [["".join(read_text(span)) for span in part] for part in parts]
+
+
+@FIXTURES
 @given(st.lists(texts, min_size=1, max_size=8), st.floats(0.0, 0.9))
-def test_running_text_is_cut_once_and_nothing_is_lost(documents, fraction):
-    corpus = Corpus(tuple(documents), False, "test")
-    split = hold_out(corpus, fraction)
-    assert "".join(split.train) + "".join(split.held_out) == "".join(documents)
-    held_out = sum(map(len, split.held_out))
-    assert held_out >= fraction * corpus.num_characters
+def test_running_text_is_cut_once_and_nothing_is_lost(tmp_path, documents, fraction):
+    train, rest = held_out(tmp_path, Kind.TEXT, fraction, *documents)
+    assert "".join(train + rest) == "".join(documents)
+    assert sum(map(len, rest)) >= fraction * sum(map(len, documents))
 
 
-def test_running_text_is_cut_at_a_line_end():
-    split = hold_out(Corpus(("one\ntwo\nthree\nfour\n",), False, "test"), 0.3)
-    assert split.held_out == ("three\nfour\n",)
-    assert split.train == ("one\ntwo\n",)
+def test_running_text_is_cut_at_a_line_end(tmp_path):
+    parts = held_out(tmp_path, Kind.TEXT, 0.3, "one\ntwo\nthree\nfour\n")
+    assert parts == [["one\ntwo\n"], ["three\nfour\n"]]
 
 
+def test_running_text_without_lines_is_cut_between_characters(tmp_path):
+    train, rest = held_out(tmp_path, Kind.TEXT, 0.5, "\u20ac" * 101)
+    assert train + rest == ["\u20ac" * 50, "\u20ac" * 51]
+
+
+@FIXTURES
 @given(st.integers(2, 60), st.floats(0.01, 0.9))
-def test_records_stay_whole_and_at_least_one_is_on_each_side(count, fraction):
-    documents = tuple(f"record {number}" for number in range(count))
-    split = hold_out(Corpus(documents, True, "test"), fraction)
-    assert split.train + split.held_out == documents
-    assert split.train
-    assert split.held_out
+def test_records_stay_whole_and_at_least_one_is_on_each_side(tmp_path, count, fraction):
+    lines = [f'{{"text": "record {number}"}}\n' for number in range(count)]
+    train, rest = held_out(tmp_path, Kind.JSONL, fraction, "".join(lines))
+    assert ("".join(train) + "".join(rest)).splitlines(keepends=True) == lines
+    assert "".join(train).endswith("\n")
+    assert rest
 
 
-def test_no_fraction_holds_nothing_out():
-    assert hold_out(Corpus(("a", "b"), True, "test"), 0.0).held_out == ()
+def test_no_fraction_holds_nothing_out(tmp_path):
+    assert held_out(tmp_path, Kind.JSONL, 0.0, "1\n", "2\n") == [["1\n", "2\n"], []]
 
 
-def test_sequences_are_the_stream_and_the_rest_is_dropped():
-    stream = join([[1, 2, 3], [4, 5], [6, 7, 8]], vocab_size=10)
-    assert pack(stream, 3, "training").tolist() == [[1, 2, 3], [4, 5, 6]]
+def test_a_single_record_is_trained_on(tmp_path):
+    assert held_out(tmp_path, Kind.JSONL, 0.1, '{"text": "a"}') == [['{"text": "a"}'], []]
+
+
+def test_sequences_are_the_stream_of_all_files_and_the_rest_is_dropped(tmp_path):
+    files = []
+    for name, tokens in (("a", [1, 2, 3]), ("b", []), ("c", [4, 5]), ("d", [6, 7, 8])):
+        files.append(tmp_path / f"{name}.npy")
+        np.save(files[-1], np.array(tokens, np.uint16))
+    rows = Rows([[tokens_in(file, None) for file in files], [tokens_in(files[0], None)]], 3)
+    assert rows.take(np.array([1, 0, 2])).tolist() == [[4, 5, 6], [1, 2, 3], [1, 2, 3]]
+    assert (len(rows), rows.num_dropped) == (3, 2)
 
 
 @pytest.mark.parametrize(
-    ("what", "way_out"), [("training", "more text"), ("held-out", "validation_fraction")]
+    ("fraction", "what"),
+    [(0.0, "100 training tokens .*more text"), (0.1, "100 held-out tokens .*validation_fraction")],
 )
-def test_too_few_tokens_for_one_sequence_says_how_many_there_are(what, way_out):
-    with pytest.raises(DataError, match=rf"at least 8 {what} tokens .*got 3\..*{way_out}"):
-        pack(join([[1, 2, 3]], vocab_size=10), 8, what)
+def test_too_few_tokens_for_one_sequence_says_how_many_there_are(
+    tmp_path, monkeypatch, fraction, what
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text(seeded_text(12 if fraction else 2))
+    with pytest.raises(DataError, match=f"at least {what}"):
+        make_dataset([Source.at(tmp_path / "a.txt")], DatasetSettings(100, fraction, 300), None)
 
 
 @pytest.mark.parametrize(
@@ -70,29 +104,49 @@ def test_tokenizer_gives_back_any_text_and_keeps_to_its_size(tmp_path):
     tokenizer = train_tokenizer([text], 300)
     assert len(tokenizer) == 300
     strange = "na\u00efve \u2028 tab\t  two spaces \U0001f600 \x00"
+    encoder, as_json = encoder_of(tokenizer)
     for one in (text, strange):
-        (ids,) = encode(tokenizer, [one])
+        (ids,) = encode(encoder, [(one, True)], [0])
         assert ids[-1] == tokenizer.eos_token_id == 0
         assert tokenizer.decode(ids[:-1]) == one
+        assert tokenizer(one, add_special_tokens=False)["input_ids"] == ids[:-1]
     tokenizer.save_pretrained(tmp_path)
     again = load_tokenizer(ModelConfig(name_or_path=str(tmp_path)))
     assert again is not None
-    assert list(encode(again, [text])) == list(encode(tokenizer, [text]))
+    assert encoder_of(again)[1] == as_json
 
 
 def test_long_documents_are_encoded_in_pieces_that_end_with_a_line(monkeypatch):
     text = seeded_text(40)
     tokenizer = train_tokenizer([text], 300)
-    (whole,) = encode(tokenizer, [text])
-    monkeypatch.setattr("fullshard.data.tokenizer.PIECE_CHARACTERS", 100)
-    monkeypatch.setattr("fullshard.data.tokenizer.DOCUMENTS_AT_ONCE", 2)
-    documents = [text, "short", text]
-    pieces = list(encode(tokenizer, documents))
-    assert len(pieces) > 40
-    assert all(tokenizer.decode(piece).endswith(("\n", "<|endoftext|>")) for piece in pieces)
-    joined = [token for piece in pieces for token in piece]
-    (short,) = encode(tokenizer, ["short"])
-    assert joined == whole + short + whole
+    encoder, _ = encoder_of(tokenizer)
+    (whole,) = encode(encoder, [(text, True)], [0])
+    monkeypatch.setattr("fullshard.data.tokenize.PIECE_CHARACTERS", 100)
+    pieces = list(encode(encoder, ((piece, False) for piece in cut(text)), [0]))
+    assert len(pieces) > 20
+    assert all(tokenizer.decode(piece).endswith("\n") for piece in pieces)
+    assert [token for piece in pieces for token in piece] == whole[:-1]
+
+
+def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("fullshard.data.records.PIECE", 7)
+    text = "\ufeffgr\u00fc\u00dfe \u20ac\n" * 9 + "\U0001f600" * 9
+    (tmp_path / "a.txt").write_text(text)
+    (span,) = Files(tmp_path, (tmp_path / "a.txt",), Kind.TEXT).spans()
+    assert "".join(read_text(span)) == text[1:]
+    middle = text[:30].encode()
+    assert "".join(read_text(span.part(len(middle), span.stop))) == text[30:]
+
+
+def test_lines_of_a_span_are_those_that_begin_in_it(tmp_path):
+    lines = [f"{number}\n" for number in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (span,) = Files(tmp_path, (tmp_path / "a.jsonl",), Kind.JSONL).spans()
+    found = [r.value for at in range(0, 80, 8) for r in read_records(span.part(at, at + 8))]
+    assert len(found) >= 30
+    place = sum(map(len, lines[:12]))
+    (first, *_) = read_records(span.part(place, span.stop))
+    assert (first.value, first.place) == (12, f"{tmp_path / 'a.jsonl'}:13")
 
 
 def test_tokenizer_is_the_same_every_time():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.cli.app import run
 from fullshard.errors import ConfigError
 from fullshard.launch import run_lock
+from fullshard.observe.metrics import EvalRow, MetricsWriter
 from fullshard.observe.report import write_report
 from fullshard.run import start as run_start
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
@@ -87,6 +90,29 @@ def test_run_that_is_still_going_on_is_left_alone(tmp_path):
         assert folder.record.read_bytes() == before
 
 
+def test_a_lock_that_cannot_be_opened_is_said(tmp_path):
+    folder, _ = make(tmp_path / "train")
+    finish(folder)
+    (folder.path / run_lock.LOCK).unlink()
+    (folder.path / run_lock.LOCK).mkdir()
+    with pytest.raises(ConfigError, match=r"training\.output_dir: .*Is a directory"):
+        make(tmp_path / "train")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_whose_folder_went_away_says_so(tmp_path, again):
+    folder, _ = make(tmp_path / "train")
+    writer = MetricsWriter(folder.metrics)
+    row = EvalRow(1, 2.0)
+    writer.write(row)
+    folder.path.rename(tmp_path / "moved")
+    if again:  # another run lies there now
+        MetricsWriter(make(tmp_path / "train")[0].metrics).close()
+    with pytest.raises(ConfigError, match="was moved, removed or replaced"):
+        writer.write(row)
+    writer.close()
+
+
 @pytest.mark.parametrize("older", ["none", "finished", "unfinished"])
 def test_of_two_starts_at_the_same_time_one_is_refused(tmp_path, older):
     place = tmp_path / "train"
@@ -118,6 +144,27 @@ def test_run_whose_process_was_killed_is_free_at_once(tmp_path):
     assert record["status"] == "preparing"
     _, moved = make(tmp_path / "train")
     assert moved == tmp_path / "train.1"
+    record = RunFolder(moved).read_record()
+    assert (record["status"], record["exit_code"]) == ("failed", 5)
+    assert "ended without recording why" in record["error"]["message"]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_report_tells_a_killed_run_from_one_that_is_going_on(tmp_path, capsys, alive):
+    held = contextlib.ExitStack()
+    with held:
+        folder, _ = held.enter_context(begin(tmp_path / "train", "train"))
+        folder.update_record(status=RunStatus.RUNNING)
+        if not alive:
+            held.close()
+        assert run(["report", str(folder.path)]) == 0
+        assert folder.read_record()["status"] == ("running" if alive else "failed")
+        assert ("ended without recording why" in folder.report.read_text()) == (not alive)
+
+
+def test_report_of_a_folder_without_a_run_writes_nothing_there(tmp_path):
+    assert run(["report", str(tmp_path)]) == 2
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -207,14 +254,12 @@ def test_folder_without_a_record_is_no_run(tmp_path):
         RunFolder(tmp_path).read_record()
 
 
-def test_folder_below_one_that_cannot_be_written_is_a_configuration_error(tmp_path, monkeypatch):
-    said = "output_dir: expected a folder that can be made"
+@pytest.mark.parametrize("start", [make, check_output_dir])  # the run, and --dry-run
+@pytest.mark.parametrize("place", ["link", "/proc/x", "/proc/self/task"])
+def test_folder_that_cannot_be_written_is_a_configuration_error(tmp_path, place, start):
     (tmp_path / "link").symlink_to("/nowhere/at/all")
-    with pytest.raises(ConfigError, match=said):
-        make(tmp_path / "link")
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match=f"{said}, .* cannot be written"):
-        check_output_dir(tmp_path / "not" / "yet")
+    with pytest.raises(ConfigError, match="output_dir: expected a folder that can be made"):
+        start(tmp_path / place)
 
 
 def test_report_that_fails_hides_no_other_failure(tmp_path, monkeypatch, caplog):

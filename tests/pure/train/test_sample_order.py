@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.data.order import BatchShape, SampleOrder, evaluation_samples
+from fullshard.data.order import BatchShape, SampleOrder, evaluation_samples, permuted
 from fullshard.errors import DataError
 
 shapes = st.builds(BatchShape, st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
@@ -53,6 +53,52 @@ def test_a_step_can_be_asked_for_in_any_order():
 def test_fewer_samples_than_a_step_needs_are_refused():
     with pytest.raises(DataError, match=r"at least 16 sequences .*4 a rank x 2 .*x 2 ranks.*got 5"):
         SampleOrder(5, BatchShape(4, 2, 2), seed=0)
+
+
+@given(st.integers(1, 5000), st.integers(0, 9), st.integers(0, 9))
+def test_a_keyed_permutation_takes_every_index_to_another_one(size, seed, epoch):
+    found = permuted(np.arange(size), size, (seed, epoch))
+    assert sorted(found.tolist()) == list(range(size))
+    some = np.arange(size)[::7]
+    assert permuted(some, size, (seed, epoch)).tolist() == found[some].tolist()
+
+
+def test_a_permutation_of_small_and_large_ranges_is_as_good_as_a_drawn_one():
+    """Each of 3! orders, the places of one index, and neighbours that stay neighbours."""
+    small = [tuple(permuted(np.arange(3), 3, (seed, 0)).tolist()) for seed in range(1800)]
+    counts = np.unique(small, axis=0, return_counts=True)[1]
+    assert counts.tolist() == pytest.approx([300] * 6, abs=80)
+    places = [int(permuted(np.array([0]), 1000, (0, epoch))[0]) for epoch in range(1500)]
+    assert np.histogram(places, 10)[0].tolist() == pytest.approx([150] * 10, abs=50)
+    size = 1_000_003
+    found = permuted(np.arange(size), size, (1, 2))
+    assert abs(np.corrcoef(np.arange(size), found)[0, 1]) < 0.005
+    assert np.count_nonzero(np.abs(np.diff(found)) == 1) < 20
+
+
+def test_a_range_that_no_memory_holds_is_permuted():
+    order = SampleOrder(10**15, BatchShape(2, 2, 2), seed=5)
+    assert len(set(order.of_step(10**13).ravel().tolist())) == 8
+    assert order.of_step(10**13).max() < 10**15
+
+
+def test_a_mixture_gives_each_source_its_places_and_uses_all_of_it():
+    shape = BatchShape(5, 1, 2)
+    order = SampleOrder(100, shape, seed=3, mixture=((30, 60), (70, 40)))
+    epochs = [
+        np.concatenate([order.of_step(10 * epoch + step).ravel() for step in range(10)])
+        for epoch in range(7)
+    ]
+    for rows in epochs:
+        assert np.count_nonzero(rows < 30) == 60
+        counts = np.bincount(rows, minlength=100)
+        assert set(counts[:30].tolist()) == {2}
+        assert counts[30:].sum() == 40
+    # 7 epochs of 40 places go through 70 sequences 4 times.
+    assert np.bincount(np.concatenate(epochs), minlength=100)[30:].tolist() == [4] * 70
+    assert set(order.of_step(3).ravel()) == set(
+        SampleOrder(100, BatchShape(1, 10, 1), 3, order.mixture).of_step(3).ravel()
+    )
 
 
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(1, 4))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.data.text import embedded_corpus, read_corpus
+from fullshard.data.text import DatasetSettings, Source, make_dataset
+from fullshard.data.tokenize import Settings, pieces, shards
 from fullshard.errors import DataError
 from support.text import seeded_text
 
@@ -20,26 +21,35 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def documents(path: Path | None, text_column: str = "text") -> tuple[str, ...]:
+    source, found = Source.at(path, text_column=text_column), [""]
+    for shard in shards(source.files.spans(), {}):
+        for text, is_last in pieces(shard, Settings("", (), text_column, 0, "")):
+            found[-1] += text
+            found += [""] if is_last else []
+    return tuple(found[:-1])
+
+
 def message(path: Path, **options: str) -> str:
     with pytest.raises(DataError) as caught:
-        read_corpus(path, **options)
+        make_dataset([Source.at(path, **options)], DatasetSettings(1, 0.0, 300), None)
     return str(caught.value)
 
 
 def test_embedded_text_is_one_document_a_topic_in_key_order():
     from pydoc_data.topics import topics
 
-    corpus = embedded_corpus()
-    assert "".join(corpus.documents) == "".join(topics[name] for name in sorted(topics))
-    assert not corpus.are_records
-    assert read_corpus(None) == corpus
+    assert documents(None) == tuple(topics[name] for name in sorted(topics))
 
 
 def test_text_file_is_one_document_without_its_byte_order_mark(tmp_path):
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbf" + "gr\u00fc\u00dfe\r\nzwei\n".encode())
-    corpus = read_corpus(path)
-    assert corpus.documents == ("gr\u00fc\u00dfe\r\nzwei\n",)
-    assert not corpus.are_records
+    assert documents(path) == ("gr\u00fc\u00dfe\r\nzwei\n",)
 
 
 def test_folder_of_text_is_read_in_name_order_without_hidden_files(tmp_path):
@@ -47,20 +57,18 @@ def test_folder_of_text_is_read_in_name_order_without_hidden_files(tmp_path):
     write(tmp_path / "a" / "z.txt", "first")
     write(tmp_path / ".cache" / "x.txt", "hidden")
     write(tmp_path / "c.txt", "")
-    assert read_corpus(tmp_path).documents == ("first", "second")
+    assert documents(tmp_path) == ("first", "second")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json"])
 def test_jsonl_records_are_documents_and_blank_lines_none(tmp_path, name):
     path = write(tmp_path / name, '{"text": "one"}\n\n{"text": "two\\u2028", "id": 3}\n')
-    corpus = read_corpus(path)
-    assert corpus.documents == ("one", "two\u2028")
-    assert corpus.are_records
+    assert documents(path) == ("one", "two\u2028")
 
 
 def test_json_list_is_read_as_records(tmp_path):
     path = write(tmp_path / "a.json", json.dumps([{"body": "one"}, {"body": "two"}]))
-    assert read_corpus(path, text_column="body").documents == ("one", "two")
+    assert documents(path, text_column="body") == ("one", "two")
 
 
 def test_parquet_column_is_read_over_all_row_groups(tmp_path):
@@ -69,9 +77,7 @@ def test_parquet_column_is_read_over_all_row_groups(tmp_path):
     texts = seeded_text(50).splitlines()
     table = pyarrow.table({"id": list(range(50)), "text": texts})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    corpus = read_corpus(tmp_path / "a.parquet")
-    assert list(corpus.documents) == texts
-    assert corpus.are_records
+    assert list(documents(tmp_path / "a.parquet")) == texts
 
 
 def test_missing_path_names_the_nearest_one(tmp_path):
@@ -79,6 +85,12 @@ def test_missing_path_names_the_nearest_one(tmp_path):
     said = message(tmp_path / "corpsu.txt")
     assert f"got '{tmp_path / 'corpsu.txt'}'" in said
     assert f"Did you mean '{tmp_path / 'corpus.txt'}'?" in said
+
+
+def test_link_that_leads_to_nothing_is_named(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "loop", tmp_path / "loop" / "a.txt"):
+        assert message(path).endswith(f"'{tmp_path / 'loop'}' is a link that leads to nothing.")
 
 
 def test_missing_folder_on_the_way_is_the_one_that_is_named(tmp_path):
@@ -91,6 +103,14 @@ def test_wrong_encoding_names_file_byte_offset_and_line(tmp_path):
     said = message(path)
     assert f"byte 0xfc at offset 12 of '{path}' (line 2)" in said
     assert "Convert the file to UTF-8." in said
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-32-be"])
+def test_wide_characters_without_a_mark_are_no_text(tmp_path, encoding):
+    path = write(tmp_path / "wide.txt", ("eins zwei drei\n" * 100).encode(encoding))
+    assert f"byte 0x00 at offset {encoding.endswith('le'):d} of '{path}' (line 1)" in message(path)
+    write(path, b"eins\0" + b"zwei drei\n" * 100)  # one zero byte is text
+    assert make_dataset([Source.at(path)], DatasetSettings(1, 0.0, 300), None)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -156,6 +176,7 @@ def test_file_that_is_no_parquet_is_said(tmp_path):
         ('{"text": "x"', "column 13"),
         ('["x"]', "expected a JSON object, got list at"),
         ('{"text": 3}', "expected text in column 'text', got int at"),
+        ('{"text": "x", "a": 1, "text": "y"}', "the key 'text' comes twice"),
     ],
 )
 def test_broken_line_is_named_with_file_and_number(tmp_path, line, expected):
@@ -171,7 +192,7 @@ def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, monkeypatch, what)
     place = tmp_path / "below" / "b.txt"
     write(tmp_path / "below" / "c.txt", "more")
     (tmp_path / ".hidden").symlink_to("nowhere")
-    assert len(read_corpus(tmp_path).documents) == 2
+    assert len(documents(tmp_path)) == 2
     if what in ("link", "linked"):
         place.symlink_to("nowhere" if what == "link" else "..")
     elif what == "pipe":

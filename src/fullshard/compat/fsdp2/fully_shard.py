@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from fullshard.compat import optim_states, state_dicts
 from fullshard.compat.errors import (
@@ -59,8 +60,12 @@ class UnshardHandle:
         """Return when the parameters are whole: they are."""
 
 
-class FSDPModule(HoldsShards, nn.Module):
-    """The methods that `fully_shard` gives a module."""
+class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
+    """The methods that `fully_shard` gives a module: all of torch's, which also knows it as one.
+
+    A helper that imports torch's class then calls them, and does not pass our modules by. Torch's
+    class stands last among the bases, so that none of its own methods runs.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A slice of a sharded Sequential is of the original class."""
@@ -82,7 +87,10 @@ class FSDPModule(HoldsShards, nn.Module):
 
     # ---- parameters
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # noqa: FBT001, FBT002
+    def unshard(  # pyright: ignore[reportIncompatibleMethodOverride]  a handle of ours
+        self,
+        async_op: bool = False,  # noqa: FBT001, FBT002
+    ) -> UnshardHandle | None:
         """Show whole parameters until `reshard` or the next forward. A collective.
 
         Inside a forward or backward nothing happens: the plan gathers ahead by itself.
@@ -175,15 +183,15 @@ class FSDPModule(HoldsShards, nn.Module):
     ) -> None:
         """No effect: slots belong to the plan, and hold nothing between steps."""
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Look as many units ahead in forward; which ones follows from the order that runs."""
         self._look_ahead("forward_prefetch", modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """The same in backward."""
         self._look_ahead("backward_prefetch", modules)
 
-    def _look_ahead(self, key: str, modules: list[FSDPModule]) -> None:
+    def _look_ahead(self, key: str, modules: list[Any]) -> None:
         _check_all(modules)
         root = _wrapped(outermost(self))
         depth = max(len(modules), root.options.get(key) or 1)

@@ -20,7 +20,8 @@ from fullshard.recipes.base import Batch
 from fullshard.recipes.distill.logits import TopK, with_logits
 from fullshard.recipes.distill.teacher import settings_of
 from fullshard.xla.decoder import DecoderConfig
-from fullshard.xla.distill import PROJECTION, Decoder, cross_entropy, distillation
+from fullshard.xla.distill import PROJECTION, distillation
+from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import Given
@@ -67,7 +68,7 @@ class XlaTeaching:
     @property
     def told(self) -> LossFn:
         """What evaluation says: the student's cross-entropy alone."""
-        return cross_entropy(self.student, self.settings)
+        return next_token(self.student, self.settings.tokens_at_once)
 
     def given(self) -> Given | None:
         """The teacher's arrays, each process the bytes of its devices. A collective."""

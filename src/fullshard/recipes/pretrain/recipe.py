@@ -31,20 +31,19 @@ class PackedText(RowBatches):
     """
 
     def __init__(self, data: Dataset, per_device_eval: int, order: SampleOrder, seat: Seat) -> None:
-        held_out = data.train[:0] if data.held_out is None else data.held_out
-        super().__init__(len(held_out), per_device_eval, order, seat)
-        self._train, self._held_out = data.train, held_out
+        super().__init__(len(data.held_out), per_device_eval, order, seat)
+        self._train, self._held_out = data.train, data.held_out
         # Known: each sequence predicts all its tokens but the first.
-        self.tokens_per_step = self.samples_per_step * (data.train.shape[1] - 1)
+        self.tokens_per_step = self.samples_per_step * (data.train.length - 1)
 
     @property
     def train_lengths(self) -> Indices:
         """Tokens of each row."""
-        return np.full(len(self._train), self._train.shape[1], dtype=np.int64)
+        return np.full(len(self._train), self._train.length, dtype=np.int64)
 
     def _arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
         sequences = self._held_out if held_out else self._train
-        ids = sequences[np.maximum(chosen, 0)].astype(np.int64)
+        ids = sequences.take(np.maximum(chosen, 0))
         labels = np.where(chosen[:, None] < 0, IGNORED, ids)
         return {"input_ids": ids, "labels": labels}
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from mmap import PAGESIZE
 from typing import Any
 
@@ -348,8 +348,8 @@ class SharedTransport:
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
         return _PulledReduction(self._gradients, fulls)
 
-    def sum_replicas(self, values: torch.Tensor) -> None:
-        self._direct.sum_replicas(values)
+    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
+        return self._direct.sum_replicas(values)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if self._axes.mesh.replicate > 1:

@@ -1,0 +1,180 @@
+"""Tokens in files, mapped where they lie: those that we made, and those that others made before.
+
+    .npy    one axis of integers; its header has the dtype
+    .bin    Megatron: dtype and counts are in the .idx beside it
+            llm.c: 256 int32 before the tokens; the first one tells the dtype
+            nanoGPT: nothing but tokens, uint16 unless `data.dtype` says otherwise
+
+Nothing is copied: rows of a fixed length are cut out of the files of a source, one after another.
+
+    files       [ a.bin        ][ b.bin             ]
+    rows        |<-- 0 -->|<-- 1 -->|<-- 2 -->| rest: dropped
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fullshard.data.order import Indices
+from fullshard.errors import DataError
+
+MEGATRON = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+LLM_C = {20240520: "uint16", 20240801: "uint32"}
+LLM_C_HEADER = 1024  # bytes
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens in a file.
+
+    Attributes:
+        file: Its path.
+        dtype: Of the tokens, by numpy's name.
+        offset: Byte of the first one.
+        count: How many there are.
+    """
+
+    file: str
+    dtype: str
+    offset: int
+    count: int
+
+    def mapped(self) -> npt.NDArray[np.integer]:
+        """(count,), read from disk as it is used."""
+        return _map(self)
+
+    def part(self, start: int, stop: int) -> TokenFile:
+        """Tokens [start, stop) of these."""
+        offset = self.offset + start * np.dtype(self.dtype).itemsize
+        return TokenFile(self.file, self.dtype, offset, stop - start)
+
+
+@lru_cache(maxsize=1024)  # a process may have 65,530 maps
+def _map(tokens: TokenFile) -> npt.NDArray[np.integer]:
+    if not tokens.count:
+        return np.empty(0, tokens.dtype)
+    return np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+
+
+class Rows:
+    """Rows of `length` tokens of several sources; rows of a source follow those of the one before.
+
+    Args:
+        sources: The files of each source.
+        length: Tokens of a row.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[TokenFile]], length: int) -> None:
+        self.sources, self.length = sources, length
+        self._bounds = [np.cumsum([0, *(one.count for one in files)]) for files in sources]
+        self.sizes = [int(bounds[-1]) // length for bounds in self._bounds]
+        self._first = np.cumsum([0, *self.sizes])
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens at the ends of sources that fill no row."""
+        return sum(int(bounds[-1]) % self.length for bounds in self._bounds)
+
+    def take(self, rows: Indices) -> Indices:
+        """Tokens of some rows, shape (len(rows), length)."""
+        found = np.empty((len(rows), self.length), dtype=np.int64)
+        for at, row in enumerate(rows.tolist()):
+            source = int(np.searchsorted(self._first, row, "right")) - 1
+            place = (row - int(self._first[source])) * self.length
+            self._read(source, place, found[at])
+        return found
+
+    def _read(self, source: int, place: int, into: Indices) -> None:
+        bounds, done = self._bounds[source], 0
+        number = int(np.searchsorted(bounds, place, "right")) - 1
+        while done < len(into):
+            start = place + done - int(bounds[number])
+            piece = self.sources[source][number].mapped()[start : start + len(into) - done]
+            into[done : done + len(piece)] = piece
+            done, number = done + len(piece), number + 1
+
+
+def tokens_in(file: Path, dtype: str | None) -> TokenFile:
+    """The tokens of an array that somebody else made.
+
+    Args:
+        file: A .npy or .bin file.
+        dtype: data.dtype; None: what the file says, else uint16.
+
+    Raises:
+        DataError: It is no such file, or its own dtype is another one.
+    """
+    try:
+        found, says = _npy(file) if file.suffix.lower() == ".npy" else _bin(file, dtype)
+    except (OSError, ValueError, struct.error) as error:
+        raise DataError(
+            f"data.path: expected an array of tokens, got '{file}' that cannot be read ({error}). "
+            "Write it again, or name another file."
+        ) from error
+    if dtype not in (None, found.dtype):
+        raise DataError(
+            f"data.dtype: expected {found.dtype}, which {says} of '{file}' says, got {dtype}. "
+            "Leave it out."
+        )
+    return found
+
+
+def _npy(file: Path) -> tuple[TokenFile, str]:
+    with file.open("rb") as opened:
+        version = np.lib.format.read_magic(opened)
+        read = np.lib.format.read_array_header_1_0
+        shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(
+            opened
+        )
+        offset = opened.tell()
+    if len(shape) != 1 or dtype.kind not in "ui":
+        raise ValueError(f"it holds {dtype} of shape {shape}; one axis of integers is read")
+    found = TokenFile(str(file.absolute()), dtype.str, offset, shape[0])
+    if offset + shape[0] * dtype.itemsize > file.stat().st_size:
+        raise ValueError("it is shorter than its header says")
+    return found, "the header"
+
+
+def _bin(file: Path, dtype: str | None) -> tuple[TokenFile, str]:
+    size, index, offset, says = file.stat().st_size, file.with_suffix(".idx"), 0, ""
+    with file.open("rb") as opened:
+        start = opened.read(12)
+    if index.is_file():
+        dtype, says = _megatron(index, size), index.name
+    elif len(start) == 12 and struct.unpack("<i", start[:4])[0] in LLM_C:
+        magic, _, count = struct.unpack("<3i", start)
+        dtype, says, offset = LLM_C[magic], "the header", LLM_C_HEADER
+        if offset + count * np.dtype(dtype).itemsize != size:
+            raise ValueError(f"its header counts {count:,} tokens, which {size:,} bytes are not")
+    found = np.dtype(dtype or "uint16")
+    if (size - offset) % found.itemsize:
+        raise ValueError(f"{size - offset:,} bytes are no whole number of {found}")
+    count = (size - offset) // found.itemsize
+    tokens = TokenFile(str(file.absolute()), found.name, offset, count)
+    if dtype is None and count > 1 and not tokens.mapped()[1 : 1 << 16 : 2].any():
+        raise ValueError("every second uint16 is 0: set data.dtype, perhaps to uint32")
+    return tokens, says
+
+
+def _megatron(index: Path, size: int) -> str:
+    """The dtype that an index names, of a .bin of `size` bytes."""
+    with index.open("rb") as opened:
+        mark, version, code, count, _ = struct.unpack("<9sQBQQ", opened.read(34))
+    if mark != MEGATRON or version != 1 or code not in MEGATRON_DTYPES:
+        raise ValueError(f"'{index.name}' is no index of Megatron, version 1, of integers")
+    lengths = np.memmap(index, np.int32, "r", 34, (count,)) if count else np.empty(0, np.int32)
+    total = int(lengths.sum(dtype=np.int64)) * np.dtype(MEGATRON_DTYPES[code]).itemsize
+    if total != size:
+        raise ValueError(f"'{index.name}' counts {total:,} bytes, the file has {size:,}")
+    return MEGATRON_DTYPES[code]

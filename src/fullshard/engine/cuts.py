@@ -1,0 +1,180 @@
+"""Parameters that other axes of the mesh have cut: tensor or expert parallelism, as DTensors.
+
+[Note: two cuts]
+Such a parameter is laid out by its local tensor; the whole of a unit's slot is the whole of what
+this rank's place on the other axes holds. Everything that knows of the other axes is here:
+
+    whole --Cut.local_of--> local tensor --flat layout--> slice on this rank
+    slice ----gather------> local tensor --Cut.show-----> what forward sees: a DTensor again
+    gradient of forward ---Cut.gradient--> local gradient --reduce-scatter--> slice
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fullshard.engine._torch_compat import local_tensor
+from fullshard.errors import ConfigError, UnsupportedModelError
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a DTensor. Who has made none does not pay for the import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor as it is."""
+    return local_tensor(tensor).detach() if is_distributed(tensor) else tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How other axes have cut a parameter.
+
+    Attributes:
+        mesh: DeviceMesh of these axes.
+        placements: One for each of them.
+        shape: Of the whole parameter.
+        stride: Of the whole parameter, in elements.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Any) -> Cut | None:
+        """That of a parameter, a shard too; None where no other axis has one."""
+        record = getattr(param, "record", None)
+        if record is not None:
+            return record.cut
+        if not is_distributed(param):
+            return None
+        shape, stride = tuple(param.shape), tuple(param.stride())
+        return cls(param.device_mesh, tuple(param.placements), shape, stride)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the mesh."""
+        return tuple(self.mesh.mesh.flatten().tolist())
+
+    @cached_property
+    def _cut_axes(self) -> list[int]:
+        return [i for i, placement in enumerate(self.placements) if not placement.is_replicate()]
+
+    @property
+    def num_parts(self) -> int:
+        """Different local tensors."""
+        return math.prod(self.mesh.size(axis) for axis in self._cut_axes)
+
+    @property
+    def part(self) -> int:
+        """Which of them this rank has."""
+        found = 0
+        for axis in self._cut_axes:
+            found = found * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return found
+
+    @property
+    def by_axis(self) -> dict[str, str]:
+        """Placements by the names of axes."""
+        names = self.mesh.mesh_dim_names or [f"axis {i}" for i in range(len(self.placements))]
+        return dict(zip(names, map(repr, self.placements), strict=True))
+
+    def describe(self) -> str:
+        """Axes and placements, as people read them."""
+        return ", ".join(f"{axis} {placement}" for axis, placement in self.by_axis.items())
+
+    def show(self, local: torch.Tensor) -> Any:
+        """A DTensor over the memory of a local tensor. No communication."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
+
+    def whole_of(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole of local tensors. A collective of the mesh."""
+        with torch.no_grad():
+            return self.show(local).full_tensor()
+
+    def local_of(self, whole: Any) -> torch.Tensor:
+        """This rank's part of a whole tensor, or of a DTensor. No communication of the former."""
+        from torch.distributed.tensor import distribute_tensor
+
+        with torch.no_grad():
+            if is_distributed(whole):
+                return whole.redistribute(self.mesh, self.placements).to_local()
+            placed = distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
+            return placed.to_local()
+
+    def gradient(self, gradient: Any) -> torch.Tensor:
+        """The local tensor of a gradient, placed as the parameter is.
+
+        A collective of the mesh where its placements differ, as where a replicated weight was
+        used by ranks with different parts of a sequence.
+        """
+        if not is_distributed(gradient):
+            return gradient
+        if gradient.placements != self.placements:
+            gradient = gradient.redistribute(placements=self.placements)
+        local: Any = local_tensor(gradient)
+        return local.wait() if hasattr(local, "wait") else local
+
+
+def check_cuts(params: Iterable[tuple[str, Any]], own: Iterable[int], inner: Iterable[int]) -> None:
+    """The other axes must be those that the mesh leaves.
+
+    Args:
+        params: Names and parameters, before they are sharded.
+        own: Ranks that see other batches than this one, and hold parts or copies: the replicate
+            and shard axes.
+        inner: Ranks of the other axes, at this rank's place on these two.
+
+    Raises:
+        UnsupportedModelError: A parameter is cut along the shard axis, or not understood.
+        ConfigError: An axis of the mesh is left that cuts nothing.
+    """
+    data, rest = set(own), set(inner)
+    seen: set[int] = set()
+    for name, param in params:
+        cut = Cut.of(param)
+        if cut is None:
+            continue
+        seen.update(cut.ranks)
+        where = f"{name}: expected a DTensor of axes beside the shard axis, placed by Shard or "
+        where += f"Replicate; got {cut.describe()}"
+        if any(placement.is_partial() for placement in cut.placements):
+            raise UnsupportedModelError(
+                f"{where}. A partial sum is no parameter: redistribute it before fs.shard."
+            )
+        if not set(cut.ranks) <= rest:
+            raise UnsupportedModelError(
+                f"{where}, over ranks {sorted(cut.ranks)}, while ranks {sorted(data)} share the "
+                "replicate and shard axes. Make one mesh of all axes, "
+                "init_device_mesh(device, (shard, tensor), mesh_dim_names=('shard', 'tensor')), "
+                "parallelize over mesh['tensor'] and call fs.shard(model, mesh=mesh['shard']). "
+                "What FSDP2 has sharded is whole again by p.full_tensor()."
+            )
+    if len(rest) > 1 and rest - seen:
+        raise ConfigError(
+            f"mesh: expected axes beside replicate and shard along which parameters are DTensors; "
+            f"ranks {sorted(rest)} are on others, and {sorted(rest - seen)} hold the same "
+            "parameters as this one, whose gradients nobody would sum. Name the axis replicate or "
+            "shard and give it to fs.shard (mesh['replicate', 'shard']), or parallelize the model "
+            "over it first (torch's parallelize_module, transformers' tp_plan)."
+        )

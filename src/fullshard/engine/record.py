@@ -1,0 +1,75 @@
+"""What a shard knows of the tensor that it is a part of."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fullshard.planner.layout import Slice, clean_name
+
+if TYPE_CHECKING:
+    from fullshard.engine.cuts import Cut
+    from fullshard.engine.homes import Residence
+    from fullshard.engine.norms import GradientNorms
+
+
+@dataclass(eq=False, slots=True)
+class ShardRecord:
+    """What a shard knows of the tensor that it is a part of.
+
+    Attributes:
+        piece: Which elements of which parameter.
+        unit: Title of the unit that gathers it.
+        index: Place among the model's trained parameters, for cached norms.
+        is_cut: Whether some rank holds only a part of the parameter.
+        copies: Ranks that hold the same elements.
+        holders: Which part holds which range of the parameter: the same on every rank.
+        cut: How other axes have cut it; `piece` and `holders` are of its local tensor then.
+        norms: Global norms of the model's gradients.
+        before_write: Returns when no other rank reads these elements.
+        gather: Collective: the full tensor of (n_local,) plain elements.
+        post_accumulate: The user's hooks, called when the reduced gradient is there.
+        states: Where optimizer states that are made after a parameter live; None: beside it.
+        compute: Gives what forward sees, where it is the whole parameter in the same memory.
+    """
+
+    piece: Slice
+    unit: str
+    index: int
+    is_cut: bool
+    copies: int
+    holders: Sequence[tuple[int, int, int]]
+    norms: GradientNorms
+    before_write: Callable[[], None]
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    post_accumulate: OrderedDict[int, Callable[[torch.Tensor], None]]
+    states: Residence | None = None
+    compute: Callable[[], nn.Parameter] | None = None
+    cut: Cut | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return tuple(self.piece.shape) if self.cut is None else self.cut.shape
+
+    def is_cut_like(self, other: ShardRecord) -> bool:
+        """Whether every rank holds the same elements of both; all ranks find the same."""
+        one, two = self.piece, other.piece
+        return (
+            (one.shape, self.cut) == (two.shape, other.cut)
+            and self.copies == other.copies
+            and self.holders == other.holders
+        )
+
+    def describe(self) -> str:
+        """Name, global shape and range."""
+        p, of = self.piece, ""
+        if self.cut is not None:
+            of = f", cut to {tuple(p.shape)} by {self.cut.describe()}"
+        where = f"elements [{p.start}, {p.stop})"
+        return f"{clean_name(p.name)!r}, global shape {self.shape}{of}, {where}"

@@ -1,0 +1,220 @@
+"""`fullshard generate`: in this process, or on ranks, none of which holds the whole model.
+
+python -m fullshard.run.generation FOLDER     on every rank; FOLDER holds the request
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+
+from fullshard.config.schema import RunConfig
+from fullshard.engine.engine import engine_of
+from fullshard.engine.hugging_face import read_config, read_model, read_tokenizer
+from fullshard.errors import ConfigError, printable, untrusted
+from fullshard.launch import rendezvous
+from fullshard.launch.rank_entry import run_rank
+from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
+from fullshard.launch.supervise import LaunchResult
+from fullshard.models.build import build_sharded
+from fullshard.models.config import quiet_libraries, require_transformers
+from fullshard.models.generate import Sample, Sampler, SamplingSettings, ScoreProcessor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+RANK_MODULE = "fullshard.run.generation"
+_REQUEST, _ANSWER = "request.json", "answer.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        folder: A Hugging Face model folder with weights and tokenizer.
+        prompts: Texts to go on from; an empty one is the beginning-of-text token.
+        settings: How to draw.
+        batch_size: Most prompts that are sampled together.
+        chat: Each prompt is what a user says, put into the tokenizer's chat template.
+        trust: Whether Python code that the folder brings may run.
+    """
+
+    folder: Path
+    prompts: tuple[str, ...] = ("",)
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    batch_size: int = 8
+    chat: bool = False
+    trust: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"--batch-size: expected an integer >= 1, got {self.batch_size}.")
+        with untrusted("--prompt", "UTF-8 text", ConfigError, "Write it in the locale's encoding."):
+            "".join(self.prompts).encode()
+
+
+def generate(
+    request: Request, out: TextIO | None = None, *, is_sharded: bool = False
+) -> list[Sample]:
+    """Samples from a local model folder.
+
+    Args:
+        request: What is asked for.
+        out: Where the texts are written: a single one token by token. None: nowhere.
+        is_sharded: Whether the ranks of the process group share the model; then a collective.
+
+    Raises:
+        ConfigError: The folder cannot be loaded, or there is nothing to go on from.
+    """
+    require_transformers()
+    quiet_libraries()
+    model, tokenizer = _load(request, is_sharded=is_sharded)
+    alone = out if len(request.prompts) == 1 else None  # transformers streams one row
+    streamer = None if alone is None else _streamer(tokenizer, request, alone)
+    try:
+        with sampling(model) if is_sharded else contextlib.nullcontext() as same:
+            processors = [] if same is None else [same]
+            sampler = Sampler(model, tokenizer, request.settings, processors, streamer)
+            found = sampler.samples(
+                request.prompts, batch_size=request.batch_size, chat=request.chat
+            )
+    except ConfigError as error:
+        if error.__cause__ is None:
+            raise
+        raise ConfigError(f"FOLDER: '{request.folder}': {error}") from error
+    if out is not None and streamer is None:
+        texts = (_shown(request, one.prompt) + printable(one.continuation) for one in found)
+        out.write("\n\n".join(texts) + "\n")
+    return found
+
+
+@contextlib.contextmanager
+def sampling(model: nn.Module) -> Iterator[ScoreProcessor]:
+    """Inside, a sharded model is in evaluation; gives what makes all ranks draw from one's scores.
+
+    Ranks that rounded otherwise would draw other tokens and leave each other waiting.
+    """
+    engine = engine_of(model)
+
+    def same(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_first = engine.rank == 0
+        shared = scores.double() if is_first else torch.zeros_like(scores, dtype=torch.float64)
+        engine.transport.all_reduce(shared.view(-1))
+        return shared.to(scores.dtype)
+
+    was_training = model.training
+    model.eval()
+    try:
+        yield same
+    finally:
+        model.train(was_training)
+
+
+def generate_on_ranks(
+    request: Request, num_processes: int, folder: Path
+) -> tuple[LocalLaunch, LaunchResult, list[Sample]]:
+    """The same on local ranks, over which the model is sharded.
+
+    Args:
+        request: What is asked for.
+        num_processes: Ranks.
+        folder: For the request, the answer and the logs.
+    """
+    told = {**asdict(request), "folder": str(request.folder.absolute())}
+    (folder / _REQUEST).write_text(json.dumps(told), encoding="utf-8")
+    launch = LocalLaunch(RANK_MODULE, (str(folder),), num_processes, folder / "logs")
+    result = launch_local_ranks(launch)
+    if result.exit_code:
+        return launch, result, []
+    answer = json.loads((folder / _ANSWER).read_text(encoding="utf-8"))
+    return launch, result, [Sample(**one) for one in answer]
+
+
+def be_a_rank(request: Request, answer: Path | None = None) -> list[Sample]:
+    """The same as one rank of a launcher's; rank 0 prints the texts and writes the answer."""
+    rendezvous.init_process_group()
+    is_first = dist.get_rank() == 0
+    found = generate(
+        request, sys.stdout if is_first else None, is_sharded=dist.get_world_size() > 1
+    )
+    if answer is not None and is_first:
+        answer.write_text(json.dumps([asdict(one) for one in found]), encoding="utf-8")
+    rendezvous.shutdown()
+    return found
+
+
+def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model, in evaluation on this rank's device, and the tokenizer."""
+    folder, trust = request.folder, request.trust
+    config = read_config(folder, "FOLDER", trust=trust)
+    tokenizer = read_tokenizer(folder, "FOLDER", trust=trust)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    try:
+        model: Any = _sharded(request, config, device) if is_sharded else read_model(folder, config)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ConfigError(
+            f"FOLDER: expected a model folder with weights and tokenizer, got '{folder}', which "
+            f"transformers cannot load ({error}). Name another folder."
+        ) from error
+    return (model if is_sharded else model.to(device)).eval(), tokenizer
+
+
+def _sharded(request: Request, config: PretrainedConfig, device: torch.device) -> nn.Module:
+    """The model, of which this rank holds its part, in the dtype of its files."""
+    from transformers import GenerationConfig
+
+    settings: dict[str, Any] = {
+        "model": {"name_or_path": str(request.folder), "trust_remote_code": request.trust},
+        "sharding": {"master_dtype": getattr(config, "dtype", None) or torch.float32},
+    }
+    model: Any = build_sharded(RunConfig(**settings), config, device)
+    if (request.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(
+            request.folder, local_files_only=True
+        )
+    return model
+
+
+def _shown(request: Request, prompt: str) -> str:
+    return printable(prompt) + "\n" * request.chat
+
+
+def _streamer(tokenizer: Any, request: Request, out: TextIO) -> Any:
+    """What prints the prompt, and tokens as they come."""
+    from transformers import TextStreamer
+
+    prompt = [_shown(request, request.prompts[0])]
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:  # noqa: FBT001, FBT002  transformers' own
+            out.write((prompt.pop() if prompt else "") + printable(text) + "\n" * stream_end)
+            out.flush()
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _main() -> None:
+    folder = Path(sys.argv[1])
+    told: dict[str, Any] = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
+    told["folder"], told["prompts"] = Path(told["folder"]), tuple(told["prompts"])
+    be_a_rank(
+        Request(**{**told, "settings": SamplingSettings(**told["settings"])}), folder / _ANSWER
+    )
+
+
+if __name__ == "__main__":
+    run_rank(_main)

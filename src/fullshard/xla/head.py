@@ -1,0 +1,143 @@
+"""A loss in the model's head: the logits of a chunk of tokens at a time, and their gradients.
+
+    gather, block, ...   --> hidden (tokens, width)  --> chunks: logits, loss, gradients
+
+[Note: chunks on XLA]
+Logits are made a chunk at a time, in a loop, and with them the gradients of hidden states and of
+the head's weight: nobody holds logits of all tokens, and none are made a second time in backward.
+Shapes must not depend on data, so tokens that predict nothing take part and count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fullshard.xla.decoder import IGNORED, DecoderConfig, head_of, hidden_of, loss_fn, token_loss
+from fullshard.xla.losses import LossFn
+from fullshard.xla.plan import Tree, XlaPlan
+
+# (model's logits, what else a chunk's tokens have, another model's head) -> their loss, summed.
+ChunkLoss = Callable[[jax.Array, Any, Any], jax.Array]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model and where its arrays lie."""
+
+    config: DecoderConfig
+    plan: XlaPlan
+
+
+def next_token(model: Decoder, chunk_size: int) -> LossFn:
+    """(parameters, batch) -> next-token loss, summed, and the number of label tokens.
+
+    Args:
+        model: What predicts.
+        chunk_size: Tokens whose logits are held at a time; 0: all.
+    """
+    if chunk_size == 0:
+        return loss_fn(model.config, model.plan)
+
+    def loss(params: Tree, batch: Any) -> tuple[jax.Array, jax.Array]:
+        hidden = hidden_of(model.config, model.plan, params, batch)
+        rows, head = Rows.of(hidden, batch), head_of(model.config, params)
+        return chunked(rows, head, None, cross_entropy, chunk_size), rows.count
+
+    return loss
+
+
+def predicting(states: jax.Array) -> jax.Array:
+    """(batch x (length - 1), ...): all positions but each row's last, which predicts nothing."""
+    return states[:, :-1].reshape(-1, *states.shape[2:])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Positions of a device's batch, one after another.
+
+    Attributes:
+        hidden: (rows, width) of the model.
+        others: (rows, ...) arrays of which nobody wants gradients; `labels` among them.
+    """
+
+    hidden: jax.Array
+    others: dict[str, jax.Array]
+
+    @classmethod
+    def of(cls, hidden: jax.Array, batch: Any) -> Rows:
+        """With the token that each position predicts."""
+        return cls(predicting(hidden), {"labels": batch["labels"][:, 1:].reshape(-1)})
+
+    def beside(self, others: dict[str, jax.Array]) -> Rows:
+        """With more of a teacher's."""
+        return Rows(self.hidden, self.others | others)
+
+    @property
+    def count(self) -> jax.Array:
+        """Positions that count."""
+        return jnp.sum(self.others["labels"] != IGNORED)
+
+
+def cross_entropy(logits: jax.Array, others: Any, other_head: Any) -> jax.Array:
+    """Of the tokens that a chunk predicts."""
+    del other_head
+    return token_loss(logits, others["labels"])[0]
+
+
+def chunked(
+    rows: Rows, head: jax.Array, other_head: Any, loss: ChunkLoss, chunk_size: int
+) -> jax.Array:
+    """A loss over positions, summed; see [Note: chunks on XLA].
+
+    Args:
+        rows: Positions.
+        head: (vocabulary, width) of the model.
+        other_head: A teacher's, or None.
+        loss: Loss of a chunk's logits, summed.
+        chunk_size: Positions at a time.
+    """
+    num_rows = rows.hidden.shape[0]
+    num_chunks = -(-num_rows // chunk_size)
+    size = -(-num_rows // num_chunks)
+    wide = jnp.promote_types(rows.hidden.dtype, jnp.float32)
+
+    def part(leaf: jax.Array, fill: int = 0) -> jax.Array:
+        more = [(0, num_chunks * size - num_rows), *[(0, 0)] * (leaf.ndim - 1)]
+        filled = jnp.pad(leaf, more, constant_values=fill)
+        return filled.reshape(num_chunks, size, *leaf.shape[1:])
+
+    def of_chunk(hidden: jax.Array, head: jax.Array, others: Any, other_head: Any) -> jax.Array:
+        return loss(hidden @ head.T, others, other_head).astype(wide)
+
+    def total(hidden: jax.Array, head: jax.Array, others: Any, other_head: Any) -> jax.Array:
+        def turn(total: jax.Array, chunk: Any) -> tuple[jax.Array, None]:
+            return total + of_chunk(chunk[0], head, chunk[1], other_head), None
+
+        return lax.scan(turn, jnp.zeros((), wide), (hidden, others))[0]
+
+    def forward(hidden: jax.Array, head: jax.Array, others: Any, other_head: Any) -> Any:
+        value_and_grad = jax.value_and_grad(of_chunk, (0, 1))
+
+        def turn(carry: Any, chunk: Any) -> tuple[Any, jax.Array]:
+            value, (here, weight) = value_and_grad(chunk[0], head, chunk[1], other_head)
+            return (carry[0] + value, carry[1] + weight.astype(wide)), here
+
+        zeros = jnp.zeros((), wide), jnp.zeros(head.shape, wide)
+        (value, weight), here = lax.scan(turn, zeros, (hidden, others))
+        return value, (here, weight)
+
+    def backward(kept: Any, grad: jax.Array) -> Any:
+        here, weight = ((g.astype(wide) * grad).astype(head.dtype) for g in kept)
+        return here, weight, None, None
+
+    summed = jax.custom_vjp(total)
+    summed.defvjp(forward, backward)
+    labels = {"labels": part(rows.others["labels"], IGNORED)}
+    others = {name: part(leaf) for name, leaf in rows.others.items()} | labels
+    return summed(part(rows.hidden), head, others, other_head)

@@ -1,0 +1,362 @@
+"""Sharding beside tensor parallelism: parameters that are DTensors along another axis of the mesh.
+
+torch and transformers make the DTensors; one process in float64 is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fullshard as fs
+from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
+from support.models import hugging_face, perturbed
+from support.parity import assert_same
+from support.reference import MAX_NORM, NUM_STEPS, Step, make_optimizer, train_alone
+
+WIDTH, LENGTH = 12, 8
+
+
+def mesh_of(replicate: int = 1, shard: int = 2, tensor: int = 2) -> DeviceMesh:
+    names = ("replicate", "shard", "tensor")
+    return init_device_mesh("cpu", (replicate, shard, tensor), mesh_dim_names=names)
+
+
+# ---- models, plain and as torch parallelizes them
+
+
+class Block(nn.Module):
+    """A norm on a part of the sequence, and two layers that are cut; sizes that do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
+        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return perturbed(Net().double())
+
+
+def cut_net(model: nn.Module, mesh: DeviceMesh) -> None:
+    sequence = Shard(1)
+    for block in model.blocks:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=sequence, use_local_output=False),
+            "down": RowwiseParallel(output_layouts=sequence),
+        }
+        parallelize_module(block, mesh, plan)
+    ends = {
+        "blocks.0": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=sequence, use_local_output=True
+        ),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, ends)
+
+
+def vectors(step: int, seat: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + seat)
+    return torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def train_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    loss = model(vectors(step, seat)).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def freeze_parts(model: nn.Module) -> nn.Module:
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith("blocks.1.") and not name.endswith("up.bias"))
+    return model
+
+
+def frozen_net() -> nn.Module:
+    return freeze_parts(net())
+
+
+def cut_frozen_net(model: nn.Module, mesh: DeviceMesh) -> None:
+    cut_net(model, mesh)
+    freeze_parts(model)  # SequenceParallel makes parameters that train
+
+
+def accumulate_net(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    """Two micro-batches; the first waits unreduced."""
+    with fs.no_sync(model) if hasattr(model, "_fullshard") else nullcontext():
+        train_net(model, step + 50, seat)
+    return train_net(model, step, seat)
+
+
+LLAMA = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 26,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def llama(**more: Any) -> nn.Module:
+    return hugging_face("llama", **LLAMA, **more)
+
+
+def cut_llama(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.model.layers:
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+        plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, ends)
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def tokens(step: int, seat: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + seat)
+    return torch.randint(LLAMA["vocab_size"], (2, LENGTH), generator=generator)
+
+
+def train_llama(model: nn.Module, step: int, seat: int) -> torch.Tensor:
+    batch = tokens(step, seat)
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+# ---- parity --------------------------------------------------------------------------------------
+
+
+def train(
+    model: nn.Module,
+    work: Callable[[nn.Module, int, int], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    seat: int,
+    *,
+    torch_clips: bool,
+) -> list[Step]:
+    """Three steps; whole tensors by `full_tensor`, over both axes."""
+    steps: list[Step] = []
+    for step in range(NUM_STEPS):
+        losses = [work(model, step, seat)]
+        grads = {n: None if p.grad is None else p.grad for n, p in model.named_parameters()}
+        gradients = {n: None if g is None else g.full_tensor() for n, g in grads.items()}
+        if torch_clips:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        else:
+            norm = fs.clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        params = {n: p.detach().full_tensor() for n, p in model.named_parameters()}
+        steps.append(Step(losses, gradients, norm, params))
+    return steps
+
+
+def check_parity(
+    build: Callable[[], nn.Module],
+    cut: Callable[[nn.Module, DeviceMesh], None],
+    work: Callable[[nn.Module, int, int], torch.Tensor],
+    axes: tuple[int, int, int] = (1, 2, 2),
+    settings: dict[str, Any] | None = None,
+) -> None:
+    """Steps of both optimizers are those of one process; AdamW is made early, torch clips it."""
+    mesh = mesh_of(*axes)
+    seat = dist.get_rank() // axes[2]
+    for kind in ("sgd", "adamw"):
+        wanted = train_alone(build, work, world_size=axes[0] * axes[1], kind=kind)
+        model = build()
+        cut(model, mesh["tensor"])
+        before = [(name, id(param)) for name, param in model.named_parameters()]
+        early = make_optimizer(kind, model.parameters()) if kind == "adamw" else None
+        fs.shard(model, mesh=mesh["replicate", "shard"], poison=True, **(settings or {}))
+        assert [(name, id(param)) for name, param in model.named_parameters()] == before
+        optimizer = early or make_optimizer(kind, model.parameters())
+        found = train(model, work, optimizer, seat, torch_clips=early is not None)
+        for step in wanted:
+            step.losses[:] = [step.losses[seat]] * dist.get_world_size()
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+def test_tensor_and_sequence_parallel_layers_train_as_one_process(ranks, transport):
+    ranks(4)(
+        check_parity, net, cut_net, train_net, (1, 2, 2), {"transport": transport}, timeout=300
+    )
+
+
+@pytest.mark.parametrize("axes", [(1, 4, 1), (1, 1, 4), (2, 1, 2)])
+def test_any_axes_may_have_one_rank(ranks, axes):
+    ranks(4)(check_parity, net, cut_net, train_net, axes, timeout=300)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_under_a_plan_of_torchs_trains_as_one_process(ranks, tied):
+    build = partial(llama, tie_word_embeddings=tied)
+    ranks(4)(check_parity, build, cut_llama, train_llama, timeout=300)
+
+
+def cut_as_transformers(model: nn.Module, mesh: DeviceMesh) -> None:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+
+
+def qwen() -> nn.Module:
+    """Norms of queries and keys are whole on every rank; a hook sums their gradients."""
+    return hugging_face("qwen3", **LLAMA, head_dim=8)
+
+
+def test_a_plan_of_transformers_trains_as_one_process(ranks):
+    ranks(4)(check_parity, qwen, cut_as_transformers, train_llama, timeout=300)
+
+
+@pytest.mark.parametrize("settings", [{"offload": "cpu"}, {"activation_checkpointing": "block"}])
+def test_frozen_parts_train_as_one_process_with_accumulation(ranks, settings):
+    arguments = frozen_net, cut_frozen_net, accumulate_net, (1, 2, 2), settings
+    ranks(4)(check_parity, *arguments, timeout=300)
+
+
+# ---- what a parameter says, whole tensors, refusals
+
+
+def sharded_net(**settings: Any) -> nn.Module:
+    mesh, model = mesh_of(), net()
+    cut_net(model, mesh["tensor"])
+    return fs.shard(model, mesh=mesh["shard"], **settings)
+
+
+def check_whole_tensors() -> None:
+    alone, model = net(), sharded_net()
+    weights = {name: param.detach() for name, param in alone.named_parameters()}
+    assert fs.num_parameters(model) == sum(param.numel() for param in weights.values())
+    weight = model.blocks[0].down.weight
+    at, tensor = fs.sharding(weight), dist.get_rank() % 2
+    assert at.shape == (12, 27)
+    assert at.local_shape == (12, 14 - tensor)
+    assert at.placements == {"tensor": "Shard(dim=1)"}
+    assert "global shape (12, 27), cut to (12, 1" in repr(weight)
+    assert "ShardedParameter(" in repr(weight)
+    local = weights["blocks.0.down.weight"].tensor_split([14], dim=1)[tensor].reshape(-1)
+    assert torch.equal(weight.to_local().reshape(-1), local[at.start : at.stop])
+    torch.testing.assert_close(fs.full_state_dict(model, rank0_only=False), weights)
+    others = {name: torch.randn_like(value) for name, value in weights.items()}
+    model.load_state_dict(others)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), others[name])
+
+
+def check_numbers() -> None:
+    alone, model = net(), sharded_net()
+    for seat in (0, 1):
+        train_net(alone, 0, seat)
+    train_net(model, 0, dist.get_rank() // 2)
+    for (name, one), ours in zip(alone.named_parameters(), model.parameters(), strict=True):
+        one.grad /= 2
+        for ask in ("sum", "mean", "std", "norm"):
+            found, wanted = getattr(ours.grad, ask)(), getattr(one.grad, ask)()
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14, msg=f"{ask} {name}")
+        found = fs.global_norm([ours])
+        torch.testing.assert_close(found, one.detach().norm(), rtol=1e-12, atol=0)
+        assert (ours.grad * 0 == 0).all()
+    largest = max(p.grad.abs().max() for p in alone.parameters())
+    found = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], float("inf"))
+    torch.testing.assert_close(found, largest, rtol=1e-12, atol=0)
+
+
+def check_one_infinity_skips_the_step_of_all() -> None:
+    model = sharded_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(vectors(0, dist.get_rank() // 2)).pow(2).mean()).backward()
+    if dist.get_rank() == 3:
+        for param in model.blocks[0].parameters():
+            param.grad.to_local().fill_(float("inf"))
+    before = {n: p.full_tensor() for n, p in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), before[name]), name
+
+
+def test_whole_tensors_are_those_of_the_model_before_it_was_cut(ranks):
+    ranks(4)(check_whole_tensors, timeout=300)
+
+
+def test_numbers_of_gradients_count_every_element_once(ranks):
+    ranks(4)(check_numbers, timeout=300)
+
+
+def test_one_infinity_skips_the_step_of_all_ranks(ranks):
+    ranks(4)(check_one_infinity_skips_the_step_of_all, timeout=300)
+
+
+def check_refusals(folder: str) -> None:
+    mesh, model = mesh_of(), net()
+    cut_net(model, mesh["tensor"])
+    with pytest.raises(UnsupportedModelError, match=r"norm.weight: expected a DTensor of axes bes"):
+        fs.shard(model)
+    with pytest.raises(ConfigError, match="transport: shared expects parameters that no other"):
+        fs.shard(model, mesh=mesh["shard"], transport="shared")
+    with pytest.raises(ConfigError, match="sample: expected a mesh of the axes replicate and"):
+        fs.shard(model, mesh=mesh["shard"], sample=vectors(0, 0))
+    with pytest.raises(ConfigError, match="hold the same parameters as this one, whose gradients"):
+        fs.shard(net(), mesh=mesh["shard"])
+    partial_sum = net()
+    weight = DTensor.from_local(partial_sum.head.weight.detach(), mesh["tensor"], [Partial()])
+    partial_sum.head.weight = nn.Parameter(weight)
+    with pytest.raises(UnsupportedModelError, match="A partial sum is no parameter"):
+        fs.shard(partial_sum, mesh=mesh["shard"])
+    fs.shard(model, mesh=mesh["shard"])  # nothing was changed
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for asked in (
+        lambda: fs.save(folder, model, optimizer),
+        lambda: fs.owned(model, torch.optim.SGD),
+        lambda: fs.unsharded(model).__enter__(),
+    ):
+        with pytest.raises(EngineError, match="expected a model that no other axis of the mesh"):
+            asked()
+
+
+def test_what_is_not_there_is_refused_by_name(ranks, tmp_path):
+    ranks(4)(check_refusals, str(tmp_path), timeout=300)

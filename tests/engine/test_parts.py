@@ -1,0 +1,185 @@
+"""Parts of a model that are called, read or frozen in other ways than through its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard as fs
+from support.models import perturbed
+from support.parity import whole_gradients
+
+WIDTH, WORDS = 8, 40
+TRANSPORTS = ("c10d", "direct", "shared")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.uses_adapter = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return x + torch.tanh(y + self.adapter(y) if self.uses_adapter else y)
+
+
+class Base(nn.Module):
+    """What comes before and after the blocks is no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.norm(x)
+
+
+class Lm(nn.Module):
+    """A base and a head, which `wrap="auto"` makes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Base()
+        self.lm_head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.base(x))
+
+
+def plain(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def by_its_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.lm_head(model.base(x)).square().mean()
+
+
+def by_a_part_twice(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        before = model.base(x)
+    return (model.base(x) - before.flip(0)).square().mean() + plain(model, x)
+
+
+def recomputed_part(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model.base, x, use_reentrant=False).square().mean() + plain(model, x)
+
+
+def by_one_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.base.norm(model.base.words(x)).square().mean() + plain(model, x)
+
+
+def adapters_off_in_between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """As PEFT's `disable_adapter`, by which DPO computes its reference."""
+    out = model(x)
+    adapters = [block.adapter.weight for block in model.base.blocks]
+    for on in (False, True):
+        for block, weight in zip(model.base.blocks, adapters, strict=True):
+            block.uses_adapter = on
+            weight.requires_grad_(on)
+        if not on:
+            with torch.no_grad():
+                reference = model(x)
+    return (out - 0.5 * reference).square().mean()
+
+
+def head_read_in_chunks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """As TRL's `add_fused_lm_head`."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        rows, bias = self.lm_head.weight, self.lm_head.bias
+        kept = self.base(x)
+        halves = (slice(0, WORDS // 2), slice(WORDS // 2, None))
+        sums = [torch.logsumexp(kept @ rows[at].T + bias[at], -1) for at in halves]
+        return torch.logaddexp(*sums)
+
+    if "forward" not in vars(model):
+        model.forward = MethodType(forward, model)
+        model(x)
+    return model(x).mean()
+
+
+PROGRAMS = (
+    *(by_its_parts, by_a_part_twice, recomputed_part, by_one_layer),
+    *(adapters_off_in_between, head_read_in_chunks),
+)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, WORDS, (4, 3), generator=generator)
+
+
+def train(model: Any, work: Callable[..., torch.Tensor], ranks: Any) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = work(model, batch(rank, step))
+            (loss / len(ranks)).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    return losses
+
+
+def made(work: Any) -> Any:
+    torch.manual_seed(0)
+    model = perturbed(Lm().double())
+    if work is head_read_in_chunks:  # before it is sharded, as trainers do
+        with torch.no_grad():
+            work(model, batch(0, 0))
+    return model
+
+
+def off(name: str) -> list[str]:
+    """Where a program differs from one process, by transport."""
+    work = next(work for work in PROGRAMS if work.__name__ == name)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    one = made(work)
+    want = train(one, work, range(size))[rank::size]
+    wrong = []
+    for transport in TRANSPORTS:
+        model = fs.shard(made(work), poison=True, transport=transport)
+        got = train(model, work, [rank])
+        if not torch.allclose(torch.stack(got), torch.stack(want), rtol=1e-11):
+            wrong.append(f"{transport}: losses {got} {want}")
+        found = whole_gradients(model)
+        for key, param in one.named_parameters():
+            ours, theirs = found[key], param.grad
+            if ours is None or theirs is None:
+                same = ours is theirs
+            else:
+                same = torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+            wrong += [] if same else [f"{transport}: {key} {ours} {theirs}"]
+    return wrong
+
+
+@pytest.mark.parametrize("name", [work.__name__ for work in PROGRAMS])
+def test_parts_used_outside_of_forward_are_those_of_one_process(ranks, name):
+    for wrong in ranks(2)(off, name):
+        assert wrong == []
+
+
+def units(patched: bool) -> list[str]:
+    model = made(head_read_in_chunks if patched else plain)
+    plan = fs.plan(model, world_size=2)
+    return [unit.name for unit in plan.units]
+
+
+def test_a_head_stays_with_the_forward_that_was_put_on_its_model():
+    assert "lm_head" in units(patched=False)
+    assert "lm_head" not in units(patched=True)

@@ -1,0 +1,124 @@
+"""Whole states of model and optimizer go out to one rank and in from one rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import CheckpointError
+from support.models import perturbed
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 5)
+        self.inner = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.words(x)))
+
+
+def made(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return perturbed(Net().double())
+
+
+def groups(model: nn.Module) -> Any:
+    params = list(model.parameters())
+    return torch.optim.AdamW([{"params": params[1:]}, {"params": params[:1], "lr": 0.1}], lr=0.01)
+
+
+def steps(model: nn.Module, optimizer: Any, numbers: Any, scale: int = 1) -> None:
+    for number in numbers:
+        optimizer.zero_grad()
+        x = torch.arange(8).reshape(4, 2) + number % 3
+        (model(x).square().mean() * scale).backward()
+        optimizer.step()
+
+
+def same(found: Any, wanted: Any) -> list[str]:
+    """Where two trees of states differ."""
+    if isinstance(wanted, dict):
+        off = [] if list(found) == list(wanted) else [f"keys {list(found)} {list(wanted)}"]
+        return off + [f"{k}.{x}" for k in wanted if k in found for x in same(found[k], wanted[k])]
+    if isinstance(wanted, torch.Tensor):
+        far = (found - wanted).abs().max()
+        return [] if torch.allclose(found, wanted, rtol=1e-10, atol=1e-13) else [f"by {far}"]
+    return [] if found == wanted else [f"{found} {wanted}"]
+
+
+def out_and_in(transport: str, from_rank0: bool) -> list[str]:
+    one = made(0)
+    twin = copy.deepcopy(one)
+    plain = groups(one)
+    steps(one, plain, range(3))
+    # Out: what the unsharded run has.
+    model = fs.shard(twin, wrap=("Linear",), transport=transport, poison=True)
+    optimizer = groups(model)
+    steps(model, optimizer, range(3))
+    state = fs.full_state_dict(model)
+    optimizer_state = fs.full_optimizer_state_dict(model, optimizer)
+    wrong = []
+    if dist.get_rank() == 0:
+        wrong += same(optimizer_state, plain.state_dict()) + same(state, dict(one.state_dict()))
+    else:
+        wrong += ["others"] if optimizer_state or state else []
+    every = fs.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    wrong += same(every, plain.state_dict())
+    # In: the unsharded run's, into another model and an optimizer that never stepped.
+    first = dist.get_rank() == 0 or not from_rank0
+    loaded = fs.shard(made(1), wrap=("Linear",), transport=transport, poison=True)
+    resumed = groups(loaded)
+    given = dict(one.state_dict()) if first else {}
+    if first:
+        del given["head.weight"]  # tied: safetensors leaves it out
+    fs.load_full_state(
+        loaded, given, resumed, plain.state_dict() if first else None, from_rank0=from_rank0
+    )
+    steps(loaded, resumed, range(3, 6))
+    steps(one, plain, range(3, 6))
+    return wrong + same(fs.full_state_dict(loaded, rank0_only=False), dict(one.state_dict()))
+
+
+@pytest.mark.parametrize("from_rank0", [False, True])
+@pytest.mark.parametrize("transport", ["c10d", "shared"])
+def test_whole_states_are_those_of_one_process_out_and_in(ranks, transport, from_rank0):
+    assert ranks(2)(out_and_in, transport, from_rank0) == [[], []]
+
+
+def refused() -> list[str]:
+    model = fs.shard(made(0), wrap=("Linear",))
+    before = fs.full_state_dict(model, rank0_only=False)
+    whole: Any = {name: 2 * value for name, value in before.items()}
+    optimizer = groups(model)
+    given = copy.deepcopy(optimizer.state_dict())
+    said = []
+    broken = {"state": {}, "param_groups": given["param_groups"][:1]}
+    for state, states in (
+        ({"inner.0.bias": whole["inner.0.bias"]}, None),
+        ({**whole, "late": torch.ones(1)}, None),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            fs.load_full_state(model, state, optimizer, states)
+        said.append(str(error.value))
+    assert same(fs.full_state_dict(model, rank0_only=False), before) == []
+    with pytest.raises(CheckpointError) as error:
+        fs.load_full_state(model, before, optimizer, broken)
+    return [*said, str(error.value)]
+
+
+def test_states_of_another_model_or_optimizer_are_refused(ranks):
+    for missing, unknown, sizes in ranks(2)(refused):
+        assert "missing: ['head.weight', 'inner.0.weight', 'inner.1.bias']" in missing
+        assert "unknown: ['late']" in unknown
+        assert "expected groups of [4, 1] parameters" in sizes

@@ -1,0 +1,203 @@
+"""Data from files: mixtures, arrays of tokens, what a start that was killed goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fullshard.data import tokenize
+from fullshard.data.dataset import load_facts
+from fullshard.data.order import BatchShape, SampleOrder
+from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
+from fullshard.data.tokenizer import train_tokenizer
+from fullshard.errors import DataError
+from support.text import seeded_text
+
+NO_HOLD_OUT = DatasetSettings(16, 0.0, 300)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([seeded_text(200)], 300)
+
+
+def tokens(dataset: Dataset) -> list[int]:
+    return dataset.train.take(np.arange(len(dataset.train))).ravel().tolist()
+
+
+def refused(path: Path, words: str, settings=NO_HOLD_OUT, tokenizer=None) -> None:
+    with pytest.raises(DataError, match=words):
+        make_dataset([Source.at(path)], settings, tokenizer)
+
+
+def test_several_processes_make_the_tokens_of_one(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for number in range(4):
+        text = "\n".join(json.dumps({"text": seeded_text(20 + number)}) for _ in range(20)) + "\n"
+        (tmp_path / "data" / f"{number}.jsonl").write_text(text)
+    expected = tokens(make_dataset([Source.at(tmp_path / "data")], NO_HOLD_OUT, tokenizer))
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(tokenize, "ALONE_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    made = make_dataset([Source.at(tmp_path / "data")], NO_HOLD_OUT, tokenizer)
+    assert len(made.train.sources[0]) > 4
+    assert tokens(made) == expected
+
+
+def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, tokenizer, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text(seeded_text(500))
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4_000)
+    make, made = tokenize.make, []
+
+    def killed(file, *rest):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        make(file, *rest)
+        made.append(file)
+
+    monkeypatch.setattr(tokenize, "make", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
+    first, made = list(made), []
+    monkeypatch.setattr(
+        tokenize, "make", lambda file, *rest: (made.append(file), make(file, *rest))
+    )
+    dataset = make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
+    assert made
+    assert not set(first) & set(made)
+    os.utime(text, ns=(0, text.stat().st_mtime_ns))  # the times of change tell: all anew
+    made.clear()
+    assert make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer).facts == dataset.facts
+    assert len(made) == len(dataset.train.sources[0])
+
+
+def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text(seeded_text(100))
+    made = make_dataset([Source.at(tmp_path / "a.txt")], DatasetSettings(16, 0.2, 300), tokenizer)
+    made.save(tmp_path / "data")
+    expected = tokens(made)
+    for file in (tmp_path / "cache").rglob("*.npy"):
+        file.unlink()
+    (tmp_path / "data").rename(tmp_path / "moved")
+    _, facts, read = load_facts(tmp_path / "moved")
+    again = Dataset.load(tmp_path / "moved", facts, read)
+    assert (again.facts, tokens(again)) == (made.facts, expected)
+    assert len(again.held_out) == made.facts.num_held_out_sequences > 0
+
+
+def test_weights_share_an_epoch_and_the_notes_say_how_often_a_source_is_seen(tmp_path, tokenizer):
+    for name, count in (("a", 300), ("b", 100)):
+        (tmp_path / f"{name}.txt").write_text(seeded_text(count))
+    sources = [Source.at(tmp_path / "a.txt", 1.0), Source.at(tmp_path / "b.txt", 3.0)]
+    made = make_dataset(sources, NO_HOLD_OUT, tokenizer)
+    (size_a, places_a), (size_b, places_b) = made.facts.mixture
+    assert [size_a, size_b] == made.train.sizes
+    assert places_a + places_b == size_a + size_b == made.facts.num_train_sequences
+    assert places_b == pytest.approx(3 * places_a, abs=3)
+    assert f"{places_b / size_b:.2f} times what it has" in made.facts.notes[1]
+    order = SampleOrder(len(made.train), BatchShape(4, 1, 1), 0, made.facts.mixture)
+    rows = np.concatenate([order.of_step(step).ravel() for step in range(order.steps_per_epoch)])
+    assert np.count_nonzero(rows < size_a) == pytest.approx(places_a, abs=4)
+    other = make_dataset([sources[0], Source.at(tmp_path / "b.txt", 2.0)], NO_HOLD_OUT, tokenizer)
+    assert other.facts.fingerprint != made.facts.fingerprint
+
+
+def megatron(path: Path, ids: np.ndarray, code: int) -> None:
+    path.write_bytes(ids.tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, 2, 3)
+    lengths = np.array([10, len(ids) - 10], np.int32).tobytes()
+    pointers = np.array([0, 10 * ids.itemsize, 0, 1, 2], np.int64).tobytes()
+    path.with_suffix(".idx").write_bytes(header + lengths + pointers)
+
+
+@pytest.mark.parametrize("form", ["npy", "nanogpt", "uint32", "megatron", "llm.c"])
+def test_arrays_of_tokens_are_mapped_where_they_lie(form, tmp_path, tokenizer):
+    ids = np.random.default_rng(0).integers(0, 300, 100)
+    file, settings = tmp_path / "a.bin", NO_HOLD_OUT
+    match form:
+        case "npy":
+            np.save(file := tmp_path / "a.npy", ids.astype(np.int32))
+        case "nanogpt":
+            ids.astype(np.uint16).tofile(file)
+        case "uint32":
+            ids.astype(np.uint32).tofile(file)
+            settings = DatasetSettings(16, 0.0, 300, dtype="uint32")
+        case "megatron":
+            megatron(file, ids.astype(np.int32), 4)
+        case _:
+            header = np.zeros(256, np.int32)
+            header[:3] = 20240520, 1, 100
+            file.write_bytes(header.tobytes() + ids.astype(np.uint16).tobytes())
+    path = tmp_path if form == "megatron" else file
+    (tmp_path / "cache").mkdir()
+    path = file if form != "megatron" else str(tmp_path / "*.bin")
+    made = make_dataset([Source.at(Path(path))], settings, tokenizer)
+    assert tokens(made) == ids[:96].tolist()
+    assert made.facts.num_dropped_tokens == 4
+    made.save(tmp_path / "run")
+    assert not list((tmp_path / "run" / "tokens").iterdir())
+    unnamed = make_dataset([Source.at(Path(path))], settings, None)
+    assert unnamed.tokenizer.decode([17, 4, 230]) == "17 4 230"
+
+
+def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, tokenizer):
+    ids = np.arange(400)
+    ids.astype(np.uint16).tofile(tmp_path / "a.bin")
+    refused(tmp_path / "a.bin", "token ids below 300, .*, got 300 in", tokenizer=tokenizer)
+    (ids % 300).astype(np.uint32).tofile(tmp_path / "b.bin")
+    refused(tmp_path / "b.bin", "every second uint16 is 0: set data.dtype", tokenizer=tokenizer)
+    np.save(tmp_path / "c.npy", (ids % 200).astype(np.uint8))
+    refused(
+        tmp_path / "c.npy",
+        "a dtype that holds the ids of 300 tokens, got uint8",
+        tokenizer=tokenizer,
+    )
+    wide = DatasetSettings(16, 0.0, 300, dtype="uint32")
+    refused(tmp_path / "c.npy", "expected .u1, which the header .* got uint32", wide, tokenizer)
+    np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
+    refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)
+    (tmp_path / "e.bin").write_bytes(b"123")
+    refused(tmp_path / "e.bin", "no whole number of uint16", tokenizer=tokenizer)
+    megatron(tmp_path / "f.bin", ids.astype(np.uint16), 4)
+    refused(tmp_path / "f.bin", "counts 1,600 bytes, the file has 800", tokenizer=tokenizer)
+    np.save(tmp_path / "g.npy", np.array([1, -1] * 20, np.int16))
+    refused(tmp_path / "g.npy", "got -1 in", tokenizer=tokenizer)
+
+
+def test_patterns_name_files(tmp_path, tokenizer):
+    for name in ("a.txt", "below/b.txt", "c.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(seeded_text(30))
+    files = Source.at(tmp_path / "**" / "*.txt").files.files
+    assert files == (tmp_path / "a.txt", tmp_path / "below" / "b.txt")
+    with pytest.raises(DataError, match=r"got '.*\*.html', which does not exist"):
+        Source.at(tmp_path / "*.html")
+
+
+def test_datasets_and_row_groups_are_read_in_parts(tmp_path, tokenizer, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = seeded_text(120).splitlines()
+    datasets.Dataset.from_dict({"text": texts, "n": list(range(120))}).save_to_disk(tmp_path / "d")
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "p.parquet", row_group_size=7)
+    (tmp_path / "j.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 1_000)
+    found = [
+        make_dataset([Source.at(tmp_path / name)], NO_HOLD_OUT, tokenizer)
+        for name in ("d", "p.parquet", "j.jsonl")
+    ]
+    assert tokens(found[0]) == tokens(found[1]) == tokens(found[2])
+    assert min(len(one.train.sources[0]) for one in found) > 3
