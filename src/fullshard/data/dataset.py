@@ -57,7 +57,7 @@ class DatasetFacts:
     mixture: tuple[tuple[int, int], ...] = ()
 
 
-class Prepared(Protocol):
+class PreparedData(Protocol):
     """Data that ranks can train on."""
 
     @property

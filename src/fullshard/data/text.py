@@ -45,7 +45,13 @@ from fullshard.data.records import (
     open_parquet,
 )
 from fullshard.data.tokenize import Made, Settings, digest, missing_column, pieces, shards, tokenize
-from fullshard.data.tokenizer import encoder_of, numbers_tokenizer, token_dtype, train_tokenizer
+from fullshard.data.tokenizer import (
+    encoder_of,
+    numbers_tokenizer,
+    token_dtype,
+    train_tokenizer,
+    words_of,
+)
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -281,8 +287,7 @@ def _tokens(
             _check_dtype(file, array.dtype, vocab_size)
     found = [shards(part, arrays) for part in parts]
     how = Settings(text, end, source.text_column, vocab_size, dtype.name)
-    words = text or repr(sorted(tokenizer.get_vocab().items()))
-    key = digest([VERSION, words, asdict(replace(how, tokenizer=""))])
+    key = digest([VERSION, words_of(tokenizer), asdict(replace(how, tokenizer=""))])
     made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
     return made[: len(found[0])], made[len(found[0]) :]
 
@@ -320,7 +325,7 @@ def _new_tokenizer(
     every = max(1, math.ceil(sum(shard.num_bytes for shard, _ in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
-    texts = (text for one in found[::every] for text, _ in pieces(*one))
+    texts = (text for one in found[::every] for text in pieces(*one) if text is not None)
     return train_tokenizer(texts, settings.vocab_size)
 
 

@@ -17,7 +17,7 @@ from fullshard.data.chat import read_examples
 from fullshard.data.chat_rows import KIND as CHAT
 from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
 from fullshard.data.chat_template import Learned, set_template, texts_of
-from fullshard.data.dataset import Prepared, load_facts
+from fullshard.data.dataset import PreparedData, load_facts
 from fullshard.data.order import SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
@@ -36,7 +36,7 @@ def make_data(
     command: Command,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
-) -> Prepared:
+) -> PreparedData:
     """Reads, tokenizes and packs the data of a run.
 
     Args:
@@ -66,7 +66,7 @@ def make_data(
     return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
 
 
-def load_data(folder: Path, model: ModelConfig) -> Prepared:
+def load_data(folder: Path, model: ModelConfig) -> PreparedData:
     """Maps the prepared data of a run.
 
     Args:
@@ -80,7 +80,9 @@ def load_data(folder: Path, model: ModelConfig) -> Prepared:
     return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
 
 
-def make_recipe(data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat) -> RowBatches:
+def make_recipe(
+    data: PreparedData, order: SampleOrder, per_device_eval: int, seat: Seat
+) -> RowBatches:
     """What trains on prepared data, on this rank."""
     if isinstance(data, ChatDataset):
         return Chats(data, per_device_eval, order, seat)

@@ -20,7 +20,7 @@ from fullshard.errors import ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
 from fullshard.run.folder import RunFolder
-from fullshard.run.loop import Patience
+from fullshard.run.loop import Keeper, Patience
 from fullshard.run.resume import POSITION, Resume
 from fullshard.run.schedule import StepPlan
 from fullshard.saving import SaveSettings
@@ -47,8 +47,8 @@ class Saved(Protocol):
         ...
 
 
-class RunCheckpoints:
-    """Saves a run's checkpoints in the background; a Keeper of the loop.
+class RunCheckpoints(Keeper):
+    """Saves a run's checkpoints in the background.
 
     Args:
         folder: Folder of the run.

@@ -33,7 +33,7 @@ from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.run.checkpoints import SCALER
-from fullshard.run.console import DataFacts, RunConsole
+from fullshard.run.console import RunConsole, weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer
@@ -166,7 +166,6 @@ class XlaSide:
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
         run, table = self._session, self._plan.table
-        facts = DataFacts(run.command, run.config, run.dataset.facts, run.steps)
         mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
         moved = ", ".join(
             f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
@@ -176,7 +175,7 @@ class XlaSide:
         rows = ", ".join(f"{row.name} {human_bytes(row.num_bytes)}" for row in table.memory)
         device = jax.devices()[0].platform
         lines = [
-            ("model", f"{table.num_parameters:,} parameters, {facts.weights()}"),
+            ("model", f"{table.num_parameters:,} parameters, {weights_line(run.config)}"),
             (
                 "mesh",
                 f"{mesh.world_size} device(s) of jax on {device}: replicate {mesh.replicate} x "
@@ -187,7 +186,7 @@ class XlaSide:
         ]
         if self._teaching is not None:
             lines += self._teaching.lines(num_micro_batches)
-        return [*lines, *facts.lines()]
+        return lines
 
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaTrainee, Team]:
         """The state and its programs, and the ranks."""
@@ -289,7 +288,7 @@ class XlaSide:
         bare = plan(self._decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
         name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
         values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
-        return state_beside(placed, read.load(bare, folder)[0].params, {name: values}, tx)
+        return state_of(placed, {name: values}, tx, read.load(bare, folder)[0].params)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
@@ -329,27 +328,20 @@ def _filled(batch: Batch, length: int | None) -> Batch:
 
 
 def state_of(
-    plan: XlaPlan, weights: Mapping[str, torch.Tensor], tx: GradientTransformation
+    plan: XlaPlan,
+    weights: Mapping[str, torch.Tensor],
+    tx: GradientTransformation,
+    loaded: Tree | None = None,
 ) -> State:
     """A state with a fresh optimizer; each process keeps the part that its devices hold.
 
     Args:
         plan: Plan of the model.
-        weights: Whole, by name, in the master dtype.
+        weights: Full weights by name, in the master dtype.
         tx: The optimizer.
+        loaded: Arrays that are on the devices already, by name; the others come from `weights`.
     """
-
-    def place(array: ArrayPlan, sharding: Any) -> jax.Array:
-        return _placed(array, sharding, weights)
-
-    return with_optimizer(plan, plan.with_arrays(place, plan.shardings), tx)
-
-
-def state_beside(
-    plan: XlaPlan, read: Tree, weights: Mapping[str, torch.Tensor], tx: GradientTransformation
-) -> State:
-    """The same of arrays that lie already, `read`, a tree by names; the others are placed."""
-    leaves = jax.tree.leaves_with_path(read)
+    leaves = jax.tree.leaves_with_path(loaded)
     there = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
 
     def place(array: ArrayPlan, sharding: Any) -> jax.Array:

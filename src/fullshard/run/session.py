@@ -22,7 +22,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend
-from fullshard.data.dataset import Prepared
+from fullshard.data.dataset import PreparedData
 from fullshard.errors import HangError
 from fullshard.launch import rendezvous
 from fullshard.launch.folder import LaunchFolder
@@ -36,7 +36,7 @@ from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data, make_recipe
 from fullshard.recipes.registry import Command
 from fullshard.run.checkpoints import RunCheckpoints, Saved
-from fullshard.run.console import RunConsole
+from fullshard.run.console import RunConsole, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
 from fullshard.run.result import conclude, mark_running
@@ -60,7 +60,7 @@ class Side(Protocol):
         ...
 
     def lines(self) -> list[tuple[str, str]]:
-        """Labelled lines of the banner, on rank 0."""
+        """Labelled lines of the banner about the model and its plan, on rank 0."""
         ...
 
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[SavedTrainee, Team]:
@@ -89,7 +89,7 @@ class Session:
     seat: Seat
     command: Command
     resume: Resume
-    dataset: Prepared
+    dataset: PreparedData
     steps: StepPlan
     model_config: PretrainedConfig
 
@@ -108,14 +108,12 @@ class Session:
 
     def settings(self) -> LoopSettings:
         """Numbers of the loop."""
-        training, sharding = self.config.training, self.config.sharding
+        training = self.config.training
         return LoopSettings(
             num_steps=self.steps.num_steps,
             eval_every=self.steps.eval_every,
             max_grad_norm=training.max_grad_norm,
             schedule=schedule_of(training, self.steps),
-            grad_sync=sharding.grad_sync,
-            grad_reduction=sharding.grad_reduction,
             max_skipped_steps=training.max_skipped_steps,
             patience=Patience(training.early_stopping_patience, training.early_stopping_threshold),
         )
@@ -196,7 +194,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
 def _announced(session: Session, side: Side) -> RunConsole:
     """Shows what is planned, before a weight is made; returns where the run goes on to be shown."""
     console = RunConsole(session.steps.num_steps, session.steps.log_every)
-    lines = side.lines()
+    lines = side.lines() + run_lines(session.config, session.dataset.facts, session.steps)
     mark_running(session.folder, session.seat.device, session.model_config)
     console.print_banner(f"fullshard {session.command}  {session.folder.path}", lines)
     return console

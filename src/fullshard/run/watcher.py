@@ -12,10 +12,11 @@ from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, 
 from fullshard.observe.trackers import Names, Trackers
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder
+from fullshard.run.loop import Watcher
 
 
-class RunWatcher:
-    """A Watcher of the loop.
+class RunWatcher(Watcher):
+    """Keeps the last rows; on rank 0 it also shows and writes every row.
 
     Args:
         console: Console of rank 0; None on the others.
