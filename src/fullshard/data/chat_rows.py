@@ -31,8 +31,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ from fullshard import __version__
 from fullshard.config.environment import cache_folder
 from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
 from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.data.dataset import DatasetFacts, fingerprint_of, read_facts, save_facts
+from fullshard.data.dataset import IGNORED, DatasetFacts, fingerprint_of, read_facts, save_facts
 from fullshard.data.order import Indices
 from fullshard.data.records import identity
 from fullshard.data.tokenize import digest
@@ -140,6 +141,51 @@ class ChatDataset:
     held_out: ExampleRows
     samples: tuple[list[int], ...]
     tokenizer: PreTrainedTokenizerBase
+
+    labels_per_row: ClassVar[None] = None  # answers have lengths of their own
+
+    @property
+    def row_length(self) -> int:
+        """Length that rows are padded to on XLA."""
+        return max(2, self.facts.sequence_length)
+
+    @cached_property
+    def lengths(self) -> Indices:
+        """Tokens of each training row."""
+        return self.train.lengths
+
+    def dealt(self, chosen: Indices) -> Indices:
+        """The rows of a step, in an order in which ranks wait little for each other."""
+        return dealt(chosen, self.lengths)
+
+    def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """Rows, padded to the longest one; -1 is a row without labels.
+
+        [Note: documents]
+        transformers starts a new document wherever `position_ids` fall, and no token attends to
+        another document. The padding is a document of its own that is not learned. Rows of one
+        example need no position ids, because their padding stands behind them.
+        """
+        rows = self.held_out if held_out else self.train
+        members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
+        sizes = [sum(stop - start for start, stop in documents) for documents in members]
+        shape, pad = (len(members), max(2, *sizes)), self.tokenizer.pad_token_id
+        ids = np.full(shape, pad if isinstance(pad, int) else 0, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        places = np.tile(np.arange(shape[1]), (shape[0], 1))
+        for at, documents in enumerate(members):
+            cursor = 0
+            for start, stop in documents:
+                here = slice(cursor, cursor + stop - start)
+                ids[at, here] = rows.tokens[start:stop]
+                labels[at, here] = np.where(rows.learned[start:stop], ids[at, here], IGNORED)
+                places[at, here] = np.arange(stop - start)
+                cursor = here.stop
+            places[at, cursor:] = np.arange(shape[1] - cursor)
+        arrays = {"input_ids": ids, "labels": labels}
+        if any(len(documents) > 1 for documents in members):
+            arrays["position_ids"] = places
+        return arrays
 
     def save(self, folder: Path) -> None:
         """Writes everything into a folder; the facts, last, say that it is whole."""

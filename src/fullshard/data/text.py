@@ -27,14 +27,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fullshard.config.environment import cache_folder
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
 from fullshard.data.bigram import Baseline, interpolated_bigram
-from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.dataset import IGNORED, DatasetFacts, save_facts
+from fullshard.data.order import Indices
 from fullshard.data.records import (
     Files,
     Kind,
@@ -126,6 +127,27 @@ class Dataset:
     train: Rows
     held_out: Rows
     tokenizer: PreTrainedTokenizerBase
+
+    row_length: ClassVar[None] = None
+
+    @property
+    def labels_per_row(self) -> int:
+        """A sequence predicts all its tokens but the first."""
+        return self.train.length - 1
+
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each training row."""
+        return np.full(len(self.train), self.train.length, dtype=np.int64)
+
+    def dealt(self, chosen: Indices) -> Indices:
+        """The rows of a step as they are: all have the same length."""
+        return chosen
+
+    def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """Input ids and labels of some rows; -1 is a row without labels."""
+        ids = (self.held_out if held_out else self.train).take(np.maximum(chosen, 0))
+        return {"input_ids": ids, "labels": np.where(chosen[:, None] < 0, IGNORED, ids)}
 
     def save(self, folder: Path) -> None:
         """Writes what ranks need into a folder: links to tokens of ours, paths of others'."""

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
 from fullshard.errors import ConfigError
-from fullshard.recipes.base import Batch, cross_entropy, inputs_of, predicted_of
+from fullshard.recipes.base import Batch, Objective, cross_entropy, inputs_of, predicted_of
 
 # What answers in place of the head: (hidden, weight, bias) -> any tensor.
 Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -170,25 +170,23 @@ class Tokens:
         return states.flatten(0, 1).index_select(0, self.positions)
 
 
-class NextToken:
+def next_token(head: Head, chunk_size: int) -> Objective:
     """The objective of pre-training and fine-tuning: the cross-entropy of the next tokens.
 
     Args:
-        head: The model's, where that makes the loss.
+        head: The model's, which makes the loss.
         chunk_size: Tokens whose logits are held at a time.
     """
 
-    def __init__(self, head: Head, chunk_size: int) -> None:
-        self._head, self._chunk_size = head, chunk_size
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+    def objective(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         tokens = Tokens.of(batch)
 
         def loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
             return cross_entropy(logits, tokens.targets[rows])
 
-        total = self._head.loss(model, tokens, loss, self._chunk_size)
-        return total, len(tokens.targets)
+        return head.loss(model, tokens, loss, chunk_size), len(tokens.targets)
+
+    return objective
 
 
 def whole_logits(model: Any, config: RunConfig) -> str | None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.schedule import Schedule
+from fullshard.saving import SaveSettings
 
 
 class Watcher:
@@ -84,7 +86,7 @@ class Update:
 
 
 class Trainee(Protocol):
-    """What is trained, and what an engine adds to the loop."""
+    """What is trained: an engine's updates, evaluations and checkpoints."""
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Forward and backward of this rank's micro-batches, and the update. A collective."""
@@ -96,6 +98,19 @@ class Trainee(Protocol):
 
     def evaluated(self, step: int) -> None:
         """After an evaluation. A collective."""
+        ...
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """Text files that a checkpoint holds besides the tokenizer's and config.yaml."""
+        ...
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Saves what is trained, with further values. A collective."""
+        ...
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Loads the newest usable checkpoint; returns its values and its path. A collective."""
         ...
 
 

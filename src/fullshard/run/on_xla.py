@@ -216,7 +216,7 @@ class XlaSide:
             write.Beside(groups, tied=tied),
             {"config.json": run.model_config.to_json_string()},
             teaching.beside if teaching is not None else lambda batch: batch,
-            data.row_length,
+            data.data.row_length,
         )
         if run.resume.path is None:
             trainee.state = self._initial(tx)

@@ -33,9 +33,9 @@ from fullshard.models.generate import Sample
 from fullshard.observe import watchdog
 from fullshard.observe.position import Verdict
 from fullshard.recipes.base import RowBatches, Seat, Team
-from fullshard.recipes.batches import load_data, make_recipe
+from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command
-from fullshard.run.checkpoints import RunCheckpoints, Saved
+from fullshard.run.checkpoints import RunCheckpoints
 from fullshard.run.console import RunConsole, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
@@ -46,10 +46,6 @@ from fullshard.run.watcher import RunWatcher
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class SavedTrainee(Trainee, Saved, Protocol):
-    """What the loop trains, and checkpoints keep."""
 
 
 class Side(Protocol):
@@ -63,7 +59,7 @@ class Side(Protocol):
         """Labelled lines of the banner about the model and its plan, on rank 0."""
         ...
 
-    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[SavedTrainee, Team]:
+    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[Trainee, Team]:
         """What is trained, and the ranks. A collective."""
         ...
 
@@ -104,7 +100,7 @@ class Session:
     def batches(self) -> RowBatches:
         """This rank's batches."""
         per_device = self.config.training.per_device_eval_batch_size
-        return make_recipe(self.dataset, self.steps.order, per_device, self.seat)
+        return RowBatches(self.dataset, per_device, self.steps.order, self.seat)
 
     def settings(self) -> LoopSettings:
         """Numbers of the loop."""
@@ -167,7 +163,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     data = session.batches()
     write = session.command.kind.write
     if write is not None:
-        write(config, session.dataset.facts, data, session.seat)
+        write(config, data, session.seat)
         if session.seat.is_first:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return

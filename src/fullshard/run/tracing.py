@@ -27,9 +27,9 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
-from fullshard.recipes.base import WholeLogits
+from fullshard.recipes.base import whole_logits_loss
 from fullshard.recipes.distill.planned import Taught
-from fullshard.recipes.head import MOST_TRACED, Head, NextToken
+from fullshard.recipes.head import MOST_TRACED, Head, next_token
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +163,9 @@ class Tracer:
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:
-        """The recipe's forward and loss, as `PackedText` or a teacher has them.
+        """Forward and loss of the recipe, or of the student next to its teacher.
 
-        Larger chunks where there would be too many: they compute the same.
+        Chunks are larger if there would be more than `most_chunks`; they compute the same.
         """
         if self._taught is not None:
             return self._taught.work(samples, self._length)
@@ -175,8 +175,8 @@ class Tracer:
 
         def work(model: nn.Module) -> torch.Tensor:
             ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-            objective = WholeLogits() if size is None else NextToken(Head.of(model), size)
-            return objective.loss(model, {"input_ids": ids, "labels": labels})[0] * 1.0
+            objective = whole_logits_loss if size is None else next_token(Head.of(model), size)
+            return objective(model, {"input_ids": ids, "labels": labels})[0] * 1.0
 
         return work
 

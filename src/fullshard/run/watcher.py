@@ -51,7 +51,16 @@ class RunWatcher(Watcher):
         if console is not None:
             self.step, self.evaluation = keep_rows(folder.metrics, done)
             self._metrics = MetricsWriter(folder.metrics)
-            self._trackers = _trackers(config, folder, done)
+            training = config.training
+            names = Names(
+                project=training.project,
+                run=training.run_name or folder.path.name,
+                folder=folder.path,
+                logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
+                config=config.model_dump(mode="json"),
+                done=done,
+            )
+            self._trackers = Trackers(training.report_to, names)
 
     def __enter__(self) -> Self:
         if self.console is not None:
@@ -101,16 +110,3 @@ class RunWatcher(Watcher):
         return self.console is not None and (
             self.evaluation is None or self.evaluation.step != step
         )
-
-
-def _trackers(config: RunConfig, folder: RunFolder, done: int) -> Trackers:
-    training = config.training
-    names = Names(
-        project=training.project,
-        run=training.run_name or folder.path.name,
-        folder=folder.path,
-        logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
-        config=config.model_dump(mode="json"),
-        done=done,
-    )
-    return Trackers(training.report_to, names)

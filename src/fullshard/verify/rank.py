@@ -38,7 +38,7 @@ from fullshard.verify.faults import Injection, injection_of
 from fullshard.verify.job import WEIGHTS, Job, Pass
 
 
-class Record(Watcher):
+class RankResults(Watcher):
     """What one rank computed; also the loop's watcher.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Batches:
     tokens_per_step = None
 
     def __init__(
-        self, batches: list[list[Batch]], first: int, record: Record, injection: Injection
+        self, batches: list[list[Batch]], first: int, record: RankResults, injection: Injection
     ) -> None:
         self._batches, self.first = batches, first
         self._record, self._injection = record, injection
@@ -131,7 +131,7 @@ class _Batches:
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     """Train, save, load into a fresh model, train one step more; all of it written down."""
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
-    injection, record = injection_of(job.fault), Record()
+    injection, record = injection_of(job.fault), RankResults()
     model = _build(folder, job, choice, load_file(folder / WEIGHTS), device, injection)
     source = injection.source(rank, job.world_size)
     batches = _batches_of(folder, job, source, device)
@@ -178,7 +178,7 @@ def _train(
     optimizer: torch.optim.Optimizer,
     job: Job,
     recipe: _Batches,
-    record: Record,
+    record: RankResults,
     team: RankTeam,
 ) -> None:
     """The steps that are left of the job, or one more."""

@@ -41,7 +41,8 @@ def _build(
 ) -> nn.Module:
     """The teacher is built first: the student may be cut out of it."""
     config, teacher = set_up(config, folder, data, seat)
-    student, data.objective = build_student(config, teacher, model_config, seat)
+    student, distillation = build_student(config, teacher, model_config, seat)
+    data.objective = distillation.loss
     return student
 
 

@@ -14,7 +14,6 @@ from torch import nn
 import fullshard as fs
 from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType, Home, Transport
-from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
 from fullshard.data.tokenizer import load_tokenizer
 from fullshard.engine.engine import engine_of
@@ -180,18 +179,18 @@ def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat:
 
 
 @torch.no_grad()
-def write_cache(config: RunConfig, facts: DatasetFacts, data: RowBatches, seat: Seat) -> None:
+def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     """Keeps the teacher's largest logits of every training token. A collective."""
-    settings = settings_of(config)
+    settings, facts = settings_of(config), data.data.facts
     folder = cache_folder(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     teacher = build_teacher(config, seat, folder.parent)
     team = RankTeam(engine_of(teacher.model).transport, seat)
-    lengths = data.train_lengths
+    lengths = data.data.lengths
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
     team.exchange([0.0])  # nobody opens it before it is there
-    kept = TopK.open(folder)
+    kept = TopK.load(folder, "r+")
     per_device = config.training.per_device_eval_batch_size
     for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
         batch = data.train_rows(chosen)
