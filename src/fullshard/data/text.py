@@ -218,6 +218,7 @@ def make_dataset(
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out, length)
     mixture = _mixture(sources, train.sizes)
+    sums = [[[one.checksum for one in part] for part in both] for both in made]
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
@@ -230,7 +231,7 @@ def make_dataset(
         baseline=_baseline(train, held_out, len(tokenizer)) if settings.baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
         notes=(*notes, *_said(sources, mixture)),
-        fingerprint=_fingerprint(made, mixture, length),
+        fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
     )
     return Dataset(facts, train, held_out, tokenizer)
@@ -377,15 +378,6 @@ def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> It
             f"{source.origin}: {places:,} of an epoch's sequences, "
             f"{places / size:.2f} times what it has"
         )
-
-
-def _fingerprint(
-    made: Sequence[tuple[list[Made], list[Made]]],
-    mixture: tuple[tuple[int, int], ...],
-    length: int,
-) -> str:
-    sums = [[[one.checksum for one in part] for part in both] for both in made]
-    return digest([VERSION, length, mixture, sums])
 
 
 def _baseline(train: Rows, held_out: Rows, vocab_size: int) -> Baseline | None:

@@ -218,17 +218,8 @@ def chunked(
     Returns:
         The sum, in float32 at least. Its backward may run once.
     """
-    how = _How(loss, chunk_size, torch.is_grad_enabled())
+    how = (loss, chunk_size, torch.is_grad_enabled())
     return _Chunked.apply(hidden, weight, bias, how)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class _How:
-    """Arguments of `chunked`, and whether somebody will ask for gradients."""
-
-    loss: ChunkLoss
-    chunk_size: int
-    wants_gradients: bool
 
 
 class _Chunked(torch.autograd.Function):
@@ -240,30 +231,31 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        how: _How,
+        how: tuple[ChunkLoss, int, bool],
     ) -> torch.Tensor:
+        loss, chunk_size, wants_gradients = how
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         inputs, is_half = (hidden, weight, bias), hidden.dtype is torch.float16
-        many = is_half or len(hidden) > MOST_ROUNDED * how.chunk_size
+        many = is_half or len(hidden) > MOST_ROUNDED * chunk_size
         kept = [
             torch.zeros_like(t, dtype=exact if wide else t.dtype)
-            if t is not None and t.requires_grad and how.wants_gradients
+            if t is not None and t.requires_grad and wants_gradients
             else None
             for t, wide in zip(inputs, (is_half, many, True), strict=True)
         ]
         scale = FP16_SCALE if is_half else 1.0
-        starts: Sequence[int] = range(0, len(hidden), how.chunk_size)
+        starts: Sequence[int] = range(0, len(hidden), chunk_size)
         if isinstance(hidden, FakeTensor) and len(starts) > MOST_TRACED:
             starts = [*starts[:2], starts[-1]]  # the others hold what the second does
         for start in starts:
-            rows = slice(start, min(start + how.chunk_size, len(hidden)))
+            rows = slice(start, min(start + chunk_size, len(hidden)))
             logits = F.linear(hidden[rows], weight, bias)
-            if not how.wants_gradients:
-                total += how.loss(logits, rows).to(exact)
+            if not wants_gradients:
+                total += loss(logits, rows).to(exact)
                 continue
             with torch.enable_grad():
-                part = how.loss(logits.requires_grad_(), rows)
+                part = loss(logits.requires_grad_(), rows)
                 (gradient,) = torch.autograd.grad(part * scale, logits)
             total += part.detach().to(exact)
             _add_products(kept, gradient, hidden[rows], weight, rows)
