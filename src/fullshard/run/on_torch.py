@@ -190,6 +190,9 @@ class TorchSide:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        precision = session.config.training.matmul_precision
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
     @cached_property
     def _view(self) -> View:
@@ -211,6 +214,9 @@ class TorchSide:
         run = self._session
         facts = (run.command, run.config, run.dataset.facts, run.steps)
         lines = banner(RunFacts(*facts, self._shown_plan, run.seat.device.type))
+        if run.config.training.matmul_precision is not None:
+            precision = torch.get_float32_matmul_precision()
+            lines.append(("matmul", f"float32 matrix products in {precision} precision"))
         why = run.folder.read_record()["planned"].get("whole_logits")
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
