@@ -127,6 +127,14 @@ class LrSchedule(StrEnum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
+class MatmulPrecision(StrEnum):
+    """How exactly float32 matrix products are computed: torch.set_float32_matmul_precision."""
+
+    HIGHEST = "highest"  # float32
+    HIGH = "high"  # TF32 on NVIDIA GPUs
+    MEDIUM = "medium"  # bfloat16
+
+
 class DistillLoss(StrEnum):
     """How far a student is from its teacher."""
 
@@ -226,6 +234,7 @@ SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
         "step": IntervalStrategy.STEPS,
         "epochs": IntervalStrategy.EPOCH,
     },
+    MatmulPrecision: {"float32": MatmulPrecision.HIGHEST, "tf32": MatmulPrecision.HIGH},
     Optimizer: {
         "adamw": Optimizer.ADAMW_TORCH,
         "adamw_hf": Optimizer.ADAMW_TORCH,
