@@ -1,11 +1,11 @@
-"""What a model must beat to have learnt more than which token follows which.
+"""The bigram baseline: a model that beats it has learned more than pairs of tokens.
 
     p(b | a) = lambda * c(a, b) / c(a)  +  (1 - lambda) * (c(b) + 1) / (N + V)
 
 `c` counts tokens and pairs in the training sequences, N is the sum of c(b), V the size of the
-vocabulary. lambda is chosen by EM on the last tenth of the training sequences with the counts of
-the others; the counts are then taken from all of them. Pairs never cross the border of a sequence,
-so the model and the baseline predict exactly the same tokens.
+vocabulary. lambda is chosen by EM on the last tenth of the training sequences, with the counts of
+the others; then the counts of all are used. Pairs never cross the end of a sequence, so the model
+and the baseline predict exactly the same tokens.
 
 References:
     Jelinek and Mercer, Interpolated estimation of Markov source parameters, 1980.
@@ -71,7 +71,7 @@ class Baseline:
     """The interpolated bigram's result.
 
     Attributes:
-        nats: Mean negative log likelihood a held-out token.
+        nats: Mean negative log likelihood per held-out token.
         weight: lambda, the weight of the bigram part.
         num_tokens: Held-out tokens that were predicted.
     """
@@ -98,9 +98,9 @@ def interpolated_bigram(train: Tokens, held_out: Tokens, vocab_size: int) -> Bas
 
 
 def best_weight(bigram: Floats, unigram: Floats, tolerance: float = 1e-7) -> float:
-    """The lambda of the largest likelihood: EM, whose target is concave in lambda.
+    """The lambda with the largest likelihood, found by EM (the target is concave in lambda).
 
-    It stays below 1, since a pair that never occurred must keep some probability.
+    It stays below 1, because pairs that never occurred need some probability.
     """
     weight = 0.5
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The first check of a run: that its paths name something. It imports no torch, so it is fast."""
+"""The first check of a run: that its paths exist. It imports no torch, so it is fast."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fullshard.models.config import check_model_folder
 
 
 def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
-    """Raises where a path of the configuration names nothing.
+    """Raises if a path of the configuration does not exist.
 
     Args:
-        resolved: Names the line of the file in the error.
-        data: Whether the data is needed, too.
-        coming: A model's folder that is made later.
+        resolved: Configuration with origins, which name the line of the file in errors.
+        data: Whether the data must exist too.
+        coming: Folder of a model that will be made later.
 
     Raises:
         ConfigError: A model's or tokenizer's folder is missing.

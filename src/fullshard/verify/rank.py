@@ -1,8 +1,7 @@
 """One rank of `fullshard verify`: `python -m fullshard.verify.rank FOLDER`.
 
-Trains with the very loop that a run trains with, and writes down this rank's pieces of everything:
-nothing that was gathered by the engine takes part in the comparison, except where gathering is what
-is compared (the saved state).
+It trains with the loop of a run and writes this rank's pieces of every tensor. Only the saved state
+is gathered by the engine, because there the gather itself is checked.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from fullshard.verify.job import WEIGHTS, Job, Pass
 
 
 class RankResults(Watcher):
-    """What one rank computed; also the loop's watcher.
+    """What one rank computed, recorded as the loop's watcher.
 
     Attributes:
-        tensors: `STEP/gradient/NAME` (clipped), `STEP/parameter/NAME`: this rank's pieces.
-        facts: Everything else, as JSON.
+        tensors: This rank's pieces: `STEP/gradient/NAME` (clipped) and `STEP/parameter/NAME`.
+        facts: Everything else, as JSON values.
     """
 
     def __init__(self) -> None:
-        self.step = 0  # of all, counting the one after loading too
+        self.step = 0  # counts the step after loading too
         self.tensors: dict[str, torch.Tensor] = {}
         self.facts: dict[str, Any] = {
-            "pieces": [],  # of the model that was trained, and of the one that was loaded
+            "pieces": [],  # of the trained model, then of the loaded one
             "losses": [],
             "loss": [],
             "norm": [],
@@ -63,7 +62,7 @@ class RankResults(Watcher):
         self.step += 1
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Write down the pieces at every update, and the first module that makes a NaN."""
+        """Records the pieces at every update, and the first module that returns a NaN."""
         params = dict(model.named_parameters())
         self.facts["pieces"].append({name: _piece(param) for name, param in params.items()})
 
@@ -94,14 +93,14 @@ class RankResults(Watcher):
             self.facts["first_nan"] = {"module": name, "step": self.step}
 
     def write(self, folder: Path, rank: int) -> None:
-        """Leaves all of it for the comparison."""
+        """Writes everything for the comparison."""
         folder.mkdir(exist_ok=True)
         save_file(self.tensors, folder / f"rank_{rank}.safetensors")
         (folder / f"rank_{rank}.json").write_text(json.dumps(self.facts))
 
 
 class _Batches:
-    """The loop's recipe: the job's batches, the loss of pretraining."""
+    """The loop's recipe: batches of the job, loss of pre-training."""
 
     samples_per_step = 1
     steps_per_epoch = 1
@@ -129,7 +128,7 @@ class _Batches:
 
 
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
-    """Train, save, load into a fresh model, train one step more; all of it written down."""
+    """Trains, saves, loads into a fresh model and trains one more step; records all of it."""
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
     injection, record = injection_of(job.fault), RankResults()
     model = _build(folder, job, choice, load_file(folder / WEIGHTS), device, injection)
@@ -157,7 +156,7 @@ def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     except (
         DivergedError,
         CheckpointError,
-    ) as error:  # on all ranks alike; what is missing is wrong
+    ) as error:  # on all ranks; missing results count as wrong
         record.facts["diverged"] = str(error)
     record.write(folder / choice.name, rank)
 
@@ -181,7 +180,7 @@ def _train(
     record: RankResults,
     team: RankTeam,
 ) -> None:
-    """The steps that are left of the job, or one more."""
+    """Trains the remaining steps of the job, or one more step after loading."""
     num_steps = max(1, job.num_steps - recipe.first)
     numbers = job.optimizer
     record.watch(model, optimizer)
@@ -204,7 +203,7 @@ def _build(
     device: torch.device,
     injection: Injection,
 ) -> nn.Module:
-    """The job's model, sharded; without weights its own random ones, of the same seed."""
+    """The sharded model of the job; its own random initialisation if no weights are given."""
     torch.manual_seed(5)
     model = build(read_config(folder, "model"), dtype=torch.float32, **job.model_arguments)
     model.to(getattr(torch, choice.master_dtype))
@@ -223,7 +222,7 @@ def _build(
 
 
 def _batches_of(folder: Path, job: Job, rank: int, device: torch.device) -> list[list[Batch]]:
-    """A rank's micro-batches of every step."""
+    """The micro-batches of a rank, step by step."""
     found = load_file(folder / "batches.safetensors")
     return [
         [
@@ -238,7 +237,7 @@ def _batches_of(folder: Path, job: Job, rank: int, device: torch.device) -> list
 
 
 def _piece(param: torch.Tensor) -> dict[str, Any]:
-    """Which elements of the whole parameter this rank holds."""
+    """The elements of a parameter that this rank has."""
     if not isinstance(param, ShardedParameter):
         return {"start": 0, "stop": param.numel(), "unit": ""}
     place = fs.sharding(param)
@@ -246,14 +245,14 @@ def _piece(param: torch.Tensor) -> dict[str, Any]:
 
 
 def run_passes(folder: Path, rank: int) -> None:
-    """Every pass of the folder's job on this rank, inside a process group."""
+    """Runs every pass of the folder's job on this rank, inside a process group."""
     job = Job.read(folder)
     for choice in job.passes:
         run_pass(folder, job, choice, rank)
 
 
 def main() -> None:
-    """Joins the other ranks, runs the job, leaves."""
+    """Joins the process group, runs the job and leaves."""
     from fullshard.config.environment import hide_accelerators, read_launch_environment
     from fullshard.launch import rendezvous
 

@@ -1,4 +1,4 @@
-"""`fullshard distill`: its jobs without a configuration file, and what it refuses."""
+"""`fullshard distill`: its jobs without a configuration file, and its checks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
 
 
 def job(resolved: Resolved | None) -> File:
-    """The job without a configuration file; how its student is cut is for its own teacher."""
+    """The job without a configuration file; its cuts apply only to its own teacher."""
     if resolved is None:
         return read_job("distill_job.yaml", __package__)
     on_xla = resolved.config.backend is Backend.JAX

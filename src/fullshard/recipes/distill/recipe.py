@@ -1,4 +1,4 @@
-"""The recipe of distillation: a teacher, or the logits that one left, beside the batches."""
+"""The recipe of distillation: batches, and a teacher or its cached logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _uses_chats(config: RunConfig) -> bool:
 
 
 def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
-    """Logits that a teacher left are those of this data."""
+    """Checks that cached logits belong to this data."""
     cache = settings_of(config).cache
     if cache:
         check_facts(Path(cache), facts)
@@ -41,7 +41,7 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
 def _build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, folder: Path
 ) -> nn.Module:
-    """The teacher is built first: the student may be cut out of it."""
+    """Builds the teacher, then the student, which may be cut out of the teacher."""
     settings = settings_of(config)
     if settings.cache is not None:
         teacher = TopK.load(Path(settings.cache))

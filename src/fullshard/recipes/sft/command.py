@@ -1,4 +1,4 @@
-"""`fullshard sft`: its job without a configuration file, and the model that this begins with."""
+"""`fullshard sft`: its job without a configuration file, and the model it begins with."""
 
 from __future__ import annotations
 
