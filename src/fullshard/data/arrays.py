@@ -40,12 +40,14 @@ class TokenFile:
         dtype: Dtype of the tokens, by numpy's name.
         offset: Byte of the first token.
         count: Number of tokens.
+        checksum: Checksum of the tokens; empty if it is not known.
     """
 
     file: str
     dtype: str
     offset: int
     count: int
+    checksum: str = ""
 
     def mapped(self) -> npt.NDArray[np.integer]:
         """The tokens, (count,), read from disk when they are used."""

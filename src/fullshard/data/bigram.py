@@ -25,48 +25,6 @@ CHOOSING_SHARE = 10  # one in ten training sequences chooses lambda
 
 
 @dataclass(frozen=True)
-class Bigram:
-    """Counts of tokens and pairs.
-
-    Attributes:
-        vocab_size: V.
-        token_counts: (V,) how often each token occurs.
-        context_counts: (V,) how often each token has a successor in its sequence.
-        pairs: Sorted keys a * V + b of the pairs that occur.
-        pair_counts: How often each of them occurs.
-    """
-
-    vocab_size: int
-    token_counts: Floats
-    context_counts: Floats
-    pairs: npt.NDArray[np.int64]
-    pair_counts: Floats
-
-    @classmethod
-    def count(cls, sequences: Tokens, vocab_size: int) -> Bigram:
-        """Counts sequences, shape (num_sequences, length)."""
-        contexts = sequences[:, :-1].ravel()
-        keys, pair_counts = np.unique(_keys(sequences, vocab_size), return_counts=True)
-        return cls(
-            vocab_size,
-            np.bincount(sequences.ravel(), minlength=vocab_size).astype(np.float64),
-            np.bincount(contexts, minlength=vocab_size).astype(np.float64),
-            keys,
-            pair_counts.astype(np.float64),
-        )
-
-    def parts(self, sequences: Tokens) -> tuple[Floats, Floats]:
-        """The bigram and the unigram probability of every predicted token of the sequences."""
-        keys = _keys(sequences, self.vocab_size)
-        contexts, targets = np.divmod(keys, self.vocab_size)
-        place = np.searchsorted(self.pairs, keys).clip(max=max(len(self.pairs) - 1, 0))
-        pair_counts = np.where(self.pairs[place] == keys, self.pair_counts[place], 0.0)
-        bigram = pair_counts / np.maximum(self.context_counts[contexts], 1.0)
-        total = self.token_counts.sum() + self.vocab_size
-        return bigram, (self.token_counts[targets] + 1.0) / total
-
-
-@dataclass(frozen=True)
 class Baseline:
     """The interpolated bigram's result.
 
@@ -91,8 +49,8 @@ def interpolated_bigram(train: Tokens, held_out: Tokens, vocab_size: int) -> Bas
     """
     num_choosing = max(1, len(train) // CHOOSING_SHARE)
     counted = train[:-num_choosing] if len(train) > 1 else train
-    weight = best_weight(*Bigram.count(counted, vocab_size).parts(train[-num_choosing:]))
-    bigram, unigram = Bigram.count(train, vocab_size).parts(held_out)
+    weight = best_weight(*_probabilities(counted, train[-num_choosing:], vocab_size))
+    bigram, unigram = _probabilities(train, held_out, vocab_size)
     nats = -np.log(weight * bigram + (1.0 - weight) * unigram).mean()
     return Baseline(float(nats), weight, len(bigram))
 
@@ -110,6 +68,25 @@ def best_weight(bigram: Floats, unigram: Floats, tolerance: float = 1e-7) -> flo
             break
         weight = update
     return min(weight, 1.0 - 1e-6)
+
+
+def _probabilities(counted: Tokens, predicted: Tokens, vocab_size: int) -> tuple[Floats, Floats]:
+    """Bigram and unigram probability of every predicted token.
+
+    Args:
+        counted: (num_sequences, length) sequences whose tokens and pairs are counted.
+        predicted: (num_sequences, length) sequences whose tokens are predicted.
+        vocab_size: V.
+    """
+    token_counts = np.bincount(counted.ravel(), minlength=vocab_size)
+    context_counts = np.bincount(counted[:, :-1].ravel(), minlength=vocab_size)
+    pairs, pair_counts = np.unique(_keys(counted, vocab_size), return_counts=True)
+    keys = _keys(predicted, vocab_size)
+    contexts, targets = np.divmod(keys, vocab_size)
+    place = np.searchsorted(pairs, keys).clip(max=max(len(pairs) - 1, 0))
+    found = np.where(pairs[place] == keys, pair_counts[place], 0)
+    bigram = found / np.maximum(context_counts[contexts], 1)
+    return bigram, (token_counts[targets] + 1.0) / (token_counts.sum() + vocab_size)
 
 
 def _keys(sequences: Tokens, vocab_size: int) -> npt.NDArray[np.int64]:

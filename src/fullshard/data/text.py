@@ -45,7 +45,7 @@ from fullshard.data.records import (
     next_line,
     open_parquet,
 )
-from fullshard.data.tokenize import Made, Settings, digest, missing_column, pieces, shards, tokenize
+from fullshard.data.tokenize import TokenSettings, digest, missing_column, pieces, shards, tokenize
 from fullshard.data.tokenizer import (
     encoder_of,
     numbers_tokenizer,
@@ -201,9 +201,7 @@ def make_dataset(
     tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
     length = settings.sequence_length
-    train, held_out = (
-        Rows([[one.tokens for one in both[part]] for both in made], length) for part in (0, 1)
-    )
+    train, held_out = (Rows([both[part] for both in made], length) for part in (0, 1))
     for source, size in zip(sources, train.sizes, strict=True):
         if not size:
             raise _too_few(source.files, train, length)
@@ -290,7 +288,7 @@ def _tokens(
     parts: tuple[list[Span], list[Span]],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[Made], list[Made]]:
+) -> tuple[list[TokenFile], list[TokenFile]]:
     """Tokens of both parts of a source, from the cache or made now."""
     encoder, text = encoder_of(tokenizer)
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
@@ -301,7 +299,7 @@ def _tokens(
         for file, array in arrays.items():
             _check_dtype(file, array.dtype, vocab_size)
     found = [shards(part, arrays) for part in parts]
-    how = Settings(text, end, source.text_column, vocab_size, dtype.name)
+    how = TokenSettings(text, end, source.text_column, vocab_size, dtype.name)
     key = digest([VERSION, words_of(tokenizer), asdict(replace(how, tokenizer=""))])
     made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
     return made[: len(found[0])], made[len(found[0]) :]
@@ -333,7 +331,7 @@ def _new_tokenizer(
             "mixed with it, got none. Name its folder."
         )
     found = [
-        (shard, Settings("", (), source.text_column, 0, ""))
+        (shard, source.text_column)
         for source, part in zip(sources, parts, strict=True)
         for shard in shards(part, {})
     ]

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -61,7 +60,7 @@ Encoder = Callable[[list[str]], Iterable[Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenSettings:
     """How data becomes tokens.
 
     Attributes:
@@ -102,14 +101,6 @@ class Shard:
         told = [asdict(span) | {"file": str(span.file)} for span in self.spans]
         files = [identity(span.file) for span in self.spans]
         return digest([told, files, self.tokens and asdict(self.tokens)])
-
-
-@dataclass(frozen=True)
-class Made:
-    """Tokens of a shard, and their checksum."""
-
-    tokens: TokenFile
-    checksum: str
 
 
 def digest(told: object) -> str:
@@ -163,7 +154,9 @@ def _cuts(span: Span) -> Iterable[int]:
             return []
 
 
-def tokenize(found: Sequence[Shard], folder: Path, how: Settings, encoder: Encoder) -> list[Made]:
+def tokenize(
+    found: Sequence[Shard], folder: Path, how: TokenSettings, encoder: Encoder
+) -> list[TokenFile]:
     """Tokens of all shards in order; shards in the cache are not tokenized again.
 
     Args:
@@ -193,7 +186,7 @@ def tokenize(found: Sequence[Shard], folder: Path, how: Settings, encoder: Encod
     return [_read(file) for file in files]
 
 
-def _in_processes(todo: dict[Path, Shard], how: Settings, progress: Progress) -> None:
+def _in_processes(todo: dict[Path, Shard], how: TokenSettings, progress: Progress) -> None:
     count = min(len(os.sched_getaffinity(0)), len(todo))
     spawn = multiprocessing.get_context("spawn")  # threads of this process would not survive a fork
     with ProcessPoolExecutor(count, spawn, _begin, (how, os.getpid())) as pool:
@@ -212,10 +205,10 @@ def _in_processes(todo: dict[Path, Shard], how: Settings, progress: Progress) ->
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_WORKER: tuple[Settings, Encoder] | None = None  # in a worker process
+_WORKER: tuple[TokenSettings, Encoder] | None = None  # in a worker process
 
 
-def _begin(how: Settings, parent: int) -> None:
+def _begin(how: TokenSettings, parent: int) -> None:
     global _WORKER
     from fullshard.launch.rank_entry import die_with_parent
 
@@ -245,12 +238,15 @@ def fast_encoder(tokenizer: str) -> Encoder:
     return encode
 
 
-def make(file: Path, shard: Shard, how: Settings, encoder: Encoder) -> None:
+def make(file: Path, shard: Shard, how: TokenSettings, encoder: Encoder) -> None:
     """Tokenizes one shard into the cache: FILE.npy and FILE.json."""
     if shard.tokens is not None:
         tokens, array = shard.tokens, shard.tokens.mapped()
     else:
-        parts = [np.asarray(ids, how.dtype) for ids in encode(encoder, pieces(shard, how), how.end)]
+        parts = [
+            np.asarray(ids, how.dtype)
+            for ids in encode(encoder, pieces(shard, how.text_column), how.end)
+        ]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:
@@ -270,25 +266,24 @@ def make(file: Path, shard: Shard, how: Settings, encoder: Encoder) -> None:
         )
     checksum = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
     aside = file.with_name(f".{file.name}.{os.getpid()}.json")
-    aside.write_text(json.dumps({"tokens": asdict(tokens), "checksum": checksum}))
+    aside.write_text(json.dumps(asdict(replace(tokens, checksum=checksum))))
     aside.replace(f"{file}.json")
 
 
 def _is_made(file: Path) -> bool:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return Path(_read(file).tokens.file).is_file()
+    with suppress(OSError, ValueError, TypeError):
+        return Path(_read(file).file).is_file()
     return False
 
 
-def _read(file: Path) -> Made:
-    found: dict[str, Any] = json.loads(Path(f"{file}.json").read_text())
-    return Made(TokenFile(**found["tokens"]), found["checksum"])
+def _read(file: Path) -> TokenFile:
+    return TokenFile(**json.loads(Path(f"{file}.json").read_text()))
 
 
 # ---- from text to tokens -------------------------------------------------------------------------
 
 
-def pieces(shard: Shard, how: Settings) -> Iterator[str | None]:
+def pieces(shard: Shard, text_column: str) -> Iterator[str | None]:
     """The documents of a shard in pieces; None after the last piece of each document.
 
     Raises:
@@ -302,8 +297,8 @@ def pieces(shard: Shard, how: Settings) -> Iterator[str | None]:
             if text and span.stop == span.file.stat().st_size:
                 yield None
             continue
-        for record in read_records(span, [how.text_column]):
-            if text := _text_of(record, how.text_column):
+        for record in read_records(span, [text_column]):
+            if text := _text_of(record, text_column):
                 yield from cut(text)
                 yield None
 

@@ -165,13 +165,13 @@ def shrink(
 
 
 def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool) -> Shrunk:
-    """The configuration with smaller numbers; nothing is built.
+    """The configuration with smaller sizes; nothing is built.
 
     Args:
-        config: The user's.
-        limits: How small.
-        depth: Leave out layers.
-        width: Narrow them, and shrink vocabulary and experts.
+        config: Configuration of the full model.
+        limits: Sizes of the small model.
+        depth: Whether to drop layers.
+        width: Whether to narrow layers, and to shrink vocabulary and experts.
     """
     settings = config.to_dict()
     changes: Settings = {}

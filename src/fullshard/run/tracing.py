@@ -107,9 +107,8 @@ class Tracer:
 
     def _find_work(self, plan: Plan, config: ShardConfig, _: Any, samples: int) -> Work:
         work, blocks = self._work(samples, MOST_TRACED), repeated_blocks(self._spec)
-        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
-        depth = 2 * step + len(blocks) % step
-        if len(blocks) <= max(MOST_BLOCKS, depth):
+        step, depth = self._depth(blocks, config)
+        if depth is None:
             return trace_work(self._model, plan, config, work)
         model, part = _shallow(self._model, plan, blocks[depth:])
         found = trace_work(model, part, config, work)
@@ -121,13 +120,18 @@ class Tracer:
 
     def _find_peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks | None:
         blocks = repeated_blocks(self._spec)
-        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
-        rest = len(blocks) % step
-        if len(blocks) <= max(MOST_BLOCKS, 2 * step + rest):
+        step, depth = self._depth(blocks, config)
+        if depth is None:
             return self._peaks(plan, config, (key, None), samples)
-        depths = (step + rest, 2 * step + rest)
+        depths = (depth - step, depth)
         ends = [self._peaks(plan, config, (key, depth), samples) for depth in depths]
         return between(ends[0], ends[1], depths, len(blocks))
+
+    def _depth(self, blocks: Sequence[str], config: ShardConfig) -> tuple[int, int | None]:
+        """Period of the blocks, and how many of them to trace; None: all."""
+        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        depth = 2 * step + len(blocks) % step
+        return step, None if len(blocks) <= max(MOST_BLOCKS, depth) else depth
 
     def _pattern(self, blocks: Sequence[str]) -> int:
         """Number of blocks after which they repeat; all of them if they are in several lists."""
