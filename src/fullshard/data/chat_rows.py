@@ -152,6 +152,11 @@ class ChatDataset(PreparedData):
         """Rows have lengths of their own, up to this one."""
         return max(2, self.facts.sequence_length)
 
+    @property
+    def prompts(self) -> Sequence[list[int]]:
+        """Tokens of held-out prompts, which are answered at evaluations."""
+        return self.samples
+
     @cached_property
     def lengths(self) -> Indices:
         """Tokens of each training row."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,6 +77,11 @@ class PreparedData(ABC):
     def row_length(self) -> int | None:
         """Length that rows are padded to on XLA; None if all rows have the same length."""
         return None
+
+    @property
+    def prompts(self) -> Sequence[list[int]]:
+        """Tokens of held-out prompts, which are answered at evaluations."""
+        return ()
 
     @property
     @abstractmethod

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -215,8 +215,8 @@ class RecipeKind:
             a collective.
         build: (configuration, model configuration, batches, seat, run folder) -> the sharded model.
             Sets the objective of the batches; a collective.
-        xla_shapes: (configuration, width of the decoder) -> more arrays to train on XLA.
-        on_xla: (configuration, decoder) -> the teacher on XLA, or None.
+        xla: Module with the recipe's part on XLA: `more_shapes` (configuration, width of the
+            decoder) -> more arrays to train; `teaching` (configuration, decoder) -> the teacher.
     """
 
     build: Callable[[RunConfig, PretrainedConfig, RowBatches, Seat, Path], nn.Module]
@@ -224,8 +224,7 @@ class RecipeKind:
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
-    xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
-    on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
+    xla: str | None = None
 
 
 PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label

@@ -11,7 +11,7 @@ the standard library: `fullshard --help` loads them all and must stay fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -86,7 +86,7 @@ def check_command(config: RunConfig, command: Command) -> None:
     """
     from fullshard.config.problems import ConfigProblems
 
-    problems = [*_of_xla(config), *command.about.check(config, command)]
+    problems = list(command.about.check(config, command))
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
     owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
     for section, owner in owners.items():
@@ -101,15 +101,3 @@ def of_other(key: str, got: str, command: Command) -> Problem:
     from fullshard.config.problems import Problem
 
     return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
-
-
-def _of_xla(config: RunConfig) -> Iterator[Problem]:
-    from fullshard.config.problems import Problem
-    from fullshard.config.values import Backend
-
-    if config.backend is not Backend.JAX:
-        return
-    sft, says = config.sft, "with backend: jax is not yet supported"
-    if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
-        advice = "Leave it out: no prompt is answered"
-        yield Problem("sft.num_samples", "", f"{sft.num_samples} {says}", advice)

@@ -19,7 +19,6 @@ import fullshard as fs
 from fullshard import loading, saving
 from fullshard.config.schema import SftConfig
 from fullshard.config.values import DType, GradSync
-from fullshard.data.chat_rows import ChatDataset
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import DataError, DivergedError
@@ -272,14 +271,14 @@ class TorchSide:
     def _answer_prompts(self, console: RunConsole | None, step: int) -> None:
         """Answers held-out prompts and prints the answers."""
         data = self._session.dataset
-        if not isinstance(data, ChatDataset):
+        if not data.prompts:
             return
         most = (self._session.config.sft or SftConfig()).sample_tokens
         watchdog.phase("sampling", step)
         likely = SamplingSettings(temperature=0)
         with sampling(self._model) as same:
             sampler = Sampler(self._model, data.tokenizer, likely, [same])
-            for prompt in data.samples:
+            for prompt in data.prompts:
                 room = min(most, data.facts.sequence_length - len(prompt))
                 ids: list[int] = []
                 if room > 0:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from optax import GradientTransformation
 
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.values import DType, Optimizer
-from fullshard.data.chat_rows import ChatDataset
 from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import build_model, model_on_meta, trainable, weights_folder
@@ -85,10 +85,13 @@ class XlaSide:
         self._join()
         config, model_config = session.config, session.model_config
         self._decoder = decoder = DecoderConfig.of(model_config)
-        kind = session.command.kind
-        shapes = {**decoder.shapes(), **kind.xla_shapes(config, decoder.hidden_size)}
+        xla = session.command.kind.xla
+        recipe: Any = import_module(xla) if xla else None
+        shapes = decoder.shapes()
+        if recipe is not None:
+            shapes |= recipe.more_shapes(config, decoder.hidden_size)
         self._plan = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
-        self._teaching = kind.on_xla(config, Decoder(decoder, self._plan))
+        self._teaching = recipe and recipe.teaching(config, Decoder(decoder, self._plan))
         processes.connect(self._plan.mesh)
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
@@ -123,7 +126,7 @@ class XlaSide:
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaSide, Team]:
         """Builds the state and its programs, and the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
-        if console is not None and isinstance(run.dataset, ChatDataset) and run.dataset.samples:
+        if console is not None and run.dataset.prompts:
             logger.info("held-out prompts are not answered with backend: jax")
         self._row_length = data.data.row_length
         groups, self._tx = self._optimizer()

@@ -14,7 +14,7 @@ from fullshard.outlook.predict import Machine
 from fullshard.outlook.xla_memory import StepShape, at_peak
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
-from fullshard.recipes.distill.xla import check_teacher, projection_shapes
+from fullshard.recipes.distill.xla import check_teacher, more_shapes
 from fullshard.run.outlook import Lack
 from fullshard.xla import optim
 from fullshard.xla.aot import Compiled, compile_step, devices_of
@@ -123,7 +123,7 @@ def look(
         on_cpu=on_cpu,
         num_chunks=-(-tokens // chunk_size) if chunk_size else 0,
     )
-    more = projection_shapes(config, decoder.hidden_size)
+    more = more_shapes(config, decoder.hidden_size)
     table = plan_table(model_config, config, world_size, more)
     check_teacher(config, table)
     rows = at_peak(table, shape)

@@ -12,6 +12,7 @@ from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.supported import NotYet
 from fullshard.config.values import Backend, DistillLoss
 from fullshard.recipes.registry import Command, RecipeCommand
+from fullshard.recipes.sft.command import check as check_chats
 
 _DENSE = (
     "Give the student a dense configuration: mixtures of experts, of which students are cut, are "
@@ -24,6 +25,7 @@ _NOT_ON_XLA = (
 
 
 def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
+    yield from check_chats(config, command)
     settings = config.distill or DistillConfig()
     cached = settings.cache is not None and command is Command.DISTILL
     if config.backend is Backend.JAX:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -58,24 +58,11 @@ def _build(
     return student
 
 
-def _xla_shapes(config: RunConfig, width: int) -> Any:
-    from fullshard.recipes.distill.xla import projection_shapes
-
-    return projection_shapes(config, width)
-
-
-def _on_xla(config: RunConfig, student: Any) -> Any:
-    from fullshard.recipes.distill.xla import XlaTeaching
-
-    return XlaTeaching.of(config, student)
-
-
 _CACHE = RecipeKind(_build, _uses_chats, check_teacher, write=write_cache)
 _DISTILL = replace(
     _CACHE,
     check_data=_check_data,
     write=None,
-    xla_shapes=_xla_shapes,
-    on_xla=_on_xla,
+    xla="fullshard.recipes.distill.xla",
 )
 KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}

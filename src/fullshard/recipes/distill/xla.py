@@ -45,24 +45,6 @@ class XlaTeaching:
     teacher: Decoder | None
     folder: Path
 
-    @classmethod
-    def of(cls, config: RunConfig, student: Decoder) -> XlaTeaching:
-        """The teacher of a run, given the student with its plan.
-
-        Raises:
-            ConfigError: The teacher's strategy needs another mesh.
-        """
-        settings = settings_of(config)
-        if settings.cache is not None:
-            return cls(settings, student, None, Path(settings.cache))
-        assert config.teacher is not None, "checked before"
-        default = DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16
-        decoder, table = _decoder(config), _table(config, student.plan.table, default)
-        structure = jax.tree.structure(_shapes(decoder, settings))
-        folder = Path(config.teacher.name_or_path or "")
-        placed = XlaPlan(table, student.plan.mesh, structure)
-        return cls(settings, student, Decoder(decoder, placed), folder)
-
     @property
     def loss(self) -> LossFn:
         """The loss that a step minimises."""
@@ -102,6 +84,24 @@ class XlaTeaching:
         )
 
 
+def teaching(config: RunConfig, student: Decoder) -> XlaTeaching:
+    """The teacher of a run, given the student with its plan.
+
+    Raises:
+        ConfigError: The teacher's strategy needs another mesh.
+    """
+    settings = settings_of(config)
+    if settings.cache is not None:
+        return XlaTeaching(settings, student, None, Path(settings.cache))
+    assert config.teacher is not None, "checked before"
+    default = DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16
+    decoder, table = _decoder(config), _table(config, student.plan.table, default)
+    structure = jax.tree.structure(_shapes(decoder, settings))
+    placed = XlaPlan(table, student.plan.mesh, structure)
+    folder = Path(config.teacher.name_or_path or "")
+    return XlaTeaching(settings, student, Decoder(decoder, placed), folder)
+
+
 def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
     """Refuses, before a rank starts, a teacher that XLA cannot compute.
 
@@ -120,7 +120,7 @@ def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
     _table(config, student, DType.FLOAT32)
 
 
-def projection_shapes(config: RunConfig, width: int) -> Tree:
+def more_shapes(config: RunConfig, width: int) -> Tree:
     """The projection of a student, needed if the teacher's hidden states have another width.
 
     Args:
