@@ -188,6 +188,9 @@ class TorchSide:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        precision = session.config.training.matmul_precision
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
     @cached_property
     def _view(self) -> View:
@@ -208,6 +211,9 @@ class TorchSide:
         """Labelled lines of the banner."""
         run = self._session
         lines = plan_lines(run.config, self._shown_plan, run.seat.device.type)
+        if run.config.training.matmul_precision is not None:
+            precision = torch.get_float32_matmul_precision()
+            lines.append(("matmul", f"float32 matrix products in {precision} precision"))
         why = run.folder.read_record()["planned"].get("whole_logits")
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
