@@ -46,6 +46,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
             f"special token) for a tokenizer trained on the data, got {vocab_size}. Raise it."
         )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +58,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         show_progress=False,
     )
     tokenizer.train_from_iterator(_without_long_words(documents), trainer)
-    return _wrapped(tokenizer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def _without_long_words(documents: Iterable[str]) -> Iterator[str]:
@@ -68,18 +75,6 @@ def _without_long_words(documents: Iterable[str]) -> Iterator[str]:
             yield document[begin : run.end()]
             begin = run.end()
         yield document[begin:]
-
-
-def _wrapped(tokenizer: object) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def load_tokenizer(
@@ -124,11 +119,10 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
 def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer that shows tokens as numbers, "17 4 230", for data without a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from fullshard.config.schema import LoraConfig, RunConfig
+from fullshard.config.schema import LoraConfig
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
@@ -38,11 +38,6 @@ class Adapters:
     lora: LoraConfig
     base: Path | None
     folder: Path
-
-    @classmethod
-    def of(cls, config: RunConfig, base: Path | None, folder: Path) -> Adapters | None:
-        """The adapters of a run; None if it has none."""
-        return None if config.lora is None else cls(config.lora, base, folder)
 
 
 def save_model(

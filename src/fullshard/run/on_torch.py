@@ -261,7 +261,8 @@ class TorchSide:
     def _export(self, place: Path, adapter: Path) -> None:
         """Writes the model as a Hugging Face folder, and adapters on their own. A collective."""
         run = self._session
-        adapters = Adapters.of(run.config, weights_folder(run.config), adapter)
+        lora = run.config.lora
+        adapters = None if lora is None else Adapters(lora, weights_folder(run.config), adapter)
         save_model(self._model, run.model_config, run.dataset.tokenizer, place, adapters)
 
     def _check_plan(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,15 +22,14 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend
 from fullshard.data.dataset import PreparedData
-from fullshard.errors import HangError
 from fullshard.launch import rendezvous
+from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.folder import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
 from fullshard.observe import watchdog
-from fullshard.observe.position import Verdict
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command
@@ -133,7 +131,11 @@ def run(config: RunConfig, run_dir: Path) -> None:
         rendezvous.init_process_group(config.launch.timeout, run_dir)
         if folder.config.is_file():  # else load_data says that machines do not share the folder
             config = load_config(folder.config).config
-        watchdog.on_hang(partial(_record_hang, folder))
+        watchdog.on_hang(
+            lambda hang: folder.fail(
+                "HangError", hang.message, ExitCode.HANG, hang.rank, final=True
+            )
+        )
         uses_torch = config.backend is not Backend.JAX
         device = _device() if uses_torch else torch.device("cpu")  # measures the process
         train(config, folder, Seat(rank, launch.world_size if launch else 1, device))
@@ -194,10 +196,6 @@ def _announced(session: Session, side: Side) -> RunConsole:
     mark_running(session.folder, session.seat.device, session.model_config)
     console.print_banner(f"fullshard {session.command}  {session.folder.path}", lines)
     return console
-
-
-def _record_hang(folder: RunFolder, verdict: Verdict) -> None:
-    folder.fail("HangError", verdict.message, HangError.exit_code, verdict.rank, final=True)
 
 
 def _is_ending() -> bool:
