@@ -171,7 +171,7 @@ def _megatron(index: Path, size: int) -> str:
     with index.open("rb") as opened:
         mark, version, code, count, _ = struct.unpack("<9sQBQQ", opened.read(34))
     if mark != MEGATRON or version != 1 or code not in MEGATRON_DTYPES:
-        raise ValueError(f"'{index.name}' is no index of Megatron, version 1, of integers")
+        raise ValueError(f"'{index.name}' is not an index of Megatron, version 1, of integers")
     lengths = np.memmap(index, np.int32, "r", 34, (count,)) if count else np.empty(0, np.int32)
     total = int(lengths.sum(dtype=np.int64)) * np.dtype(MEGATRON_DTYPES[code]).itemsize
     if total != size:

@@ -156,13 +156,13 @@ def _turns(record: Record, column: str, role: str, content: str) -> Turns:
 
 def _messages(value: object, role: str, content: str, place: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"data.path: expected a list of messages at {place}. Mend the record.")
+        raise DataError(f"data.path: expected a list of messages at {place}. Correct the record.")
     found: list[Message] = []
     for number, message in enumerate(cast("Sequence[Any]", value)):
         if not isinstance(message, Mapping) or role not in message or content not in message:
             raise DataError(
                 f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}]. "
-                "Mend the record."
+                "Correct the record."
             )
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
         name = str(message[role]).lower()
@@ -200,7 +200,7 @@ def _text(record: Record, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(
             f"data.path: expected text in '{column}', got {type(value).__name__} at "
-            f"{record.place}. Mend the record."
+            f"{record.place}. Correct the record."
         )
     return value
 

@@ -223,7 +223,7 @@ def _applied(
     except Exception as error:  # templates raise what they like
         raise DataError(
             f"data.path: expected a conversation that the chat template takes, got one at {place} "
-            f"that it refuses ({error}). Mend the record, or give sft.chat_template_path."
+            f"that it refuses ({error}). Correct the record, or give sft.chat_template_path."
         ) from error
 
 

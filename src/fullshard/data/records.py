@@ -207,7 +207,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
             what = "a link to a folder, which is not followed" if entry.is_dir() else what
             raise DataError(
                 f"data.path: expected files that can be read, got '{entry}', {what}. "
-                "Mend or remove it."
+                "Correct or remove it."
             )
         else:
             yield from _files_below(entry)
@@ -378,7 +378,7 @@ def _read_jsonl(span: Span) -> Iterator[Record]:
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"data.path: expected one JSON object a line, got {error.msg} at "
-                    f"{_place(span, number)}, column {error.colno}. Mend the line."
+                    f"{_place(span, number)}, column {error.colno}. Correct the line."
                 ) from error
             yield Record(value, span, number)
 
@@ -399,7 +399,7 @@ def _parsed(text: str, place: Callable[[], str]) -> Any:
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"data.path: expected JSON records, got one that cannot be read at {place()} "
-            f"({type(error).__name__}: {str(error)[:120]}). Mend or remove it."
+            f"({type(error).__name__}: {str(error)[:120]}). Correct or remove it."
         ) from error
     return value
 
@@ -427,7 +427,7 @@ def _read_list(file: Path) -> list[Any]:
     except json.JSONDecodeError as error:
         raise DataError(
             f"data.path: expected a JSON list of objects, got {error.msg} at "
-            f"{file}:{error.lineno}, column {error.colno}. Mend the file."
+            f"{file}:{error.lineno}, column {error.colno}. Correct the file."
         ) from error
 
 

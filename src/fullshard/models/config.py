@@ -120,7 +120,7 @@ def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
     if not folder.is_dir():
         near = did_you_mean_path(folder) or "Name one that is here."
         raise ConfigError(
-            f"{key}: expected a local model folder, got '{folder}', which is no folder here. "
+            f"{key}: expected a local model folder, got '{folder}', which is not a folder here. "
             f"{near} Nothing is downloaded during a run: to use a model of a hub, download it "
             "first (hf download NAME --local-dir FOLDER) and name the folder."
         )

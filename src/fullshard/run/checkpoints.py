@@ -78,8 +78,8 @@ class RunCheckpoints(Keeper):
             way_out = (
                 "which is saved. Start it again to resume."
                 if every is not None
-                else "and saved nothing (save_strategy: no). It begins anew; leave save_strategy "
-                "out to be able to resume."
+                else "and saved nothing (save_strategy: no). The next start begins at "
+                "step 0; leave save_strategy out to be able to resume."
             )
             raise PreemptedError(
                 f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "

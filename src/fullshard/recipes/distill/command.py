@@ -44,7 +44,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
         yield Problem("distill.experts", expected, "another model or a cache", advice)
     if cached and settings.teacher_offload is not None:
         says, advice = show(settings.teacher_offload), "Leave it out: no teacher runs"
-        yield Problem("distill.teacher_offload", "no distill.cache beside it", says, advice)
+        yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
     if cached and settings.loss is not DistillLoss.FORWARD_KL:
         advice = "The others need logits that were not kept"
         yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)

@@ -96,7 +96,7 @@ def check_facts(folder: Path, facts: DatasetFacts) -> None:
         if found.get(key) != value:
             raise DataError(
                 f"distill.cache: expected logits of this run's data, with {key} {value}; got some "
-                f"with {found.get(key)} in '{folder}'. Write the cache anew (fullshard distill "
+                f"with {found.get(key)} in '{folder}'. Write the cache again (fullshard distill "
                 "cache), from the same data and seed."
             )
 
