@@ -197,9 +197,9 @@ def _in_processes(todo: dict[Path, Shard], how: TokenSettings, progress: Progres
                 progress.add(futures[future])
         except BrokenProcessPool as error:
             raise DataError(
-                f"data: expected {count} processes to tokenize, got one that ended without an error. "
-                "Memory may have run out: look at the kernel's log. The same command resumes with "
-                "the missing parts."
+                f"data: expected {count} processes to tokenize, got one that ended without an "
+                "error. Memory may have run out: look at the kernel's log. The same command resumes "
+                "with the missing parts."
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
