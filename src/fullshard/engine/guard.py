@@ -31,7 +31,6 @@ class Rule(Enum):
     COMPARE = auto()  # elementwise, with a plain result: torch.testing's view of two shards
     REPLACE = auto()  # p.data = x
     ASSIGN = auto()  # p.grad = x
-    FREEZE = auto()  # p.requires_grad_()
     UNSCALE = auto()  # GradScaler's check: one rank's infinity is every rank's
     REFUSED = auto()  # needs the whole tensor
     RANDOM = auto()  # would differ from rank to rank
@@ -91,7 +90,7 @@ def _table() -> dict[str, Rule]:
     rules["grad_fn"], rules["detach_"], rules["backward"] = Rule.GRAPH, Rule.DETACH, Rule.AUTOGRAD
     rules["data="] = Rule.REPLACE
     rules["grad="] = Rule.ASSIGN
-    rules["requires_grad="] = rules["requires_grad_"] = Rule.FREEZE
+    rules["requires_grad="] = rules["requires_grad_"] = Rule.PLAIN
     rules["view"] = rules["view_as"] = rules["reshape"] = Rule.ELEMENTWISE  # size is checked
     return rules
 

@@ -2,14 +2,14 @@
 
 [Note: cached norms]
 After a backward every rank has the squared 2-norm of every parameter's whole gradient, from one
-small all-reduce. So torch's own clipping is right, and a norm that one rank alone logs cannot
-hang. An in-place change of any gradient makes the next norm a collective again.
+small all-reduce. So torch's own clipping is right, and a norm that only one rank logs cannot hang.
+After an in-place change of a gradient the next norm is a collective again.
 
 [Note: what ranks say]
-A rank that leaves out a backward, a step or a question shifts its later sums against the others',
-and numbers of one would meet numbers of another. So each sum carries integers in front that must be
-equal: what it is of, and how far the rank has come. The sum itself tells: n numbers are equal
-exactly when n times the sum of their squares is the square of their sum.
+If a rank skips a backward, a step or a norm, its later sums would be added to other sums of the
+other ranks. So each sum begins with integers that must be equal on all ranks: a hash of the sum's
+name, and counters of steps. The all-reduce itself compares them: n numbers are equal exactly when n
+times the sum of their squares is the square of their sum.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,23 +67,29 @@ class Known:
         return None
 
 
+class Count(StrEnum):
+    """What every rank of a model must have done as often as the others."""
+
+    STEPS = "optimizer steps"
+    FORWARDS = "forwards that train"  # and whose gradients are not deferred
+    ADDED = "gradients that were there before a backward"
+    CLIPPINGS = "clippings"
+
+
 class GradientNorms:
     """Squared 2-norms of the model's gradients, by parameter index.
 
     Args:
         transport: Sums over ranks.
-        device: That collectives work on.
+        device: Device of collectives.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport, self._alike = transport, Alike()
+        self.transport = transport
         self._device = device
-        self.num_steps = 0  # of optimizers that hold any of the model's shards
-        self.num_forwards = 0  # that train, and whose gradients are not deferred
-        self.froze = False  # requires_grad of a shard was set since the last backward
+        self.counts = dict.fromkeys(Count, 0)
         self.waits = False  # gradients of backwards under no_sync wait to be summed
-        self.num_added = 0  # groups whose reductions were added to gradients that were there
-        self.num_clips = 0
+        self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
         self._memory: Sequence[torch.Tensor] = ()  # that they are views of
@@ -96,7 +103,7 @@ class GradientNorms:
         Args:
             squares: (num_params,), global sums of squares.
             shown: The gradient objects that they belong to, by id.
-            memory: What these are views of, which has their versions.
+            memory: The buffers that these are views of, whose versions count writes.
         """
         self._squares, self._shown, self._memory = squares, shown, memory
         self._versions = [flat._version for flat in memory]
@@ -123,7 +130,7 @@ class GradientNorms:
         Args:
             gradient: Went in.
             name: The function.
-            others: Its further arguments.
+            others: Further arguments of the function.
         """
         squares = self._known()
         if squares is None or not self._knows(gradient):
@@ -134,10 +141,9 @@ class GradientNorms:
             return None
         return Known(name, squares, gradient.record)
 
-    @property
-    def transport(self) -> Transport:
-        """Sums over ranks."""
-        return self._transport
+    def meet(self, asked: str) -> None:
+        """Check that every rank asks for the same thing here. A collective."""
+        self.all_reduce(torch.zeros(1, device=self._device), asked)
 
     def mark_changed(self) -> None:
         """A gradient was changed in place, or a backward is under way."""
@@ -145,7 +151,7 @@ class GradientNorms:
 
     def scale(self, factor: torch.Tensor) -> None:
         """All gradients were multiplied by a factor."""
-        self.num_clips += 1
+        self.counts[Count.CLIPPINGS] += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
             self._versions = [flat._version for flat in self._memory]
@@ -169,7 +175,7 @@ class GradientNorms:
         Args:
             shard: This rank's shard.
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
-            correction: What std and var leave out of the count.
+            correction: Subtracted from the count in std and var.
         """
         local, record = shard.to_local(), shard.record
         count, asked = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
@@ -213,8 +219,50 @@ class GradientNorms:
         *,
         maximum: bool = False,
     ) -> torch.Tensor:
-        """See `Alike.all_reduce`."""
-        return self._alike.all_reduce(self.transport, values, asked, said, maximum=maximum)
+        """The sum or the maximum of all ranks' values: (n,), float64. A collective.
+
+        See [Note: what ranks say].
+
+        Args:
+            values: (n,), without NaN where the largest are asked for.
+            asked: Name of the quantity, which must be the same on every rank.
+            said: Counts that must be equal on every rank, by name.
+            maximum: Return the maximum instead of the sum.
+
+        Raises:
+            EngineError: Ranks ask for different things, or their counts differ. Devices that the
+                host does not wait for raise it in the next call.
+        """
+        said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
+        numbers = [float(number % _MOST) for number in said.values()]
+        pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
+        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
+        vector = torch.cat([head, values.double()])
+        self.transport.home.place = f"a sum ({asked})"
+        self.transport.all_reduce(vector, maximum=maximum)
+        head, values = vector[: len(head)], vector[len(head) :]
+        if is_at_hand(vector):
+            wrong = _differing(head, said, maximum=maximum)
+            if wrong is not None:
+                told = wrong and _table(self.transport, said[wrong], int(head[0]))
+                raise _refusal(asked, wrong, told)
+        elif not maximum:
+            self._look_later(head, asked, said)
+        return values
+
+    def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
+        """Look at the last sum, which has most likely landed by now, and keep this one."""
+        found = streams.of(head.device)
+        assert found is not None
+        if self._landing is not None:
+            landed, before, counts, done = self._landing
+            found.finish(done)
+            wrong = _differing(landed, counts, maximum=False)
+            if wrong is not None:
+                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
+        landing = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
+        landing.copy_(head, non_blocking=True)
+        self._landing = landing, asked, said, found.event()
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
@@ -225,10 +273,7 @@ class GradientNorms:
             tensors: Plain local parts.
             records: Records of the shards that they are.
         """
-        squares = local_powers(tensors, 2.0, self._device)
-        if any(record.copies > 1 for record in records):
-            squares = squares / self._copies(records)
-        return squares
+        return self._share(local_powers(tensors, 2.0, self._device), records)
 
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
         """The 2-norm of all gradients together if the cache has it."""
@@ -256,12 +301,12 @@ class GradientNorms:
         asked = f"norm of {clean_name(shards[0].record.piece.name)!r}"
         if order == math.inf:
             return self.maxima(powers, asked)
-        return self.all_reduce(powers / self._copies([s.record for s in shards]), asked)
+        return self.all_reduce(self._share(powers, [s.record for s in shards]), asked)
 
-    def _copies(self, records: Sequence[ShardRecord]) -> torch.Tensor:
-        """Ranks that hold the same elements count them several times."""
+    def _share(self, powers: torch.Tensor, records: Sequence[ShardRecord]) -> torch.Tensor:
+        """Divide by the number of ranks that have the same elements, so that a sum is right."""
         counts = [record.copies for record in records]
-        return from_host(counts, self._device)
+        return powers / from_host(counts, self._device) if max(counts, default=1) > 1 else powers
 
 
 def local_powers(
@@ -313,66 +358,6 @@ def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
 # ---- small sums over all ranks
 
 _MOST = 1 << 20  # so that sums of squares stay exact in float64
-
-
-class Alike:
-    """The small sums of one model. See [Note: what ranks say]."""
-
-    def __init__(self) -> None:
-        self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
-
-    def all_reduce(
-        self,
-        transport: Transport,
-        values: torch.Tensor,
-        asked: str,
-        said: Mapping[str, int] | None = None,
-        *,
-        maximum: bool = False,
-    ) -> torch.Tensor:
-        """(n,), float64: all ranks' values summed, or the largest of them. A collective.
-
-        Args:
-            transport: Sums.
-            values: (n,), without NaN where the largest are asked for.
-            asked: What they are.
-            said: Counts that are the same on every rank, by what is counted.
-            maximum: The largest.
-
-        Raises:
-            EngineError: Ranks ask for different things, or their counts differ. Devices that the
-                host does not wait for raise it in the next call.
-        """
-        said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
-        numbers = [float(number % _MOST) for number in said.values()]
-        pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
-        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
-        vector = torch.cat([head, values.double()])
-        transport.home.place = f"a sum ({asked})"
-        transport.all_reduce(vector, maximum=maximum)
-        head, values = vector[: len(head)], vector[len(head) :]
-        if is_at_hand(vector):
-            wrong = _differing(head, said, maximum=maximum)
-            if wrong is not None:
-                told = wrong and _table(transport, said[wrong], int(head[0]))
-                raise _refusal(asked, wrong, told)
-        elif not maximum:
-            self._look_later(head, asked, said)
-        return values
-
-    def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Look at the last sum, which has most likely landed by now, and keep this one."""
-        found = streams.of(head.device)
-        assert found is not None
-        if self._landing is not None:
-            landed, before, counts, done = self._landing
-            found.finish(done)
-            wrong = _differing(landed, counts, maximum=False)
-            if wrong is not None:
-                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        landing = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
-        landing.copy_(head, non_blocking=True)
-        self._landing = landing, asked, said, found.event()
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:

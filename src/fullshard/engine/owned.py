@@ -16,7 +16,7 @@ every rank. Between steps the whole parameters hold no memory.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
-from fullshard.engine.optimizers import check_by_itself, trust
+from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.homes import Place
@@ -47,10 +47,11 @@ class _Owned:
     """A parameter and its whole.
 
     Attributes:
-        param: The user's.
-        whole: What the owner's optimizer sees, of the global shape; without memory between steps.
+        param: The user's parameter, a shard.
+        whole: The parameter of global shape that the owner's optimizer sees; it has no memory
+            between steps.
         holders: (part, start, stop) of every rank that holds some; empty where nothing is cut.
-        owner: Part of the owner; -1 where every rank is one.
+        owner: Part that owns the parameter; -1 if every rank does.
     """
 
     param: nn.Parameter
@@ -132,8 +133,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
         if beside is not None:
             self._join(beside)
         self._complete = True
-        self._made_with = MadeWith(self.param_groups, beside)
-        trust(self)
+        self._made_with = _lists(self.param_groups)
+        WATCHED.trusted.add(self)
         self._take_new_states(self._owned.values())
 
     def _join(self, beside: torch.optim.Optimizer) -> None:
@@ -189,34 +190,46 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
     def _step(self, members: list[_Owned]) -> None:
         """One round: slices to owners, their optimizer, slices back."""
-        part = self._exchange.part
         live = [owned for owned in members if owned.param.grad is not None]
-        mine = [owned for owned in live if owned.owner in (-1, part)]
-        sends: list[tuple[int, torch.Tensor]] = []
-        receives: list[tuple[int, torch.Tensor]] = []
-        for owned in live:
+        mine = [owned for owned in live if owned.owner in (-1, self._exchange.part)]
+        for owned in mine:
             both = owned.slices()
-            if owned.owner not in (-1, part):
-                sends += [(owned.owner, own) for own in both]
-                continue
             if owned.holders:
-                wholes = [own.new_empty(owned.whole.numel()) for own in both]
-                for holder, start, stop in owned.holders:
-                    if holder == part:
-                        for whole, own in zip(wholes, both, strict=True):
-                            whole[start:stop].copy_(own)
-                    else:
-                        receives += [(holder, whole[start:stop]) for whole in wholes]
-                both = wholes
+                both = [own.new_empty(owned.whole.numel()) for own in both]
             owned.show(both)
-        self._exchange.run(sends, receives)
+        self._move(live, to_owners=True)
         try:
             self._update(mine)
-            self._give_back(live)
+            self._move(live, to_owners=False)
         finally:
             for owned in mine:
                 owned.hide()
         self._take_new_states(members)
+
+    def _move(self, live: list[_Owned], *, to_owners: bool) -> None:
+        """Copy slices of parameters and gradients to owners, or updated parameters back."""
+        part = self._exchange.part
+        slices: list[tuple[int, torch.Tensor]] = []
+        ranges: list[tuple[int, torch.Tensor]] = []  # of whole tensors that this rank owns
+        for owned in live:
+            own = owned.slices() if to_owners else owned.slices()[:1]
+            if owned.owner not in (-1, part):
+                slices += [(owned.owner, local) for local in own]
+                continue
+            whole: Any = owned.whole
+            if not owned.holders:  # updated in place, unless the optimizer made a new tensor
+                if whole.data_ptr() != own[0].data_ptr():
+                    own[0].copy_(whole.detach().view(own[0].shape))
+                continue
+            flat = [x.detach().reshape(-1) for x in ([whole, whole.grad] if to_owners else [whole])]
+            for holder, start, stop in owned.holders:
+                there = [x[start:stop] for x in flat]
+                if holder != part:
+                    ranges += [(holder, x) for x in there]
+                    continue
+                for x, local in zip(there, own, strict=True):
+                    (x if to_owners else local).copy_(local if to_owners else x)
+        self._exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
 
     def _update(self, mine: list[_Owned]) -> None:
         """The owners' optimizer on what is whole now; where one rank's raises, all raise."""
@@ -250,28 +263,6 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
         agree(engine, tell)
 
-    def _give_back(self, live: list[_Owned]) -> None:
-        """Every rank gets its slices of what was updated."""
-        part = self._exchange.part
-        sends: list[tuple[int, torch.Tensor]] = []
-        receives: list[tuple[int, torch.Tensor]] = []
-        for owned in live:
-            local = owned.slices()[0]
-            if owned.owner not in (-1, part):
-                receives.append((owned.owner, local))
-                continue
-            if not owned.holders:  # it was updated where it is, unless the optimizer made a new one
-                if owned.whole.data_ptr() != local.data_ptr():
-                    local.copy_(owned.whole.detach().view(local.shape))
-                continue
-            updated = owned.whole.detach().reshape(-1)
-            for holder, start, stop in owned.holders:
-                if holder == part:
-                    local.copy_(updated[start:stop])
-                else:
-                    sends.append((holder, updated[start:stop]))
-        self._exchange.run(sends, receives)
-
     def _check(self) -> None:
         """Shards and gradients must be there as when owners were chosen, alike on all ranks."""
         engine = self._engine
@@ -281,9 +272,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
-        tables = self.state, self._inner.state
-        wholes = [(owned.param, owned.whole) for owned in self._owned.values()]
-        self._raise_together(self._made_with.find_edits(self.param_groups, wholes, tables))
+        self._raise_together(self._find_edits())
         if engine.plan.mesh.shard == 1:
             return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
@@ -295,6 +284,31 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "fs.owned: expected gradients of the same parameters on every rank; they differ. "
                 "Set p.grad, or None, on all ranks alike."
             )
+
+    def _find_edits(self) -> EngineError | None:
+        """Changes since it was made that the owners' optimizer would not notice."""
+        beside = [] if self._beside is None else _lists(self._beside.param_groups)
+        made_with, num_own = self._made_with, len(self._made_with) - len(beside)
+        if _lists(self.param_groups) != made_with or beside != made_with[num_own:]:
+            return EngineError(
+                "fs.owned: expected the groups that it was made with, whose numbers alone may "
+                "change; groups or parameters came, went or moved. Make it anew."
+            )
+        for param in (param for group in self.param_groups[:num_own] for param in group["params"]):
+            if param.grad is not None and id(param) not in self._owned:
+                return EngineError(
+                    f"fs.owned: expected {name_of(param)} without a gradient, because it was "
+                    "frozen when this was made. Make it anew."
+                )
+        for param, whole in ((owned.param, owned.whole) for owned in self._owned.values()):
+            shown = self.state.get(param, {})
+            kept = self._inner.state.get(whole, {})
+            if any(shown.get(key) is not value for key, value in kept.items()):
+                return EngineError(
+                    f"fs.owned: expected the states of {name_of(param)} to be changed in place; "
+                    "they were replaced or cleared. Write into their tensors, or make it anew."
+                )
+        return None
 
     # ---- states
 
@@ -355,13 +369,11 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
     wanted = {id(param) for param in params}
     cut: list[_Owned] = []
     rest: list[_Owned] = []
-    for group in (group for unit in engine.units for group in unit.trained):
-        layout = group.plan.layout
-        for member, placement in zip(group.members, layout.placements, strict=True):
-            if id(member.param) in wanted and layout.num_parts > 1:
-                cut.append(_Owned.of(member.param, placement.shape, layout.holders(placement)))
-            elif id(member.param) in wanted:
-                rest.append(_Owned.of(member.param, placement.shape))
+    for member in engine.members:
+        if id(member.param) in wanted and member.grad is not None:
+            record = member.param.record
+            owned = _Owned.of(member.param, record.shape, record.holders if record.is_cut else ())
+            (cut if record.is_cut else rest).append(owned)
     chosen = Owners.choose([owned.whole.numel() for owned in cut], engine.plan.mesh.shard)
     for owned, owner in zip(cut, chosen.of, strict=True):
         owned.owner = owner
@@ -385,59 +397,6 @@ def _refuse_places(engine: Engine) -> None:
         raise EngineError(
             "fs.owned: expected ranks that own tensors; transport fake has one. Use another."
         )
-
-
-# ---- what may be changed of an owned optimizer once it is made, and what its inner one may keep
-
-
-class MadeWith:
-    """The groups that an owned optimizer was made with.
-
-    Args:
-        groups: Its own, then those of `beside`.
-        beside: Steps with it.
-    """
-
-    def __init__(self, groups: Groups, beside: torch.optim.Optimizer | None) -> None:
-        self._lists, self._beside = _lists(groups), beside
-        num_own = len(groups) - (0 if beside is None else len(beside.param_groups))
-        self._others = {id(param) for group in groups[num_own:] for param in group["params"]}
-
-    def find_edits(
-        self,
-        groups: Groups,
-        wholes: Sequence[tuple[nn.Parameter, nn.Parameter]],
-        states: tuple[Mapping[Any, Any], Mapping[Any, Any]],
-    ) -> EngineError | None:
-        """What was changed that the owners' optimizer would not know of.
-
-        Args:
-            groups: As they are now.
-            wholes: Each of the user's parameters and its whole.
-            states: By the user's parameters, and by wholes.
-        """
-        beside = [] if self._beside is None else _lists(self._beside.param_groups)
-        if _lists(groups) != self._lists or beside != self._lists[len(groups) - len(beside) :]:
-            return EngineError(
-                "fs.owned: expected the groups that it was made with, whose numbers alone may "
-                "change; groups or parameters came, went or moved. Make it anew."
-            )
-        known = self._others | {id(param) for param, _ in wholes}
-        for param in (param for group in groups for param in group["params"]):
-            if param.grad is not None and id(param) not in known:
-                return EngineError(
-                    f"fs.owned: expected {name_of(param)} without a gradient, because it was "
-                    "frozen when this was made. Make it anew."
-                )
-        shown, kept = states
-        for param, whole in wholes:
-            mine = shown.get(param, {})
-            if any(mine.get(key) is not value for key, value in kept.get(whole, {}).items()):
-                return EngineError(
-                    f"fs.owned: expected the states of {name_of(param)} to be changed in place; "
-                    "they were replaced or cleared. Write into their tensors, or make it anew."
-                )
-        return None
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -168,7 +168,7 @@ class PendingGradient(ShardedGradient):
             return args[0]
         if rule is Rule.DETACH:
             return args[0]
-        if rule not in (Rule.PLAIN, Rule.FREEZE, Rule.GRAPH):
+        if rule not in (Rule.PLAIN, Rule.GRAPH):
             raise next(x for x in shards_in(args) if isinstance(x, cls)).refusal(name)
         with no_guard():
             return func(*args, **(kwargs or {}))
@@ -283,16 +283,15 @@ def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) 
     parts = result if isinstance(result, _LISTS) else (result,)  # split, unbind
     if not any(map(_takes_part, parts)):
         return result
+    change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach  # a view under no_grad
     if torch.is_grad_enabled():
         try:
             return _differentiable(func, name, *arguments)
         except ShardedTensorError:
             if rule is Rule.REFUSED:
                 raise
-            parts = [_number(x.detach(), like, name) if _takes_part(x) else x for x in parts]
-            return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
-    # a view, which shows requires_grad even under no_grad
-    parts = [part.detach() if _takes_part(part) else part for part in parts]
+            change = partial(_number, like=like, name=name)
+    parts = [change(part) if _takes_part(part) else part for part in parts]
     return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
 
 
@@ -458,14 +457,6 @@ def _detach(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
     return _elementwise(func, name, like, args, kwargs) if like.requires_grad else like
 
 
-def _freeze(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """p.requires_grad_(): a graph that is there brings no gradient to what is frozen now."""
-    if isinstance(like, ShardedParameter):  # zero_grad asks it of gradients
-        like.record.norms.froze = True
-    with no_guard():
-        return func(*args, **kwargs)
-
-
 def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
     """x.data = ... : a gradient stays the view that the next backward fills."""
     gradient, data = args
@@ -623,23 +614,14 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
 
 
 def _number(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
-    """A plain number of a shard, of which no loss can be made."""
-    if torch.is_grad_enabled() and like.requires_grad and value.is_floating_point():
-        return _NoLoss.apply(value.new_zeros((), requires_grad=True), value, like, name)  # type: ignore[no-any-return]
-    return value
-
-
-class _NoLoss(torch.autograd.Function):
-    """A number that may be logged; a backward through it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, like: Any, name: str) -> Any:
-        ctx.like, ctx.name = like, name
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise refusal(ctx.name, ctx.like, Rule.AUTOGRAD)
+    """A plain number of a shard, which may be logged; a backward through it raises an error."""
+    value = value.detach()
+    if not (torch.is_grad_enabled() and like.requires_grad and value.is_floating_point()):
+        return value
+    error = refusal(name, like, Rule.AUTOGRAD)
+    number = value.requires_grad_().clone()
+    number.register_hook(partial(_raise, type(error), str(error)))
+    return number
 
 
 _SPECIAL = {
@@ -650,7 +632,6 @@ _SPECIAL = {
     Rule.NUMBER: _reduce,
     Rule.MAKE: _make,
     Rule.ASSIGN: _assign,
-    Rule.FREEZE: _freeze,
     Rule.REPLACE: _replace,
     Rule.GRAPH: _node,
     Rule.DETACH: _detach,

@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.optimizers import cut_state, look_at
+from fullshard.engine.optimizers import WATCHED, cut_state
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import tied_names
 from fullshard.errors import CheckpointError, EngineError
@@ -87,7 +87,7 @@ def load_full_state(
                     value = cut_state(param, value, sliced=value.dim() > 0)
             states.setdefault(number, {})[key] = value
     optimizer.load_state_dict({**shown, "state": states})
-    look_at(optimizer)
+    WATCHED.look(optimizer)
 
 
 def _of_first(engine: Engine, tree: Any) -> Any:
