@@ -125,7 +125,7 @@ class Engine:
         self._hook(model)
         self._root = weakref.ref(model)
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
-        self.on_change: Callable[[nn.Module], Engine | None] = _keep
+        self.on_change: Callable[[nn.Module], Engine | None] | None = None
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedTensorError(
@@ -246,7 +246,7 @@ class Engine:
                 raise EngineError(_TRACED)
             root = self._root()
             assert root is not None
-            changed = self.on_change(root)
+            changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
                 return changed.begin_call(module, args, kwargs)
             if root.training and torch.is_grad_enabled():
@@ -278,9 +278,7 @@ class Engine:
 
     def reduce_with(self, hook: Hook) -> None:
         """Let a hook reduce gradients from the next backward on; see `reduce_by`."""
-        self.gradients.divisor = 1
-        for unit in self.units:
-            unit.reduce_hook = hook
+        self.gradients.divisor, self.gradients.hook = 1, hook
 
     # ---- between steps
 
@@ -424,10 +422,6 @@ def engine_of(model: nn.Module) -> Engine:
             f"expected a model that fs.shard was called on; got {type(model).__name__}."
         )
     return engine
-
-
-def _keep(_: nn.Module) -> None:
-    """Changes between steps are errors, found where they are met."""
 
 
 def _taken_hooks(param: Any) -> OrderedDict[int, Any]:

@@ -51,12 +51,14 @@ from fullshard.engine.unit import GradientShard, Group, Member, Unit, alive, is_
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.transport import Transport
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Hook, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 _ENDED = object()
+# Kinds of backwards, which ranks compare.
+_KINDS = {Sync.ALL: "", Sync.INNER: " under no_sync(outer_only)", Sync.NONE: " under no_sync"}
 
 
 class _Outer(NamedTuple):
@@ -95,6 +97,7 @@ class Gradients:
         self.sync = Sync.ALL
         self.expects_any = False
         self.divisor = divisor
+        self.hook: Hook | None = None  # of the user, which reduces instead
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
@@ -130,16 +133,9 @@ class Gradients:
             if unit.num_expected == 0:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
+        kind = _KINDS[self.sync] if total else " without parameters"
+        self.transport.home.place = f"a backward{kind}"
         return nothing
-
-    def place(self) -> str:
-        """The backward that has begun, as ranks compare it."""
-        names = {
-            Sync.ALL: "",
-            Sync.INNER: " under no_sync(outer_only)",
-            Sync.NONE: " under no_sync",
-        }
-        return "a backward" + (names[self.sync] if self.expects_any else " without parameters")
 
     def collect(self, unit: Unit, member: Member) -> bool:
         """Move a final gradient into the unit's buffer, now or with others.
@@ -240,7 +236,10 @@ class Gradients:
                         member.view(buffer).zero_()
             group.grad_full = buffer if buffer.dtype is group.wire else buffer.to(group.wire)
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
-        unit.reduce(fulls)
+        if self.hook is None:
+            unit.reduction = unit.transport.reduce(fulls)
+        else:
+            unit.reduction = reduce_by(self.hook, fulls, unit.plan.mesh.shard)
 
     def accumulate(self, unit: Unit) -> None:
         """Land the reduction in the gradient shards; the gradient slots are free."""
@@ -302,7 +301,7 @@ class Gradients:
             grads.partial = landed.clone()
             self._count_deferred(grads.partial.nbytes)
             unit.transport.scratch.give(landed)
-        elif unit.plan.mesh.replicate > 1 and unit.reduce_hook is None:
+        elif unit.plan.mesh.replicate > 1 and self.hook is None:
             steps = unit.transport.sum_replicas(landed)
             next(steps, None)
             self._outer.append(_Outer(unit, grads, landed, steps))
@@ -365,9 +364,9 @@ class Gradients:
         self.norms.waits = self._has_added = False
         self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
-        for member, hooks in self._shown.hooked():
-            if id(member.grad) in shown:
-                for hook in tuple(hooks.values()):
+        if any(self._shown.hooks):
+            for member, hooks in zip(members, self._shown.hooks, strict=True):
+                for hook in tuple(hooks.values()) if id(member.grad) in shown else ():
                     hook(member.param)
 
     def _add_to_theirs(self) -> None:
@@ -529,12 +528,6 @@ class Shown:
                 elif touched[at] > 0 or member.param.grad is not None:
                     member.param.grad = shown[id(grad)] = grad
         return shown
-
-    def hooked(self) -> list[tuple[Member, Any]]:
-        """Those whose parameter has hooks of the user's now."""
-        if not any(self.hooks):
-            return []
-        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
 
 
 def follow_freezing(group: Group) -> None:

@@ -375,7 +375,6 @@ class Runtime:
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        self.gradients.transport.home.place = self.gradients.place()
         self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)

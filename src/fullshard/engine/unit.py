@@ -37,7 +37,7 @@ from fullshard.errors import EngineError
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.units import DtypeContract, GroupPlan, UnitPlan
 from fullshard.transport import Fetch, Reduction, Transport
-from fullshard.transport.base import Hook, reduce_by, torch_dtype
+from fullshard.transport.base import torch_dtype
 
 if TYPE_CHECKING:
     from fullshard.engine.placing import Rings
@@ -325,7 +325,6 @@ class Unit:
         self.part = plan.mesh.coordinates(transport.rank)[1]
         self.fetch: Fetch | None = None
         self.reduction: Reduction | None = None
-        self.reduce_hook: Hook | None = None
         self.swaps: list[Swap] = []
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._dtypes: list[torch.dtype] = []
@@ -354,13 +353,6 @@ class Unit:
         if self.fetch is not None:
             self.fetch.wait()
             self.fetch = None
-
-    def reduce(self, fulls: Sequence[torch.Tensor]) -> None:
-        """Start to sum gradients over ranks."""
-        if self.reduce_hook is None:
-            self.reduction = self.transport.reduce(fulls)
-        else:
-            self.reduction = reduce_by(self.reduce_hook, fulls, self.plan.mesh.shard)
 
     def poison(self) -> None:
         """Fill the slot with NaN, so that reading it now is seen (law 2)."""
