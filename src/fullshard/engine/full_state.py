@@ -91,7 +91,7 @@ def load_full_state(
 
 
 def _of_first(engine: Engine, tree: Any) -> Any:
-    """Rank 0's states on every rank, with tensors on meta."""
+    """Rank 0's states on every rank, with meta tensors in place of values."""
     own = _without_values(tree) if engine.rank == 0 else None
     return tell(engine, own)[0]
 
@@ -105,7 +105,7 @@ def _without_values(tree: Any) -> Any:
 
 
 def _whole(engine: Engine, like: Any, own: Any, from_rank0: bool) -> Any:  # noqa: FBT001
-    """A value of this rank's own, or of rank 0's."""
+    """This rank's own value, or rank 0's by broadcast."""
     if not from_rank0 or not isinstance(like, torch.Tensor):
         return like
     value = own if engine.rank == 0 else torch.empty_like(like, device=engine.device)

@@ -257,7 +257,8 @@ class Gradients:
             outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.land(outs)
         unit.reduction = None
-        self._advance_outer()
+        if self._outer:
+            self._advance_outer()
         for group, out in zip(unit.trained, outs, strict=True):
             assert group.grads is not None
             self._land(unit, group.grads, out, waits=waits)
@@ -360,7 +361,8 @@ class Gradients:
         squares = squares.clone()
         # Nearly always all: what this rank touched, one rank touched.
         shown = self._shown.show(None if all(bits) else touched.tolist())
-        self._add_to_theirs()
+        if self._theirs:
+            self._add_to_theirs()
         self.norms.waits = self._has_added = False
         self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)

@@ -30,7 +30,7 @@ class Residence:
 
     @classmethod
     def of(cls, place: Place, device: torch.device, offload: Offload | None) -> Residence:
-        """What a place of the plan means beside the device that computes."""
+        """The residence of a place of the plan, for a compute device."""
         if place in (Place.DEVICE, Place.SHARED):
             return cls(device)
         host = torch.device("cpu")
@@ -70,7 +70,7 @@ class DeviceHomes:
 
     @classmethod
     def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
-        """What the plan's places mean beside a device."""
+        """The residences of the plan's places, for a compute device."""
         places = (homes.parameters, homes.gradients, homes.optimizer)
         parameters, gradients, states = (Residence.of(p, device, offload) for p in places)
         return cls(

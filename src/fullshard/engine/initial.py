@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a parameter belongs on this rank."""
+    """A parameter's place in the plan on this rank."""
 
     unit: UnitPlan
     group: GroupPlan
@@ -123,11 +123,11 @@ class InitialValues:
         self._read_others(files)
 
     def taken(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Takes a sharded parameter's part out, by name: what is read, is read then."""
+        """For each sharded parameter, by name: a function that returns its (n_local,)."""
         return {**{name: partial(self.shards.pop, name) for name in self.shards}, **self._reads}
 
     def _read_others(self, files: FolderWeights) -> None:
-        """What is not sharded: whole."""
+        """Read ignored parameters and buffers, whole."""
         self.buffers = initialise(self._model, self._keep, self._recall, writes=False)
         for name, param in self._model.named_parameters():
             if name not in self._first and param.is_meta and files.parts([name]):
@@ -152,7 +152,7 @@ class InitialValues:
         self.shards[first] = local.to(torch_dtype(home.group.dtypes.master), copy=True)
 
     def _recall(self, name: str) -> torch.Tensor:
-        """Put a tensor together again. A collective."""
+        """Gather a whole tensor from its shards. A collective."""
         first = self._first.get(name)
         if first is None:
             return self.left_out[name]
@@ -276,14 +276,14 @@ class Birth(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}
 
     def register(self, tensor: torch.Tensor, name: str) -> None:
-        """Take a tensor on meta as memory to be written, or give one that is there a name."""
+        """Register a tensor on meta as memory to be written, or name one that is registered."""
         storage = self._find(tensor)
         if storage is None:
             storage = self._add(tensor.detach())
         storage.name = storage.name or name
 
     def take_real(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Put what was real at once (`torch.ones`) under the same rule; returns its stand-in."""
+        """Register a tensor that was real at once (`torch.ones`); returns its meta replacement."""
         with outside_modes():
             base = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
@@ -300,12 +300,12 @@ class Birth(TorchDispatchMode):
         return self._find(tensor) is not None
 
     def close(self) -> list[str]:
-        """Give away what is left; returns the names that were never written."""
+        """Pass the rest to the sink; returns the names that were never written."""
         self._give_away(keep=[])
         return [s.name for s in self._storages.values() if s.name and not s.given]
 
     def real_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A buffer's elements: what was made on meta and written, or the tensor itself."""
+        """A buffer's elements: those written into its memory, or the tensor itself."""
         storage = self._find(tensor)
         if storage is None:
             return None if tensor.is_meta else tensor
@@ -345,7 +345,7 @@ class Birth(TorchDispatchMode):
         return result
 
     def _make_real(self, storage: _Storage, func: Any, written: list[torch.Tensor]) -> None:
-        """Real memory for a tensor; one that was given away is fetched, unless overwritten."""
+        """Allocate a tensor's memory; one that the sink has is recalled unless overwritten."""
         name = func._schema.name.rpartition("::")[2]
         whole = name in _OVERWRITES and any(
             self._find(w) is storage and w.numel() == storage.base.numel() for w in written
@@ -409,7 +409,7 @@ _QUESTIONS: dict[Any, Any] = {
 
 
 def _place(storage: _Storage, like: torch.Tensor) -> torch.Tensor:
-    """The real elements seen as a tensor on meta sees them."""
+    """A view of the real elements with the geometry of a tensor on meta."""
     assert storage.real is not None
     with outside_modes():
         return storage.real.as_strided(like.size(), like.stride(), like.storage_offset())
@@ -519,13 +519,13 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
 
 
 def _settings(model: Any) -> Any:
-    """A configuration of its own: building a model may write into it."""
+    """A copy of the model's configuration, because building a model may write into it."""
     return copy.deepcopy(model.config)
 
 
 @contextlib.contextmanager
 def _drawing_nothing() -> Iterator[None]:
-    """Building on meta draws no random numbers, but what is real in it may."""
+    """Restore torch's random state, which tensors that are real at once may advance."""
     state = torch.get_rng_state()
     try:
         yield
@@ -543,7 +543,7 @@ def _registering(hook: Callable[[nn.Module, str, Any], Any]) -> Iterator[None]:
 
 
 def _initialise_in_place(model: nn.Module, birth: Birth) -> nn.Module:
-    """Run what the modules have: `init_weights` of the whole, else each one's own, inner first."""
+    """Run `init_weights` of the model, or else each module's initialiser, inner ones first."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     params = dict(model.named_parameters())
     for name, tensor in tensors:

@@ -53,7 +53,7 @@ class Known:
     record: ShardRecord
 
     def answer(self, reduction: str) -> torch.Tensor | None:
-        """Its sum, mean, any or all; None where the norms do not tell."""
+        """Sum, mean, any or all of the function; None if the norms do not determine it."""
         square = self.squares[self.record.index]
         if self.name in _SQUARED:
             count = math.prod(self.record.shape)
@@ -68,7 +68,7 @@ class Known:
 
 
 class Count(StrEnum):
-    """What every rank of a model must have done as often as the others."""
+    """Counters that must be equal on all ranks of a model."""
 
     STEPS = "optimizer steps"
     FORWARDS = "forwards that train"  # and whose gradients are not deferred
@@ -109,18 +109,18 @@ class GradientNorms:
         self._versions = [flat._version for flat in memory]
 
     def _known(self) -> torch.Tensor | None:
-        """The squares, unless something was written through a plain tensor (`to_local()`)."""
+        """The cached squares, unless a gradient was written through `to_local()`."""
         if self._squares is not None and [f._version for f in self._memory] != self._versions:
             self.mark_changed()
         return self._squares
 
     def note_write(self, gradient: Any) -> None:
-        """A function writes into a gradient, or into what was made of one."""
+        """Note that a function writes into a gradient or an alias of one."""
         if self._squares is not None and self._knows(gradient):
             self.mark_changed()
 
     def _knows(self, gradient: Any) -> bool:
-        """Whether a gradient is one of those kept, or an alias of one (`p.grad.data`)."""
+        """Whether the cache has this gradient, or the one that this is an alias of (`.data`)."""
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
 
@@ -146,11 +146,11 @@ class GradientNorms:
         self.all_reduce(torch.zeros(1, device=self._device), asked)
 
     def mark_changed(self) -> None:
-        """A gradient was changed in place, or a backward is under way."""
+        """Drop the cache: a gradient was changed in place, or a backward is running."""
         self._squares, self._shown = None, {}
 
     def scale(self, factor: torch.Tensor) -> None:
-        """All gradients were multiplied by a factor."""
+        """Note that all gradients were multiplied by a factor."""
         self.counts[Count.CLIPPINGS] += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
@@ -199,13 +199,13 @@ class GradientNorms:
         return self.all_reduce(own.view(1).to(self._device), asked)[0]
 
     def _largest(self, local: torch.Tensor, asked: str) -> torch.Tensor:
-        """NaN where there is one anywhere: the largest number of all ranks would not tell."""
+        """The maximum over all ranks; NaN if any element is NaN."""
         lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=local.device)
         own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self._device)
         return self.maxima(own.view(1), asked)[0]
 
     def maxima(self, values: torch.Tensor, asked: str) -> torch.Tensor:
-        """(n,): the largest of all ranks' values, float64; NaN where a rank has one."""
+        """(n,), float64: the maxima of all ranks' values; NaN where a rank has NaN."""
         nan = values.isnan()
         both = torch.cat([values.masked_fill(nan, -math.inf), nan.to(values)])
         largest, nan = self.all_reduce(both, asked, maximum=True).chunk(2)
@@ -251,7 +251,7 @@ class GradientNorms:
         return values
 
     def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Look at the last sum, which has most likely landed by now, and keep this one."""
+        """Check the last sum, which has most likely arrived by now, and keep this one."""
         found = streams.of(head.device)
         assert found is not None
         if self._landing is not None:
@@ -276,7 +276,7 @@ class GradientNorms:
         return self._share(local_powers(tensors, 2.0, self._device), records)
 
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
-        """The 2-norm of all gradients together if the cache has it."""
+        """The 2-norm of all these gradients together, if the cache has it."""
         if self._known() is None or any(id(g) not in self._shown for g in gradients):
             return None
         return self._squares_of(gradients).sum().sqrt()
@@ -289,7 +289,7 @@ class GradientNorms:
         return self._squares[from_host(at, self._squares.device, torch.int64)]
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
-        """One rank's infinity is every rank's: all take the same step or none."""
+        """Share one rank's infinity with all, so that all take the same step or none."""
         shared = found_inf.view(1).to(self._device)
         found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
@@ -361,20 +361,20 @@ _MOST = 1 << 20  # so that sums of squares stay exact in float64
 
 
 def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the host reads it without waiting for a device."""
+    """Whether the host can read a tensor without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def from_host(
     numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """(len(numbers),): numbers that the host knows, on a device that it does not wait for."""
+    """(len(numbers),): copy numbers to a device without waiting for it."""
     held = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return held.to(device, non_blocking=True)
 
 
 def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) -> str | None:
-    """What the ranks do not say alike."""
+    """Name of the first count that differs between ranks."""
     ranks, *sums = head.tolist()
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
         if (total != -other) if maximum else (ranks * other != total * total):
@@ -383,7 +383,7 @@ def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) ->
 
 
 def _table(transport: Transport, number: int, num_ranks: int) -> str:
-    """Who says what. A collective of ranks that have all found a difference."""
+    """Which ranks have which count. A collective, after all ranks have found a difference."""
     table = torch.zeros(num_ranks, dtype=torch.float64)
     table[transport.rank] = number
     transport.all_reduce(table)

@@ -101,7 +101,7 @@ class _Watch:
             _refuse_unsharded(optimizer, group["params"])
             shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
             models.update(p.record.norms for p in shards)
-            first = None if trusted else next(filter(is_cut, shards), None)
+            first = None if trusted else next((p for p in shards if p.record.is_cut), None)
             if first is not None:
                 self._probe_once(optimizer, group, first)
         if optimizer not in self._cut and not trusted:
@@ -117,7 +117,7 @@ class _Watch:
         sliced = self._sliced.get(type(optimizer), set())
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             states = optimizer.state.get(param, {})
-            if isinstance(param, ShardedParameter) and is_cut(param):
+            if isinstance(param, ShardedParameter) and param.record.is_cut:
                 for key, value in states.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
                         states[key] = cut_state(param, value, sliced=key in sliced)
@@ -152,7 +152,7 @@ def _refuse_pending(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _structure(value: Any) -> Any:
-    """What of a setting may decide how an optimizer works: of a number whether it is zero."""
+    """The structure of a setting; of a number, whether it is zero. A new one is probed again."""
     if isinstance(value, list | tuple):
         return tuple(map(_structure, value))
     if value is None or isinstance(value, bool | str):
@@ -164,7 +164,7 @@ WATCHED = _Watch()
 
 
 def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
-    """Inside fs.unsharded a parameter is plain and whole, but keeps the record of its shard."""
+    """Raise an error inside fs.unsharded, where parameters are whole but keep their records."""
     for param in params:
         record = getattr(param, "record", None)
         if type(param) is torch.nn.Parameter and record is not None:
@@ -190,11 +190,6 @@ def cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> 
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore
         return param.as_state(value.reshape(-1)[piece.start : piece.stop].clone())
     return param.as_state(value) if value.shape == param.shape else value
-
-
-def is_cut(param: ShardedParameter) -> bool:
-    """Whether some rank holds only a part of the parameter."""
-    return param.record.is_cut
 
 
 def probe(
@@ -252,8 +247,12 @@ def _like(
     """An optimizer of a class, with the settings of a group."""
     known = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    taken = {k: _plain(v) for k, v in settings.items() if takes_any or k in known}
-    return kind([{"params": params, **_plain_all(settings)}], **taken)
+    settings = {
+        k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
+        for k, v in settings.items()
+    }
+    taken = {k: v for k, v in settings.items() if takes_any or k in known}
+    return kind([{"params": params, **settings}], **taken)
 
 
 def check_by_itself(
@@ -339,11 +338,3 @@ def _stepped(
                 param.grad = gradients[index].clone() if index in turn else None
             optimizer.step()
     return [param.detach() for param in params], optimizer
-
-
-def _plain_all(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in settings.items()}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -65,7 +65,7 @@ class _Owned:
             return cls(param, nn.Parameter(_without_memory(torch.Size(shape), param)), holders)
 
     def slices(self) -> list[torch.Tensor]:
-        """(n_local,) plain elements of the parameter and of its gradient; left out: as they are."""
+        """(n_local,) plain elements of parameter and gradient; ignored parameters: the tensors."""
         assert self.param.grad is not None
         both = [self.param.detach(), self.param.grad.detach()]
         if not isinstance(self.param, ShardedParameter):
@@ -74,7 +74,7 @@ class _Owned:
             return [x.as_subclass(torch.Tensor).reshape(-1) for x in both]
 
     def show(self, both: Sequence[torch.Tensor]) -> None:
-        """Let the optimizer see (numel,) elements of parameter and gradient."""
+        """Show the optimizer (numel,) elements of parameter and gradient."""
         value, grad = (x.view(self.whole.shape) for x in both)
         self.whole.data, self.whole.grad = value, grad
 
@@ -138,7 +138,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._take_new_states(self._owned.values())
 
     def _join(self, beside: torch.optim.Optimizer) -> None:
-        """One list of groups and one table of states for both."""
+        """Give both optimizers one list of groups and one table of states."""
         if isinstance(beside, OwnedOptimizer):
             raise EngineError(
                 "fs.owned: expected an elementwise optimizer in `beside`; got another owned one, "
@@ -157,7 +157,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.kind += f", {type(beside).__name__}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once it is made: owners are chosen for all parameters together."""
+        """Raises an error after construction: owners are chosen for all parameters together."""
         if self._complete:
             raise EngineError(
                 "fs.owned: expected all groups when it was made; got one more. Make it anew."
@@ -165,11 +165,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank has the states of its own tensors alone."""
+        """Raises an error: a rank has only the states of the tensors that it owns."""
         raise CheckpointError(f"fs.owned: expected {_SAVES}; got state_dict.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002 torch's
-        """Refused: a rank's own dict would have its own tensors alone."""
+        """Raises an error: a rank's dict would have only the tensors that it owns."""
         raise CheckpointError(f"fs.owned: expected {_SAVES}; got load_state_dict.")
 
     @torch.no_grad()
@@ -189,7 +189,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             self._beside.step()
 
     def _step(self, members: list[_Owned]) -> None:
-        """One round: slices to owners, their optimizer, slices back."""
+        """Run one round: slices to owners, their optimizer, slices back."""
         live = [owned for owned in members if owned.param.grad is not None]
         mine = [owned for owned in live if owned.owner in (-1, self._exchange.part)]
         for owned in mine:
@@ -232,7 +232,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
 
     def _update(self, mine: list[_Owned]) -> None:
-        """The owners' optimizer on what is whole now; where one rank's raises, all raise."""
+        """Step the owners' optimizer on whole tensors; if one rank's raises an error, all do."""
         before, error = settings_of(self._inner), None
         try:
             if mine:
@@ -248,7 +248,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._raise_together(error)
 
     def _raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks what one has found. A collective."""
+        """Raise one rank's error on all ranks. A collective."""
         engine = self._engine
         if engine.plan.mesh.world_size > 1:
             flag = torch.tensor([float(error is not None)], device=engine.device)
@@ -264,7 +264,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         agree(engine, tell)
 
     def _check(self) -> None:
-        """Shards and gradients must be there as when owners were chosen, alike on all ranks."""
+        """Check that shards and gradients are as when owners were chosen, on all ranks."""
         engine = self._engine
         if engine_of(self._model) is not engine:
             raise EngineError(
@@ -286,7 +286,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
             )
 
     def _find_edits(self) -> EngineError | None:
-        """Changes since it was made that the owners' optimizer would not notice."""
+        """Find a change since construction that the owners' optimizer would not notice."""
         beside = [] if self._beside is None else _lists(self._beside.param_groups)
         made_with, num_own = self._made_with, len(self._made_with) - len(beside)
         if _lists(self.param_groups) != made_with or beside != made_with[num_own:]:
@@ -313,18 +313,18 @@ class OwnedOptimizer(torch.optim.Optimizer):
     # ---- states
 
     def holds(self, param: Any) -> bool | None:
-        """Whether the whole states of a parameter are here; None where each rank has its slice."""
+        """Whether this rank has the whole states of a parameter; None if each rank has a slice."""
         owned = self._owned.get(id(param))
         return None if owned is None else owned.owner in (-1, self._exchange.part)
 
     def _take_new_states(self, members: Iterable[_Owned]) -> None:
-        """Show what the owner's optimizer keeps."""
+        """Show new states of the owner's optimizer in `state`."""
         for owned in members:
             if owned.whole in self._inner.state:
                 self.state[owned.param].update(self._inner.state[owned.whole])
 
     def give_states(self) -> None:
-        """`state` was loaded: let the owner's optimizer go on from it."""
+        """Give loaded states to the owner's optimizer."""
         self._inner.state.clear()
         for owned in self._owned.values():
             found = self.state.get(owned.param, {})
@@ -334,7 +334,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
 
 def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
-    """Whether a parameter's states are whole and here; None where each rank has its slice."""
+    """Whether this rank has a parameter's whole states; None if each rank has a slice."""
     return optimizer.holds(param) if isinstance(optimizer, OwnedOptimizer) else None
 
 
@@ -365,7 +365,7 @@ def owned_optimizer(
 
 
 def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]:
-    """What is trained of these: cut ones as their owners have them at one time, then the rest."""
+    """Trained parameters, grouped into rounds: sharded ones first, then the rest."""
     wanted = {id(param) for param in params}
     cut: list[_Owned] = []
     rest: list[_Owned] = []
@@ -385,7 +385,7 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
 
 
 def _refuse_places(engine: Engine) -> None:
-    """What owners cannot serve yet."""
+    """Raise an error for places of state that are not supported yet."""
     homes, mesh = engine.plan.homes, engine.plan.mesh
     elsewhere = homes.offloads and engine.device.type != "cpu"
     if elsewhere or Place.DISK in (homes.parameters, homes.gradients, homes.optimizer):
@@ -400,7 +400,7 @@ def _refuse_places(engine: Engine) -> None:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer keeps that belongs to no parameter; switches are no counts."""
+    """Numbers of an optimizer and its groups that belong to no parameter; no switches."""
 
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -411,7 +411,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def name_of(param: Any) -> str:
-    """How errors speak of a parameter."""
+    """How errors name a parameter."""
     record = getattr(param, "record", None)
     return (
         repr(clean_name(record.piece.name))
@@ -421,5 +421,5 @@ def name_of(param: Any) -> str:
 
 
 def _lists(groups: Groups) -> list[tuple[int, list[int]]]:
-    """Which groups there are, of which parameters."""
+    """Identity of each group and of its parameters."""
     return [(id(group), [id(param) for param in group["params"]]) for group in groups]

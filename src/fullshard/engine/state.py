@@ -195,7 +195,7 @@ def _is_whole(unit: Unit) -> bool:
 
 
 class _Whole:
-    """A unit whose parameters are shown whole."""
+    """A unit whose modules show whole parameters."""
 
     def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
@@ -284,7 +284,7 @@ class Held:
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """The dtype's name in safetensors."""
         return dtype_name(self.local, "/".join(self.names))
 
 
@@ -332,13 +332,13 @@ def model_tensors(model: nn.Module) -> list[Held]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Second and further names of parameters -> their first names."""
+    """The first name of each tied parameter, by its other names."""
     groups = engine_of(model).groups
     return {n: names[0] for group in groups for names in group.plan.names for n in names[1:]}
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules give by `get_extra_state`, by key of the state dict."""
+    """Results of `get_extra_state`, by key of the state dict."""
     return {
         name: value
         for name, value in model.state_dict().items()
@@ -372,14 +372,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class; of owners' optimizers those of the ones in it."""
+    """Class name of an optimizer; for `fs.owned`, the names of the optimizers in it."""
     return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
 
 
 def join_scalars(
     told: list[dict[str, dict[str, Any]]],
 ) -> dict[str, dict[str, Any]]:
-    """What the ranks' owners keep as numbers, of all ranks."""
+    """Join the scalar states that the ranks own."""
     joined: dict[str, dict[str, Any]] = {}
     for scalars in told:
         for name, values in scalars.items():
@@ -465,7 +465,7 @@ def dtype_name(tensor: torch.Tensor, where: str) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1)
     assert flat.is_contiguous(), tensor.shape
     assert flat.device.type == "cpu", tensor.device
@@ -474,7 +474,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
-    """Buffers, and parameters that are left out of sharding: whole, written by the first rank."""
+    """Buffers and ignored parameters: whole, saved by the first rank."""
     cut = {name for group in engine.groups for names in group.plan.names for name in names}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
