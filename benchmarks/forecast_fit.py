@@ -31,8 +31,7 @@ from scipy.optimize import least_squares
 from fullshard.outlook import constants
 from fullshard.outlook.constants import FITTED, Constants, Familiarity
 from fullshard.outlook.memory import GIB, peak_memory
-from fullshard.outlook.published.rows import read_workload
-from fullshard.outlook.published.table import GRAVE, familiarity
+from fullshard.outlook.published import GRAVE, familiarity, read_workload
 from fullshard.outlook.speed import tokens_per_s
 from fullshard.outlook.workload import Workload
 

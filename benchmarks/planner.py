@@ -38,7 +38,7 @@ from benchmarks.forecast_fit import (
 )
 from benchmarks.times import summary
 from fullshard.outlook.constants import FITTED, Constants, Familiarity
-from fullshard.outlook.published.table import familiarity, predict, spread
+from fullshard.outlook.published import familiarity, predict, spread
 from fullshard.outlook.workload import Compiler, Metric, Parallelism, Tuning, Workload
 
 TIMES = Path(__file__).parent / "results" / "time.json"

@@ -58,14 +58,12 @@ class PeakSampler:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self.num_samples = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
         while not self._stop.is_set():
             self.peak_bytes = max(self.peak_bytes, proportional_bytes())
-            self.num_samples += 1
             self._stop.wait(SAMPLE_EVERY_S)
 
     def __enter__(self) -> PeakSampler:

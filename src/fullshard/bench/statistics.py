@@ -28,6 +28,18 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Returns the times of the slowest rank by operation and round.
+
+    Args:
+        ranks: Each rank's times by operation and round.
+    """
+    return {
+        name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+
+
 def bootstrap(num_rounds: int, statistic: Callable[[Sequence[int]], float]) -> Estimate:
     """Estimates a statistic of paired rounds by the percentile bootstrap.
 

@@ -1,7 +1,7 @@
-"""The constants of the forecast: what physics leaves open, within bounds that physics gives.
+"""The fitted constants of the formulas for time and memory, with their bounds.
 
-`benchmarks/forecast_fit.py` fits them to published runs and writes the values into this file. What
-devices can do (devices.py) are data sheets and independent measurements, and are not fitted.
+`benchmarks/forecast_fit.py` fits them to published runs and writes the values into this file. The
+speeds of devices (devices.py) come from data sheets and measurements and are not fitted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Where a constant may lie, and why."""
+    """The range of a constant, and its meaning."""
 
     low: float
     high: float
@@ -26,7 +26,7 @@ def _constant(value: float, low: float, high: float, source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Constants of speed, then of memory."""
+    """Constants of time, then of memory."""
 
     matmul_share: float = _constant(0.8902, 0.6, 1.0, "of the measured best matmul, in a model")
     hopper_matmul: float = _constant(0.8064, 0.6, 1.0, "of that on H100, whose clock power limits")
@@ -70,7 +70,7 @@ class Constants:
 
     @classmethod
     def bounds(cls) -> dict[str, Bound]:
-        """By name."""
+        """Returns the bounds by name."""
         return {one.name: one.metadata["bound"] for one in fields(cls)}
 
 
@@ -78,14 +78,14 @@ FITTED = Constants()
 
 
 class Familiarity(StrEnum):
-    """How close a run is to those that the constants were fitted to."""
+    """How similar a run is to those that the constants were fitted to."""
 
-    USUAL = "usual"  # the devices, formats and meshes that most published runs have
+    USUAL = "usual"  # devices, dtypes and meshes of most published runs
     UNUSUAL = "unusual"
-    ASSUMED = "assumed"  # a number that matters was missing
+    ASSUMED = "assumed"  # an important number was missing
 
 
-# Half widths of 80 % intervals, of logarithms: quantiles of the errors on groups left out.
+# Half widths of 80 % intervals, of the logarithm: quantiles of errors on held-out groups.
 SPREAD = {
     "speed": {
         Familiarity.USUAL: 0.109,

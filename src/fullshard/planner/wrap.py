@@ -1,8 +1,8 @@
-"""The choice of units: which modules are gathered and freed together. Nothing is wrapped.
+"""The choice of units: modules that are gathered and freed together. Nothing is wrapped.
 
-`wrap="auto"` looks at structure, not at names: the outermost lists of like modules are the repeated
-blocks; embeddings and heads that are at least as large as a block stand alone; the rest is the
-root's.
+`wrap="auto"` uses structure, not names. The members of the outermost lists of equal modules are the
+repeated blocks. An embedding or a head that is at least as large as a block is a unit. All other
+parameters belong to the root.
 
     Llama                    unit          role
     |-- embed_tokens         own, large    embedding
@@ -25,11 +25,11 @@ from fullshard.config.values import Recompute, RecomputeKind, WrapKind, nearest
 from fullshard.errors import WrapError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, is_inside, parent_name
 
-LARGE_MODEL = 100_000_000  # parameters; a single unit above this is an error unless asked for
+LARGE_MODEL = 100_000_000  # parameters; one unit for a larger model needs wrap: none
 
 
 class Role(StrEnum):
-    """What a unit is to the model; decides which ring its slots come from."""
+    """The role of a unit in the model, which selects its ring."""
 
     ROOT = "root"
     BLOCK = "block"
@@ -39,7 +39,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """One chosen module."""
+    """A module that was chosen as a unit."""
 
     module: str
     role: Role
@@ -61,17 +61,17 @@ Wrap = WrapKind | tuple[str, ...] | ModuleNames
 def choose_units(
     spec: ModelSpec, wrap: Wrap, min_params: int, also: Collection[str] = ()
 ) -> tuple[UnitChoice, ...]:
-    """Choose the units, the root first, then in registration order.
+    """Returns the units, the root first, then in registration order.
 
     Args:
         spec: The model.
-        wrap: How to choose: a `WrapKind`, class names, or modules chosen by a callable.
-        min_params: Parameters that make a unit under `wrap="size"`.
-        also: Modules that are units whatever `wrap` chooses.
+        wrap: A `WrapKind`, class names, or the modules that a callable chose.
+        min_params: Fewest parameters of a unit under `wrap="size"`.
+        also: Names of further modules that become units.
 
     Raises:
-        WrapError: A named class is not in the model, no blocks are found where they were asked
-            for, or a large model would be one single unit without being asked for.
+        WrapError: A named class is not in the model, the model has no repeated blocks, or a large
+            model would be one single unit.
     """
     tree = _Tree(spec)
     chosen = {choice.module: choice for choice in _choose(tree, wrap, min_params)}
@@ -113,7 +113,7 @@ def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
 
 
 def repeated_blocks(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of the repeated blocks, list by list, as `wrap="auto"` finds them."""
+    """Returns the names of the repeated blocks, list by list."""
     return tuple(choice.module for choice in _repeated_blocks(_Tree(spec)))
 
 
@@ -140,17 +140,17 @@ class _Tree:
                 self.numel[path] += param.numel
 
     def kinds(self) -> list[str]:
-        """Class names of what may be a unit, in order of first appearance."""
+        """Returns the class names of modules that may be units, in registration order."""
         members = (m for m in self.spec.modules if self.numel[m.name] and m.can_be_unit)
         return list(dict.fromkeys(m.kind for m in members))
 
     def total(self, members: Sequence[ModuleSpec]) -> int:
-        """Parameters of several modules."""
+        """Returns the number of parameters of several modules."""
         return sum(self.numel[member.name] for member in members)
 
 
 def _lineage(path: str) -> Iterator[str]:
-    """A module's path and those above it, the root's last."""
+    """A module's path and the paths above it; the root's is last."""
     while path:
         yield path
         path = parent_name(path)
@@ -158,10 +158,10 @@ def _lineage(path: str) -> Iterator[str]:
 
 
 def _repeated_blocks(tree: _Tree) -> list[UnitChoice]:
-    """The members of the lists of like modules.
+    """The members of lists of equal modules.
 
-    A list that is smaller than the largest block is left to its parent: gathering its members one
-    by one would cost much time and save little memory.
+    The members of a list that is smaller than the largest block belong to its parent: gathering
+    them one by one would cost time and save little memory.
     """
     lists = _find_lists(tree, tree.root)
     largest = max((tree.numel[m.name] for members in lists for m in members), default=0)
@@ -174,7 +174,7 @@ def _repeated_blocks(tree: _Tree) -> list[UnitChoice]:
 
 
 def _find_lists(tree: _Tree, module: ModuleSpec) -> list[list[ModuleSpec]]:
-    """The outermost lists of like modules at or below a module."""
+    """The outermost lists of equal modules at or below a module."""
     members = [child for child in tree.children[module.name] if tree.numel[child.name]]
     inner = [found for child in members for found in _find_lists(tree, child)]
     is_list = module.is_container and len(members) >= 2 and _are_alike(tree, members)
@@ -184,7 +184,7 @@ def _find_lists(tree: _Tree, module: ModuleSpec) -> list[list[ModuleSpec]]:
 
 
 def _are_alike(tree: _Tree, members: Sequence[ModuleSpec]) -> bool:
-    """Modules of one class; or of few, each repeated, as where mamba and attention blocks mix."""
+    """Whether modules have one class, or few repeated ones, such as mamba and attention blocks."""
     if not all(member.can_be_unit for member in members):
         return False
     kinds = {member.kind for member in members}
@@ -195,10 +195,10 @@ def _are_alike(tree: _Tree, members: Sequence[ModuleSpec]) -> bool:
 def _are_stages(
     tree: _Tree, members: Sequence[ModuleSpec], inner: Sequence[Sequence[ModuleSpec]]
 ) -> bool:
-    """Whether the blocks are rather the members of the members, as in ConvNeXt, Swin or ResNet.
+    """Whether the members are stages that contain the blocks, as in ConvNeXt, Swin or ResNet.
 
-    Stages widen, so their sizes differ, and each is a list. Transformer blocks are mostly of one
-    size, also those that hold lists of experts.
+    Stages differ in size, and each contains a list. Most transformer blocks have equal sizes, even
+    if they contain lists of experts.
     """
     sizes = {tree.numel[member.name] for member in members}
     widen = len(sizes) == len(members) and max(sizes) >= 2 * min(sizes)
@@ -210,7 +210,7 @@ def _are_stages(
 
 
 def _ends(tree: _Tree, blocks: list[UnitChoice]) -> list[UnitChoice]:
-    """Embeddings and heads at least as large as the largest block, untied ones only."""
+    """Untied embeddings and heads that are at least as large as the largest block."""
     if not blocks:
         return []
     inside = {block.module for block in blocks}
@@ -229,9 +229,9 @@ def _ends(tree: _Tree, blocks: list[UnitChoice]) -> list[UnitChoice]:
 
 
 def _by_size(tree: _Tree, minimum: int) -> Iterator[UnitChoice]:
-    """Modules whose parameters outside of other units reach the minimum, from the leaves up.
+    """Modules with at least `minimum` parameters outside of other units, from the leaves up.
 
-    The decisions of torch's size_based_auto_wrap_policy.
+    The choice equals that of torch's size_based_auto_wrap_policy.
     """
     in_units: Counter[str] = Counter()
     for module in reversed(tree.spec.modules):  # children before parents
@@ -261,7 +261,7 @@ def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
 
 
 def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
-    """Modules that the user chose, those without parameters left out."""
+    """The user's modules that have parameters."""
     chosen = [module for module in modules if tree.numel[module.name]]
     for module in chosen:
         if not module.can_be_unit and module.name:
@@ -273,9 +273,9 @@ def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
 
 
 def recomputed_modules(spec: ModelSpec, recompute: Recompute) -> tuple[str, ...]:
-    """Which modules' forwards run again in backward, whatever the units are.
+    """Returns the modules whose forward is recomputed in backward.
 
-    `block` and `selective`: every repeated block; `every_k`: block 0, k, 2k ... of each list.
+    `block` and `selective` return every repeated block; `every_k` block 0, k, 2k ... of each list.
 
     Raises:
         WrapError: The model has no repeated blocks.

@@ -14,8 +14,7 @@ import pytest
 from fullshard.outlook.constants import FITTED, Constants
 from fullshard.outlook.devices import DEVICES
 from fullshard.outlook.memory import GIB, peak_memory
-from fullshard.outlook.published.rows import ANSWERS, DROPPED, read_workload
-from fullshard.outlook.published.table import COLUMNS, predict
+from fullshard.outlook.published import ANSWERS, COLUMNS, DROPPED, predict, read_workload
 from fullshard.outlook.speed import step_times, tokens_per_s, traffic
 from fullshard.outlook.workload import Architecture, Stage
 

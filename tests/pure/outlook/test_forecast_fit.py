@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fullshard.outlook.constants import FITTED, Constants
-from fullshard.outlook.published.rows import DROPPED, read_workload
+from fullshard.outlook.published import DROPPED, read_workload
 
 
 @pytest.fixture
