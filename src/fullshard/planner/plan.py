@@ -46,7 +46,7 @@ from fullshard.planner.units import (
     assign_params,
     group_params,
 )
-from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units, recomputed_modules
+from fullshard.planner.wrap import ModuleNames, Role, Wrap, choose_units, recomputed_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Plan(PlanText):
         """
         order = Order(tuple(forward), tuple(backward), reduce_order(self.units, forward), learned)
         resident = {index for index, uses in Counter(forward).items() if uses > 1}
-        rules = SlotRules.of(num_slots(self.depths), self.homes, resident)
+        rules = SlotRules(num_slots(self.depths), self.homes, resident)
         entered = [*forward, *range(len(self.units))]  # unused units follow in registration order
         units, rings = assign_slots(self.units, entered, rules)
         return _finish(replace(self, units=units, rings=rings, order=order))
@@ -212,7 +212,7 @@ def make_plan(
     units = _bare_units(spec, config, choices, mesh, settings or {})
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config, trains=any(g.trainable for u in units for g in u.groups))
-    rules = SlotRules.of(num_slots(depths), homes)
+    rules = SlotRules(num_slots(depths), homes)
     units, rings = assign_slots(units, range(len(units)), rules)
     unfinished = Plan(
         model_kind=spec.kind,
@@ -237,20 +237,21 @@ def make_plan(
 def _bare_units(
     spec: ModelSpec,
     config: ShardConfig,
-    choices: Sequence[UnitChoice],
+    choices: Mapping[str, Role],
     mesh: Mesh,
     settings: Mapping[str, UnitSettings],
 ) -> tuple[UnitPlan, ...]:
     """The units with their layouts, without slots."""
-    rows = _rows_of(config, [choice.module for choice in choices])
+    names = list(choices)
+    rows = _rows_of(config, names)
     contract = ContractRule(
         config.master_dtype, config.param_dtype, config.reduce_dtype, config.fp32_modules
     )
     modules = {module.name: module for module in spec.modules}
     units: list[UnitPlan] = []
-    for index, (choice, parent, params) in enumerate(assign_params(spec, choices)):
-        module, row = modules[choice.module], rows[choice.module]
-        own = settings.get(choice.module, UnitSettings())
+    for index, (parent, params) in enumerate(assign_params(spec, names)):
+        module, row = modules[names[index]], rows[names[index]]
+        own = settings.get(module.name, UnitSettings())
         row = row_of(own.strategy) if own.strategy else row
         own_mesh = mesh if row.shard_params else mesh.unsharded()
         units.append(
@@ -258,7 +259,7 @@ def _bare_units(
                 index=index,
                 name=module.name,
                 kind=module.kind,
-                role=choice.role,
+                role=choices[module.name],
                 parent=parent,
                 mesh=own_mesh,
                 groups=group_params(params, contract.for_unit(own), own_mesh.shard),

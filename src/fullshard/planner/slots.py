@@ -56,26 +56,19 @@ class SlotRules:
 
     Attributes:
         num_slots: Units that may be gathered at once: the larger prefetch depth + 1.
+        homes: Where state is stored.
         resident: Units that are called several times in a step.
-        offloaded: Whether masters are on the host, so that every unit needs a slot.
-        shared: Whether sharded parameters are in a mapping that all ranks read in place.
     """
 
     num_slots: int
+    homes: Homes
     resident: Collection[int] = ()
-    offloaded: bool = False
-    shared: bool = False
-
-    @classmethod
-    def of(cls, num_slots: int, homes: Homes, resident: Collection[int] = ()) -> SlotRules:
-        """Returns the rules for the given homes."""
-        return cls(num_slots, resident, homes.offloads, homes.parameters is Place.SHARED)
 
     def needs_slot(self, group: GroupPlan) -> bool:
-        """Whether a group computes from a slot."""
+        """Whether a group computes from a slot, not from its master or a shared mapping."""
         if group.layout.num_parts > 1:
-            return not self.shared
-        return self.offloaded or group.dtypes.compute is not group.dtypes.master
+            return self.homes.parameters is not Place.SHARED
+        return self.homes.offloads or group.dtypes.compute is not group.dtypes.master
 
 
 def assign_slots(

@@ -17,7 +17,7 @@ from fullshard.planner.spec import (
     matches,
     parent_name,
 )
-from fullshard.planner.wrap import Role, UnitChoice
+from fullshard.planner.wrap import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +146,12 @@ def ancestors_of(units: Sequence[UnitPlan], unit: UnitPlan) -> tuple[int, ...]:
     return tuple(found)
 
 
-def assign_params(
-    spec: ModelSpec, choices: Sequence[UnitChoice]
-) -> list[tuple[UnitChoice, int, list[ParamSpec]]]:
-    """Assigns parameters to units; returns (choice, parent index, parameters) per unit.
+def assign_params(spec: ModelSpec, names: Sequence[str]) -> list[tuple[int, list[ParamSpec]]]:
+    """Assigns parameters to units; returns (parent index, parameters) per unit.
 
     A parameter belongs to the innermost unit around its module. A tied parameter belongs to the
     innermost unit around all of its modules (their lowest common ancestor), and is gathered once.
     """
-    names = [choice.module for choice in choices]
     by_name = {name: i for i, name in enumerate(names)}
 
     def innermost(path: str) -> int:
@@ -169,7 +166,7 @@ def assign_params(
             unit = innermost(parent_name(names[unit]))
         owned[unit].append(param)
     parents = [-1 if not name else innermost(parent_name(name)) for name in names]
-    return [(choice, parents[i], owned[i]) for i, choice in enumerate(choices)]
+    return [(parent, owned[i]) for i, parent in enumerate(parents)]
 
 
 def group_params(

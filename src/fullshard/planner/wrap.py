@@ -38,14 +38,6 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class UnitChoice:
-    """A module that was chosen as a unit."""
-
-    module: str
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
 class ModuleNames:
     """The modules that a user's callable chose."""
 
@@ -60,8 +52,8 @@ Wrap = WrapKind | tuple[str, ...] | ModuleNames
 
 def choose_units(
     spec: ModelSpec, wrap: Wrap, min_params: int, also: Collection[str] = ()
-) -> tuple[UnitChoice, ...]:
-    """Returns the units, the root first, then in registration order.
+) -> dict[str, Role]:
+    """Returns the units' modules and roles, the root first, then in registration order.
 
     Args:
         spec: The model.
@@ -74,10 +66,10 @@ def choose_units(
             model would be one single unit.
     """
     tree = _Tree(spec)
-    chosen = {choice.module: choice for choice in _choose(tree, wrap, min_params)}
+    chosen = _choose(tree, wrap, min_params)
     for module in spec.modules:
         if module.name in also and module.can_be_unit and tree.numel[module.name]:
-            chosen.setdefault(module.name, UnitChoice(module.name, Role.BLOCK))
+            chosen.setdefault(module.name, Role.BLOCK)
     chosen.pop("", None)
     if not chosen and wrap is not WrapKind.NONE and spec.numel > LARGE_MODEL:
         said = f"[{', '.join(wrap)}]" if isinstance(wrap, tuple) else wrap
@@ -87,14 +79,14 @@ def choose_units(
             "the class of its blocks (wrap: [ClassName]), or wrap: none if one unit is meant. "
             f"Classes in it: {', '.join(tree.kinds())}."
         )
-    ordered = (chosen[module.name] for module in spec.modules if module.name in chosen)
-    return (UnitChoice("", Role.ROOT), *ordered)
+    chosen[""] = Role.ROOT
+    return {module.name: chosen[module.name] for module in spec.modules if module.name in chosen}
 
 
-def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
+def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> dict[str, Role]:
     match wrap:
         case WrapKind.NONE:
-            return []
+            return {}
         case WrapKind.AUTO | WrapKind.TRANSFORMER:
             blocks = _repeated_blocks(tree)
             if not blocks and wrap is WrapKind.TRANSFORMER:
@@ -103,18 +95,19 @@ def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
                     "has none. Use wrap: auto, size or [ClassName]. "
                     f"Classes in it: {', '.join(tree.kinds())}."
                 )
-            return blocks + _ends(tree, blocks)
+            return dict.fromkeys(blocks, Role.BLOCK) | _ends(tree, blocks)
         case WrapKind.SIZE:
-            return list(_by_size(tree, min_params))
+            found = list(_by_size(tree, min_params))
         case ModuleNames(names):
-            return _named(tree, [module for module in tree.spec.modules if module.name in names])
+            found = _named(tree, [module for module in tree.spec.modules if module.name in names])
         case _:
-            return _by_class(tree, wrap)
+            found = _by_class(tree, wrap)
+    return dict.fromkeys(found, Role.BLOCK)
 
 
 def repeated_blocks(spec: ModelSpec) -> tuple[str, ...]:
     """Returns the names of the repeated blocks, list by list."""
-    return tuple(choice.module for choice in _repeated_blocks(_Tree(spec)))
+    return tuple(_repeated_blocks(_Tree(spec)))
 
 
 class _Tree:
@@ -157,7 +150,7 @@ def _lineage(path: str) -> Iterator[str]:
     yield ""
 
 
-def _repeated_blocks(tree: _Tree) -> list[UnitChoice]:
+def _repeated_blocks(tree: _Tree) -> list[str]:
     """The members of lists of equal modules.
 
     The members of a list that is smaller than the largest block belong to its parent: gathering
@@ -166,10 +159,7 @@ def _repeated_blocks(tree: _Tree) -> list[UnitChoice]:
     lists = _find_lists(tree, tree.root)
     largest = max((tree.numel[m.name] for members in lists for m in members), default=0)
     return [
-        UnitChoice(member.name, Role.BLOCK)
-        for members in lists
-        if tree.total(members) >= largest
-        for member in members
+        member.name for members in lists if tree.total(members) >= largest for member in members
     ]
 
 
@@ -209,26 +199,26 @@ def _are_stages(
     return widen and hold_lists and 2 * listed >= tree.total(members)
 
 
-def _ends(tree: _Tree, blocks: list[UnitChoice]) -> list[UnitChoice]:
+def _ends(tree: _Tree, blocks: Sequence[str]) -> dict[str, Role]:
     """Untied embeddings and heads that are at least as large as the largest block."""
     if not blocks:
-        return []
-    inside = {block.module for block in blocks}
+        return {}
+    inside = set(blocks)
     threshold = max(tree.numel[name] for name in inside)
     first = min(i for i, m in enumerate(tree.spec.modules) if m.name in inside)
-    ends: list[UnitChoice] = []
+    ends: dict[str, Role] = {}
     for i, module in enumerate(tree.spec.modules[1:], start=1):
         name = module.name
         if tree.own[name] < threshold or name in tree.tied or tree.children[name]:
             continue
-        if any(is_inside(name, block) for block in inside) or not module.can_be_unit:
+        if any(is_inside(name, block) for block in blocks) or not module.can_be_unit:
             continue
         is_embedding = not module.reads_weight_in_backward or i < first
-        ends.append(UnitChoice(name, Role.EMBEDDING if is_embedding else Role.HEAD))
+        ends[name] = Role.EMBEDDING if is_embedding else Role.HEAD
     return ends
 
 
-def _by_size(tree: _Tree, minimum: int) -> Iterator[UnitChoice]:
+def _by_size(tree: _Tree, minimum: int) -> Iterator[str]:
     """Modules with at least `minimum` parameters outside of other units, from the leaves up.
 
     The choice equals that of torch's size_based_auto_wrap_policy.
@@ -241,15 +231,15 @@ def _by_size(tree: _Tree, minimum: int) -> Iterator[UnitChoice]:
         taken = sum(in_units[child.name] for child in tree.children[module.name])
         if total - taken >= minimum and module.can_be_unit:
             taken = total
-            yield UnitChoice(module.name, Role.BLOCK)
+            yield module.name
         in_units[module.name] = taken
 
 
-def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
+def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[str]:
     present = tree.kinds()
     missing = [name for name in classes if name not in present]
     if missing:
-        blocks = dict.fromkeys(tree.kind_of[block.module] for block in _repeated_blocks(tree))
+        blocks = dict.fromkeys(tree.kind_of[block] for block in _repeated_blocks(tree))
         hint = f" Its blocks are {', '.join(blocks)}." if blocks else ""
         if guess := nearest(missing[0], present):
             hint = f" Did you mean '{guess}'?"
@@ -260,7 +250,7 @@ def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
     return _named(tree, [module for module in tree.spec.modules if module.kind in classes])
 
 
-def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
+def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[str]:
     """The user's modules that have parameters."""
     chosen = [module for module in modules if tree.numel[module.name]]
     for module in chosen:
@@ -269,7 +259,7 @@ def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
                 f"wrap: expected modules that are called wherever their weights are used, got "
                 f"'{module.name}' ({module.kind}). Choose its members, or the module around it."
             )
-    return [UnitChoice(module.name, Role.BLOCK) for module in chosen]
+    return [module.name for module in chosen]
 
 
 def recomputed_modules(spec: ModelSpec, recompute: Recompute) -> tuple[str, ...]:
