@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.bench.comm import Exchange, plan_buffer, resolve
+from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
 from fullshard.bench.kernels import TINY, KernelTimer, Sizes, Tables
 from fullshard.bench.machine import Neighbours, Say
 from fullshard.bench.page import busy_sentence
@@ -108,7 +108,7 @@ def transfers(sizes: Sizes) -> Tables:
             continue
         for num_bytes in sizes.transfers:
             plan = plan_buffer(num_bytes, config, world)
-            exchange = Exchange(make_transport(config, Mesh(1, world)), plan)
+            exchange = TimedExchange(make_transport(config, Mesh(1, world)), plan)
             note(f"{name} fetch", num_bytes, exchange.fetch)
             note(f"{name} reduce", num_bytes, exchange.reduce)
         transport = make_transport(config, Mesh(1, world))

@@ -106,7 +106,7 @@ def plan_buffer(num_bytes: int, config: ShardConfig, world: int) -> Plan:
     return make_plan(spec, config, Topology(world))
 
 
-class Exchange:
+class TimedExchange:
     """The messages of one transport for a flat buffer of weights and one of gradients."""
 
     def __init__(self, transport: Transport, plan: Plan) -> None:
@@ -165,7 +165,7 @@ def measure_size(
     turns: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
     for config in configs:
         transport = make_transport(config, Mesh(1, world))
-        exchange = Exchange(transport, plan_buffer(num_bytes, config, world))
+        exchange = TimedExchange(transport, plan_buffer(num_bytes, config, world))
         exchange.check(world)
         turns |= {
             f"{transport.name} {FETCH}": exchange.fetch,

@@ -117,7 +117,7 @@ class Disk:
             return os.open(self.path, flags, 0o644)
 
 
-class Turns:
+class TimedOperations:
     """Both models, the files, and the timed operations by name."""
 
     def __init__(self, job: IoJob) -> None:
@@ -197,7 +197,7 @@ class Turns:
 
 def measure(job: IoJob) -> dict[str, Any]:
     """Returns this rank's seconds by operation and round, and its memory by operation."""
-    turns = Turns(job)
+    turns = TimedOperations(job)
     turns.check()
     for name in turns.actions:  # once untimed: folders, pages, threads
         turns.take(name)

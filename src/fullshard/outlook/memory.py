@@ -301,7 +301,7 @@ _LOADED = ("parameter shards", "gradient shards", "shared weights to compute wit
 _SHARDED = (*_LOADED, WORKSPACES, "slots", "gradient slots")
 
 
-class Source(StrEnum):
+class WeightsSource(StrEnum):
     """Where a run's first weights come from."""
 
     INITIAL = "the model's own initialisation"
@@ -319,7 +319,7 @@ class Storage:
         keep: Number of complete checkpoints that are kept; None: all.
     """
 
-    source: Source = Source.INITIAL
+    source: WeightsSource = WeightsSource.INITIAL
     saves: bool = True
     keep: int | None = None
 
@@ -391,20 +391,22 @@ def _phase(name: str, rows: Iterable[MemoryRow], *more: int) -> Phase:
     return Phase(name, sums[Place.DEVICE] + device, sums[Place.HOST] + host, sums[Place.DISK])
 
 
-def _reading(plan: Plan, source: Source) -> tuple[int, int]:
+def _reading(plan: Plan, source: WeightsSource) -> tuple[int, int]:
     """Temporary bytes while weights are loaded, on the device and on the host."""
     sizes = [(group.layout, ITEMSIZE[group.dtypes.master]) for group in plan.groups]
     match source:
-        case Source.INITIAL:  # all parts of this rank, and one whole tensor
+        case WeightsSource.INITIAL:  # all parts of this rank, and one whole tensor
             parts = sum(layout.part_numel * itemsize for layout, itemsize in sizes)
             tensors = [p.numel * itemsize for layout, itemsize in sizes for p in layout.placements]
             return 0, parts + max(tensors, default=0)
-        case Source.FOLDER:  # this rank's part of one tensor, in the stored and the master dtype
+        case (
+            WeightsSource.FOLDER
+        ):  # this rank's part of one tensor, in the stored and the master dtype
             return 0, max(
                 (n * (itemsize + (2 if itemsize == 4 else 4)) for n, itemsize in _parts(plan)),
                 default=0,
             )
-        case Source.WHOLE:
+        case WeightsSource.WHOLE:
             whole = sum(layout.numel * itemsize for layout, itemsize in sizes)
             return whole, whole
 
