@@ -17,11 +17,11 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,12 +29,11 @@ from typing import NoReturn
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.errors import PreemptedError
 from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.failure import RankFailure
-from fullshard.launch.folder import LaunchFolder
-from fullshard.launch.signals import SAVE_SIGNALS
-from fullshard.observe import watchdog
-from fullshard.observe.position import Verdict
-from fullshard.observe.watchdog import Seat
+from fullshard.launch.failure import LaunchFolder, RankFailure
+from fullshard.launch.signals import SAVE_SIGNALS, handled
+from fullshard.observe.hang import watchdog
+from fullshard.observe.hang.judge import Verdict
+from fullshard.observe.hang.watchdog import WatchdogSettings
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 _PR_SET_PDEATHSIG = 1
@@ -59,7 +58,7 @@ def run_rank(main: Callable[[], None]) -> None:
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
     try:
-        with _sigterm_raises(folder):
+        with handled(SAVE_SIGNALS, partial(_on_signal, folder)):
             main()
     except BaseException as error:
         failure = RankFailure.of(error, rank)
@@ -99,30 +98,16 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-@contextlib.contextmanager
-def _sigterm_raises(folder: LaunchFolder | None):
-    """Turn SIGTERM into a PreemptedError in the main thread, so that `finally` blocks run.
-
-    SIGUSR1 too: schedulers send it to the ranks themselves.
-    """
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if folder is not None and folder.ending.exists():
-            os._exit(128 + number)  # another rank failed; there is nothing left to say
-        raise PreemptedError(
-            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-            "it resumes from its last checkpoint, if it has saved one."
-        )
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, on_signal) for number in SAVE_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _on_signal(
+    folder: LaunchFolder | None, _: Mapping[int, object], number: int, _frame: FrameType | None
+) -> None:
+    """Raises a PreemptedError in the main thread, so that `finally` blocks run."""
+    if folder is not None and folder.ending.exists():
+        os._exit(128 + number)  # another rank failed; this one has nothing to report
+    raise PreemptedError(
+        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
+        "it resumes from its last checkpoint, if it has saved one."
+    )
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:
@@ -177,14 +162,18 @@ def _main() -> None:
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
     """Start the watchdog, which waits for a process group, whoever makes it."""
-    seat = Seat.of(launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir)
-    if seat is None:
+    settings = WatchdogSettings.of(
+        launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir
+    )
+    if settings is None:
         return
     kept = folder.events(launch.rank)
-    dog = watchdog.start(replace(seat, stacks_file=folder.stacks, kept_file=kept, supervised=True))
+    dog = watchdog.start(
+        replace(settings, stacks_file=folder.stacks, kept_file=kept, supervised=True)
+    )
 
     def report(verdict: Verdict) -> None:
-        text = f"{verdict.message}\nThe stacks of all ranks: {seat.hang_file}"
+        text = f"{verdict.message}\nThe stacks of all ranks: {settings.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.time())
         with contextlib.suppress(OSError):
             failure.write(folder.hang)

@@ -29,12 +29,12 @@ from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
 from fullshard.errors import ConfigError
-from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.failure import LaunchFolder
 from fullshard.launch.relay import Relay
+from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
 from fullshard.launch.signals import caught_stop_signals
-from fullshard.launch.store import LOOPBACK, LaunchStore
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 
 ENTRY = "fullshard.launch.rank_entry"
 PREFIX = "fullshard-launch-"  # of the private folder, in TMPDIR

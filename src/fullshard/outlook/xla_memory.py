@@ -3,7 +3,7 @@
     the head       what forward kept, the gathered head, logits, the gradient of its weight
     the last block what forward kept, gradient shards, that gradient, one block with its gradients
 
-What forward kept is read off the traced program (xla/residuals.py); a cotangent takes the place of
+What forward kept is read off the traced program (xla/aot.py); a cotangent takes the place of
 the activation that made it. `fullshard plan --exact` asks XLA, and compares.
 
 Compilers differ, in what was seen in their buffers. Those of accelerators fuse the exponentials of

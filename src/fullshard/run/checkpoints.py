@@ -17,8 +17,7 @@ from fullshard import saving
 from fullshard.config.environment import read_launch_environment
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import ConfigError, PreemptedError
-from fullshard.launch.signals import Caught
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.run.folder import RunFolder
 from fullshard.run.loop import Patience
 from fullshard.run.resume import POSITION, Resume
@@ -65,7 +64,7 @@ class RunCheckpoints:
         saved: Saved,
         steps: StepPlan,
         limit: int | None,
-        caught: Caught,
+        caught: list[int],
         patience: Patience,
     ) -> None:
         self._folder = folder
@@ -78,7 +77,7 @@ class RunCheckpoints:
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was told to save and end."""
-        return bool(self._caught.numbers)
+        return bool(self._caught)
 
     def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
         """Save where it is due; returns whether it was.

@@ -13,8 +13,7 @@ from fullshard.data.bigram import Baseline
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.models.generate import Sample
-from fullshard.observe.memory import memory_bytes
-from fullshard.observe.metrics import EvalRow, StepRow
+from fullshard.observe.metrics import EvalRow, StepRow, memory_bytes
 from fullshard.observe.report import write_report
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.plan import Plan

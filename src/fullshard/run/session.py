@@ -25,13 +25,13 @@ from fullshard.config.values import Backend
 from fullshard.data.dataset import Prepared
 from fullshard.errors import HangError
 from fullshard.launch import rendezvous
-from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.failure import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
-from fullshard.observe import watchdog
-from fullshard.observe.position import Verdict
+from fullshard.observe.hang import watchdog
+from fullshard.observe.hang.judge import Verdict
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data, make_recipe
 from fullshard.recipes.registry import Command
