@@ -2,9 +2,8 @@
 
     python -m fullshard.launch.rank_entry PARENT_PID MODULE [ARGUMENT ...]
 
-is how our launcher starts a rank: it runs MODULE as `python -m MODULE` would, and what ends in .py
-as a script. `run_rank(main)` is the same frame for a module's own `if __name__ == "__main__"`, and
-does nothing twice.
+starts a rank of our launcher: it runs MODULE as `python -m MODULE` does, or a script if the name
+ends in .py. `run_rank(main)` is the same frame for a module's own `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -40,21 +39,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """Run `main` as the program of this rank, and end the process if it fails.
+    """Runs `main` as the program of this rank, and ends the process if it fails.
 
-    An error is left for the launcher (or printed, where there is none of ours): a FullshardError
-    as its message, since that speaks to the user, anything else with its traceback. The process
-    then ends at once with the typed exit code: tearing down a process group whose peers wait in a
-    collective can take forever.
+    An error is reported to our launcher, or printed without one: a FullshardError as its message,
+    any other error with its traceback. The process then exits at once with the typed exit code,
+    because destroying a process group whose peers wait in a collective can hang.
 
     Raises:
-        SystemExit: `main` ended the process itself, which an outer frame of this kind sees.
+        SystemExit: `main` exited with code 0.
     """
     launch = read_launch_environment()
     rank = 0 if launch is None else launch.rank
     folder = LaunchFolder.of(launch)
     _install_logging(launch)
-    if rank != 0 and folder is None:  # nobody keeps its output apart: rank 0 warns for all
+    if rank != 0 and folder is None:  # the ranks share one output: only rank 0 warns
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
     try:
@@ -64,7 +62,7 @@ def run_rank(main: Callable[[], None]) -> None:
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
-        if folder is not None:  # at once: to explain it takes longer than the launcher may wait
+        if folder is not None:  # first: explaining it may take longer than the launcher waits
             with contextlib.suppress(OSError):
                 failure.write(folder.failure(rank))
         failure = _explained(failure, error, folder)
@@ -75,7 +73,7 @@ def run_rank(main: Callable[[], None]) -> None:
 def _explained(
     failure: RankFailure, error: BaseException, folder: LaunchFolder | None
 ) -> RankFailure:
-    """Errors of a collective say little; the watchdog may know which rank is to blame."""
+    """Replaces the error of a collective by the watchdog's verdict, if it names another rank."""
     dog = watchdog.current()
     verdict = dog.explain(error) if dog is not None else None
     if verdict is None:
@@ -89,9 +87,9 @@ def _explained(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when the process `parent`, which started it, dies in any way.
+    """Makes the kernel kill this process when its parent process dies (Linux only).
 
-    The kernel does it (Linux only), so it holds for a rank that is stuck inside a C call, too.
+    This also works for a rank that is stuck inside a C call.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
@@ -111,7 +109,7 @@ def _on_signal(
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:
-    """Show what the library logs: a program's decision, never the library's."""
+    """Prints log messages; a program decides this, never the library."""
     logger = logging.getLogger("fullshard")
     if logger.handlers:
         return
@@ -126,11 +124,11 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
     if folder is None:
         sys.stderr.write(failure.text + "\n")
         return
-    # The launcher may be gone, and its folder with it; a full disk may take one of the two.
+    # The launcher and its folder may be gone, or the disk may be full.
     with contextlib.suppress(OSError):
         try:
             log = folder.log(failure.rank).open("a")
-        except FileNotFoundError:  # our own standard error ends in the log, too
+        except FileNotFoundError:  # standard error is part of the log
             sys.stderr.write(failure.text + "\n")
         else:
             with log:
@@ -152,7 +150,7 @@ def _main() -> None:
     launch = read_launch_environment()
     folder = LaunchFolder.of(launch)
     if launch is not None and folder is not None:
-        with contextlib.suppress(OSError):  # a full disk: no stacks
+        with contextlib.suppress(OSError):  # the disk is full
             dump = folder.stacks(launch.rank).open("w")  # stays open
             faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
         _watch(launch, folder)
@@ -161,7 +159,7 @@ def _main() -> None:
 
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
-    """Start the watchdog, which waits for a process group, whoever makes it."""
+    """Starts the watchdog, which waits for a process group."""
     settings = WatchdogSettings.of(
         launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir
     )
