@@ -271,9 +271,8 @@ def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]
 def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]:
     free = f"{memory['host_bytes'] / GIB:.1f} GiB of memory free"
     low = memory["host_bytes"] < GIB
-    yield Finding(
-        "memory", Health.WARN if low else Health.OK, free, "Stop other processes" if low else ""
-    )
+    do = "Stop other processes" if low else ""
+    yield Finding("memory", Health.WARN if low else Health.OK, free, do)
     free = f"{memory['disk_bytes'] / GIB:.1f} GiB free for {output_dir}"
     low = memory["disk_bytes"] < GIB
     do = "Set another training.output_dir, or free space" if low else ""
@@ -281,9 +280,8 @@ def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]
     shared = memory.get("shared_memory_bytes", GIB)
     if shared < 64 << 20:
         says = f"{shared >> 20} MiB free in /dev/shm, which data loader workers and NCCL use"
-        yield Finding(
-            "memory", Health.WARN, says, "Run docker with --shm-size=8g, or use fewer workers"
-        )
+        do = "Run docker with --shm-size=8g, or use fewer workers"
+        yield Finding("memory", Health.WARN, says, do)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=output_dir):

@@ -145,11 +145,10 @@ class Watchdog:
             return  # a forked child
         self._stop.set()
         self._thread.join(2.0)
+        last = self.sampler.last
         if self._channel is not None:
             with suppress(*_STORE_GONE):
-                self._publish(
-                    replace(self.sampler.last, beat=self.sampler.last.beat + 1, ended=True)
-                )
+                self._publish(replace(last, beat=last.beat + 1, ended=True))
 
     def explain(self, error: BaseException) -> Verdict | None:
         """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
