@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome, show
+from fullshard.cli.outcome import Outcome, print_table, show
 from fullshard.cli.words import DryRunFlag
-from fullshard.errors import printable, untrusted
+from fullshard.errors import untrusted
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.retain import Found
@@ -48,7 +48,7 @@ def ls(folder: Folder) -> Outcome:
     from fullshard.checkpoint.retain import candidates
 
     found = candidates(folder)
-    _print_table(
+    print_table(
         ("step", "bytes", "checkpoint", ""),
         [
             (
@@ -74,7 +74,7 @@ def inspect(checkpoint: Any_) -> Outcome:
     with Checkpoint.open(newest_told(checkpoint)) as opened:
         facts = facts_of(opened)
     show(facts["path"])
-    _print_table(
+    print_table(
         ("tensor", "dtype", "shape", "slices", "bytes"),
         [
             (
@@ -138,7 +138,7 @@ def diff(
             rows = compare(one, other, lambda _row: advance(1))
     differ = [row for row in rows if row.verdict is not Verdict.SAME]
     if differ:
-        _print_table(
+        print_table(
             ("tensor", "", "max difference", ""),
             [
                 (r.name, r.verdict, "" if r.max_abs is None else f"{r.max_abs:.3g}", r.about)
@@ -305,23 +305,6 @@ def _bytes(count: int) -> str:
     from fullshard.planner.text import human_bytes
 
     return human_bytes(count)
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    table = Table(box=box.HEAVY_HEAD if console.is_terminal else None)
-    for name in columns:
-        right = name in ("step", "bytes", "slices", "max difference")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    console.print(table, markup=False)
 
 
 @contextlib.contextmanager

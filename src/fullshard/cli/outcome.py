@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -162,6 +162,39 @@ def _usage_outcome(error: Any) -> Outcome:
 def _error(kind: str, message: str, exit_code: int, **more: Any) -> Outcome:
     error = {"type": kind, "message": message, "exit_code": int(exit_code), **more}
     return Outcome({"error": error}, int(exit_code))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str | None = None,
+    *,
+    numbers: Collection[str] = (),
+    line_after: int = 0,
+) -> None:
+    """Print a table, with lines around it on a terminal only.
+
+    Args:
+        columns: their names.
+        rows: their cells, which may contain names from a stranger's file.
+        title: a line above the table.
+        numbers: columns that are aligned to the right.
+        line_after: rows above a separating line; 0: no such line.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    lines = box.HEAVY_HEAD if console.is_terminal else None
+    table = Table(title=title, title_justify="left", box=lines)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        table.add_row(*map(printable, row), end_section=number == line_after)
+    console.print(table, markup=False)
 
 
 def show(text: str = "") -> None:

@@ -1,8 +1,10 @@
-"""`fullshard plan`: what a run will hold, before any rank, weight or GPU is there."""
+"""`fullshard plan`: the memory and time of a run, forecast without ranks, weights or GPUs."""
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
 import os
 import sys
 from collections.abc import Generator, Mapping
@@ -22,6 +24,7 @@ from fullshard.cli.words import (
     load,
     placed,
 )
+from fullshard.config.regular import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+SHOWN = 5  # rows of a table without a prediction that the terminal lists
 
 OptimizerBytes = Annotated[
     float | None,
@@ -43,7 +47,7 @@ OptimizerBytes = Annotated[
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """Nobody looks for garbage meanwhile: imports and traces make much else, and look often."""
+    """No garbage collection: imports and traces allocate much, and would start it often."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -95,9 +99,12 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     CONFIG may also be a Hugging Face model folder or its config.json.
     """
     if table is not None:
-        return _table(
-            table, out, words or config or config_file or gpus or nodes or devices or calibration
-        )
+        if words or config or config_file or gpus or nodes or devices or calibration:
+            raise ConfigError(
+                "--table: expected no configuration beside it, because every row is one; got more. "
+                "Plan them one after the other."
+            )
+        return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
     if out is not None:
         _check_out(out)
@@ -109,14 +116,14 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         _say_planning(world)
         fitted, machine = _fitted(resolved), _machine(world, hardware, own, nodes)
         if for_xla:
-            from fullshard.cli.plan_xla import plan_on_xla
+            from fullshard.cli.plan_report import plan_on_xla
 
             return plan_on_xla(fitted, world, machine, exact=exact, topology=topology)
         machine = _calibrated(machine, hardware, world, calibration)
         view = _view(fitted, world, machine, optimizer_bytes)
     except ConfigError as error:
         raise placed(resolved, error) from error
-    return _told(fitted, view, hardware, out)
+    return _show(fitted, view, hardware, out)
 
 
 def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> Resolved:
@@ -139,21 +146,60 @@ def _fitted(resolved: Resolved) -> RunConfig:
     return config
 
 
-def _table(table: Path, out: Path | None, more: object) -> Outcome:
-    """Predict rows of anybody's; nothing more may be said."""
-    from fullshard.cli.plan_table import predict_table
+def _predict_table(table: Path, out: Path) -> Outcome:
+    """Write the table's rows with predictions beside them.
 
-    if more:
+    A row that cannot be read does not end the table: it has blanks, and says what was expected.
+
+    Raises:
+        ConfigError: The table is no CSV file with a header, or `out` cannot be written.
+    """
+    from fullshard.outlook.published.table import COLUMNS, predict
+
+    columns, rows = _read_table(table)
+    predictions = [predict(row) for row in rows]
+    kept = [name for name in columns if name not in COLUMNS]
+    try:
+        with out.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [*kept, *COLUMNS], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**row, **found} for row, found in zip(rows, predictions, strict=True))
+    except OSError as error:
+        raise ConfigError(f"--out: expected a file to write, got '{out}' ({error}).") from error
+    failed = [
+        {"row": place, "note": found["pred_note"]}
+        for place, found in enumerate(predictions, start=1)
+        if not found["pred_fits"]
+    ]
+    print(f"{len(rows) - len(failed)} of {len(rows)} rows predicted, in {out}.")
+    for one in failed[:SHOWN]:
+        print(f"  row {one['row']}: {one['note']}")
+    return Outcome({"out": str(out), "rows": len(rows), "not_predicted": failed})
+
+
+def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a CSV file; cells that a short row lacks are blank."""
+    try:
+        text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, restval="")
+        columns = [name for name in reader.fieldnames or [] if name]
+        rows = [{name: row[name] for name in columns} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            "--table: expected no configuration beside it, because every row is one; got more. "
-            "Plan them one after the other."
+            f"--table: expected a CSV file with a header, got '{table}' ({error}). "
+            f"{did_you_mean_path(table)}".rstrip()
+        ) from error
+    if not {"gpu_model", "params_b", "model_name"} & set(columns):
+        raise ConfigError(
+            "--table: expected a header with columns such as model_name, params_b, gpu_model, "
+            f"gpus, strategy; got {', '.join(columns[:6]) or 'none'}. See docs/planner.md."
         )
-    return predict_table(table, out or Path("predictions.csv"))
+    return columns, rows
 
 
-def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
+def _show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
     """Show it, and write a page where that is asked for."""
-    from fullshard.cli.plan_told import print_choice, print_plan, to_dict
+    from fullshard.cli.plan_report import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.outlook.search import compare
     from fullshard.run.outlook import leaves_something

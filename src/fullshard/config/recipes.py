@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from fullshard.config.fields import Count, Depth, Flag, Names, Number, Text, Word
+from fullshard.config.fields import Count, Depth, Flag, Names, Number, Positive, Share, Text, Word
 from fullshard.config.model import Section
 from fullshard.config.values import DistillLoss, DType, Home, Strategy
 
@@ -45,10 +45,10 @@ class LoraConfig(Section):
     r: Count = 16
     """Rank of an adapter."""
 
-    lora_alpha: Annotated[float, Number(above=0)] = 32.0
+    lora_alpha: Positive = 32.0
     """An adapter is scaled by lora_alpha / r."""
 
-    lora_dropout: Annotated[float, Number(at_least=0, below=1)] = 0.0
+    lora_dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped."""
 
     target_modules: Names = ()
@@ -63,7 +63,7 @@ class DistillConfig(Section):
     loss: Word[DistillLoss] = DistillLoss.FORWARD_KL
     """forward_kl | reverse_kl | jsd | hidden (mean square of projected hidden states)."""
 
-    temperature: Annotated[float, Number(above=0)] = 2.0
+    temperature: Positive = 2.0
     """Both distributions are softened by it; the loss is multiplied by its square."""
 
     alpha: Annotated[float, Number(at_least=0, below=1.0000001)] = 0.5

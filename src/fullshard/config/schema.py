@@ -7,9 +7,21 @@ from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from fullshard.config.fields import Count, Depth, Flag, Names, Number, Rejected, Text, Word, as_json
+from fullshard.config.fields import (
+    Count,
+    Depth,
+    Flag,
+    Names,
+    Number,
+    Positive,
+    Rejected,
+    Share,
+    Text,
+    Word,
+    as_json,
+)
 from fullshard.config.model import Section
-from fullshard.config.moves import apply_moves
+from fullshard.config.names import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.recipes import DistillConfig, LoraConfig, SftConfig
 from fullshard.config.sharding import Offload, ShardConfig
@@ -71,7 +83,7 @@ class SourceConfig(Section):
     path: Text
     """As data.path."""
 
-    weight: Annotated[float, Number(above=0)] = 1.0
+    weight: Positive = 1.0
     """Share of an epoch's sequences, beside the weights of the others."""
 
     text_column: Text | None = None
@@ -106,7 +118,7 @@ class DataConfig(Section):
     vocab_size: Annotated[int, Number(at_least=1, below=10**7)] | None = None
     """Entries of the tokenizer that is trained on the data, at most. None: the model's."""
 
-    validation_fraction: Annotated[float, Number(at_least=0, below=1)] = 0.05
+    validation_fraction: Share = 0.05
     """Share of each source that is held out, for the evaluation loss."""
 
     bigram_baseline: Flag | None = None
@@ -153,7 +165,7 @@ class LaunchConfig(Section):
     main_process_port: Annotated[int, Number(at_least=1, below=65536)] | None = None
     """Port of the rendezvous there."""
 
-    timeout: Annotated[float, Number(above=0)] = 600.0
+    timeout: Positive = 600.0
     """Seconds after which a rank that waits is stuck (alias ddp_timeout)."""
 
     @model_validator(mode="after")

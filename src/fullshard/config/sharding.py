@@ -18,7 +18,6 @@ from fullshard.config.fields import (
     Depth,
     Flag,
     Names,
-    Number,
     Rejected,
     Text,
     Word,
@@ -107,7 +106,7 @@ def _read_wrap(value: object) -> object:
             return names
     raise Rejected(
         "one of auto, transformer, size, none, or class names, or a callable",
-        did_you_mean(value, spellings(WrapKind)) if isinstance(value, str) else "",
+        did_you_mean(value, spellings(WrapKind)),
     )
 
 
@@ -130,14 +129,10 @@ def _read_strategies(value: object) -> tuple[tuple[str, Strategy], ...]:
     pairs = list(cast("Iterable[object]", pairs)) if isinstance(pairs, Iterable) else [pairs]
     if not all(isinstance(p, tuple | list) and len(cast("list[object]", p)) == 2 for p in pairs):
         raise Rejected("a mapping of module names (globs) to strategies")
-    found: list[tuple[str, Strategy]] = []
-    for glob, strategy in cast("Iterable[tuple[object, object]]", pairs):
-        try:
-            found.append((str(glob), parse(Strategy, strategy, "")))
-        except ConfigProblems as error:
-            expected, advice = error.problems[0].expected, error.problems[0].advice
-            raise Rejected(f"for {glob} {expected}", advice) from None
-    return tuple(found)
+    return tuple(
+        (str(glob), parse(Strategy, strategy, str(glob)))
+        for glob, strategy in cast("list[tuple[object, object]]", pairs)
+    )
 
 
 def _read_depth(value: object) -> object:
@@ -157,7 +152,7 @@ def _read_depth(value: object) -> object:
             return PREFETCH_DEPTHS[word]
     raise Rejected(
         "an integer >= 0, or one of backward_pre, backward_post, no_prefetch",
-        did_you_mean(value, PREFETCH_DEPTHS) if isinstance(value, str) else "",
+        did_you_mean(value, PREFETCH_DEPTHS),
     )
 
 
@@ -180,10 +175,7 @@ def _read_offload(value: object) -> object:
 
 
 def _read_recompute(value: object) -> Recompute:
-    try:
-        return parse_recompute(value, "")
-    except ConfigProblems as error:
-        raise Rejected(error.problems[0].expected, error.problems[0].advice) from None
+    return parse_recompute(value, "")
 
 
 PrefetchDepth = Annotated[Depth, BeforeValidator(_read_depth)]
@@ -229,7 +221,7 @@ class ShardConfig(Section):
     """Which modules are units (gathered and freed together): auto (the repeated blocks) |
     transformer | size | none (one unit) | class names | a callable of Python."""
 
-    wrap_min_params: Annotated[int, Number(at_least=1)] = 100_000_000
+    wrap_min_params: Count = 100_000_000
     """Parameters of the smallest unit; concerns wrap: size alone."""
 
     ignore: Names = ()

@@ -7,20 +7,23 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from fullshard.config.dialects.rules import no_effect
 from fullshard.config.fields import (
     Count,
     CountOrAuto,
+    Depth,
     Flag,
     Number,
+    Positive,
+    Rate,
     Rejected,
+    Share,
     Text,
     Word,
     to_names,
     to_number,
 )
-from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
 from fullshard.config.model import Section
+from fullshard.config.names import NAMES
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import (
     IntervalStrategy,
@@ -72,7 +75,6 @@ def _read_trackers(value: object) -> object:
 
 Steps = Annotated[int | float, BeforeValidator(_read_steps)]
 Warmup = Annotated[int | float, BeforeValidator(_read_warmup)]
-Share = Annotated[float, Number(at_least=0, below=1)]
 
 DEFAULT_SAMPLES = 8  # Hugging Face's default
 
@@ -108,7 +110,7 @@ class TrainingConfig(Section):
     max_steps: Annotated[int, Number(at_least=-1)] = -1
     """Updates of the run; above 0 it replaces num_train_epochs."""
 
-    num_train_epochs: Annotated[float, Number(above=0)] = 3.0
+    num_train_epochs: Positive = 3.0
     """Passes over the training text, where max_steps does not say."""
 
     per_device_train_batch_size: CountOrAuto = DEFAULT_SAMPLES
@@ -128,14 +130,14 @@ class TrainingConfig(Section):
     max_seq_length: Annotated[int, Number(at_least=2)] = 1024
     """Tokens of one sequence (alias max_length, whose default in TRL this is)."""
 
-    loss_chunk_size: Annotated[int, Number(at_least=0)] = 512
+    loss_chunk_size: Depth = 512
     """Tokens whose logits are held at a time: a model's plain linear head makes the loss, and no
     tensor of tokens x vocabulary exists. 0: from the logits of all tokens at once."""
 
-    learning_rate: Annotated[float, Number(at_least=0)] = 5e-5
+    learning_rate: Rate = 5e-5
     """Peak learning rate."""
 
-    weight_decay: Annotated[float, Number(at_least=0)] = 0.0
+    weight_decay: Rate = 0.0
     """Decoupled decay of parameters with two or more dims; biases and norms are left alone."""
 
     adam_beta1: Share = 0.9
@@ -144,10 +146,10 @@ class TrainingConfig(Section):
     adam_beta2: Share = 0.999
     """Decay of the second moment."""
 
-    adam_epsilon: Annotated[float, Number(above=0)] = 1e-8
+    adam_epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
 
-    max_skipped_steps: Annotated[int, Number(at_least=0)] = 0
+    max_skipped_steps: Depth = 0
     """Updates with a gradient that is not finite which are skipped; one more ends the run."""
 
     ema_decay: Share | None = None
@@ -155,7 +157,7 @@ class TrainingConfig(Section):
     1 - ema_decay times the weights. Evaluated at the end and written to model_ema/. It takes as
     much as the parameter shards again. None: there is none."""
 
-    max_grad_norm: Annotated[float, Number(at_least=0)] = 1.0
+    max_grad_norm: Rate = 1.0
     """Global gradient norm above which gradients are scaled down. 0: never."""
 
     lr_scheduler_type: Word[LrSchedule] = LrSchedule.LINEAR
@@ -182,7 +184,7 @@ class TrainingConfig(Section):
     early_stopping_patience: Count | None = None
     """Evaluations in a row without a better held-out loss after which the run ends. None: never."""
 
-    early_stopping_threshold: Annotated[float, Number(at_least=0)] = 0.0
+    early_stopping_threshold: Rate = 0.0
     """By how much, in nats, a held-out loss must be below the best one to be better."""
 
     save_strategy: Word[IntervalStrategy] | None = None
@@ -197,7 +199,7 @@ class TrainingConfig(Section):
     resume_from_checkpoint: Annotated[Text | None, BeforeValidator(_read_resume)] = None
     """A checkpoint, or a folder of them, to start from; `auto`: the run's own (--resume)."""
 
-    seed: Annotated[int, Number(at_least=0)] = 42
+    seed: Depth = 42
     """Of the initial weights and of the order of the data."""
 
     bf16: Flag | None = None
@@ -289,23 +291,24 @@ class TrainingConfig(Section):
 
     @classmethod
     def without_effect(cls, key: str, value: Any) -> bool:
-        """True for a name that we lack on whose value no result depends."""
-        return key in WITHOUT_EFFECT or (key in NOT_YET and cls._not_yet(key, value) is None)
+        """True for a name of Hugging Face's whose value changes nothing here."""
+        return key in NAMES and _refusal(key, value) is None
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem:
         """`not yet` for Hugging Face's names, did-you-mean for all others."""
-        return cls._not_yet(key, value) or super().unknown(key, value)
-
-    @staticmethod
-    def _not_yet(key: str, value: object) -> Problem | None:
-        try:
-            NOT_YET.get(key, no_effect(""))(value, {})
-        except ConfigProblems as error:
-            return error.problems[0].below(key)
-        return None
+        return (key in NAMES and _refusal(key, value)) or super().unknown(key, value)
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """Names for did-you-mean: a misspelt name may well be one that is not built yet."""
-        return [*super().known_names(), *NOT_YET, *WITHOUT_EFFECT]
+        """Names for did-you-mean: a misspelt name may be one that is not supported yet."""
+        return [*super().known_names(), *NAMES]
+
+
+def _refusal(name: str, value: object) -> Problem | None:
+    """The problem of a value that is not supported yet."""
+    try:
+        NAMES[name](value, {})
+    except ConfigProblems as error:
+        return error.problems[0].below(name)
+    return None

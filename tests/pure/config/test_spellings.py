@@ -6,7 +6,7 @@ import pytest
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import (
-    SPELLINGS,
+    Choice,
     DType,
     IntervalStrategy,
     Recompute,
@@ -147,14 +147,14 @@ def test_what_means_no_strategy_is_refused(value):
         parse(Strategy, value, "a.b")
 
 
-def test_each_enum_has_a_table_and_no_table_shadows_its_own_words():
-    for enum_cls, table in SPELLINGS.items():
-        own = {member.value for member in enum_cls}
-        assert not own & set(table), enum_cls
-        for word, member in table.items():
-            assert parse(enum_cls, word.upper(), "") is member
+def test_every_spelling_means_one_member():
+    for enum_cls in Choice.__subclasses__():
+        assert list(enum_cls)
+        words = [word for member in enum_cls for word in (member.value, *member.spellings)]
+        assert len(words) == len(set(words)), enum_cls
         for member in enum_cls:
-            assert parse(enum_cls, member.value, "") is member
+            for word in (member.value, *member.spellings):
+                assert parse(enum_cls, word.upper(), "") is member
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from typing import cast
 
 from fullshard.config.dialects.fsdp import FSDP, MESH, VERSION
 from fullshard.config.dialects.rules import (
-    HAPPENS,
-    NOTHING,
     Meaning,
     Rule,
     Said,
@@ -21,41 +19,43 @@ from fullshard.config.dialects.rules import (
     lost,
     no_effect,
     not_yet,
+    refused,
     to,
     translated,
+    unless,
 )
-from fullshard.config.dialects.trainer import FLAT, lora_keys, steps_share
-from fullshard.config.fields import Rejected, means_same
-from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.dialects.trainer import FLAT, lora_keys
+from fullshard.config.fields import Rejected, means_same, to_number
 
 
 def _times_an_epoch(kind: str) -> Rule:
     """`evals_per_epoch: 2`: a share of all steps."""
 
+    @unless(0)
     def rule(value: object, said: Said) -> Meaning:
-        if is_neutral(value, (0,)):
-            return HAPPENS
         if kind == "save" and value == 1:
             return translated({"training.save_strategy": "epoch"})
-        share = steps_share(value, said.get("num_epochs"))
+        times, all_epochs = to_number(value), to_number(said.get("num_epochs")) or 1
+        if times is None or times <= 0:
+            raise Rejected("a number > 0")
+        share = min(1 / (times * all_epochs), 0.999)
         return translated({f"training.{kind}_steps": share}, "as a share of all steps")
 
     return rule
 
 
 def _precision(name: str) -> Rule:
+    @unless(False)
     def rule(value: object, _: Said) -> Meaning:
-        if is_neutral(value, (False,)):
-            return HAPPENS
-        known = "axolotl looks at the GPU; here it is on" if is_auto(value) else ""
-        return translated({f"training.{name}": True if is_auto(value) else value}, known)
+        if is_auto(value):
+            return translated({f"training.{name}": True}, "axolotl checks the GPU; here it is on")
+        return translated({f"training.{name}": value})
 
     return rule
 
 
+@unless()
 def _datasets(value: object, _: Said) -> Meaning:
-    if is_empty(value):
-        return NOTHING
     members = cast("list[object]", value) if isinstance(value, list) else [value]
     first = members[0]
     if not isinstance(first, Mapping):
@@ -71,19 +71,17 @@ def _datasets(value: object, _: Said) -> Meaning:
     return translated(values, why)
 
 
+@unless("", False)
 def _adapter(value: object, said: Said) -> Meaning:
-    """axolotl's word for what is trained beside a frozen model."""
-    if is_neutral(value, ("", False)):
-        return HAPPENS
+    """axolotl's word for the adapters that are trained with a frozen model."""
     if means_same(value, "lora"):
         return translated({"lora.r": said.get("lora_r") or 16})
-    got = f"{show(value)} is not yet supported"
-    raise ConfigProblems([Problem("", "", got, "Write lora, or leave it out")])
+    raise refused(value, "Write lora, or leave it out")
 
 
 def _packing(value: object, _: Said) -> Meaning:
     if is_neutral(value, (False,)):
-        return Meaning(Status.NO_EFFECT, "running text is always packed, conversations are not")
+        return Meaning(Status.NO_EFFECT, "plain text is always packed, conversations are not")
     return translated({"sft.packing": value})
 
 

@@ -26,7 +26,7 @@ from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, drop, find, interpolated, is_below, put, read_file
 from fullshard.config.keys import canonical
-from fullshard.config.moves import field_value
+from fullshard.config.names import field_value
 from fullshard.config.origins import Entry, Origin, OriginKind
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
