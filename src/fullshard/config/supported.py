@@ -44,6 +44,7 @@ _XLA: _Rows = {
     "training.optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
     "training.ema_decay": ("Leave it out",),
     "training.max_skipped_steps": ("Leave it out",),
+    "training.matmul_precision": ("Leave it out",),
     "training.per_device_train_batch_size": ("Write a number", 0),
     "lora": ("Leave it out, or use backend: torch",),
 }

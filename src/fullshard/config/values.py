@@ -127,6 +127,14 @@ class TokenDType(Choice):
     INT64 = "int64"
 
 
+class MatmulPrecision(Choice):
+    """Precision of float32 matrix products: torch.set_float32_matmul_precision."""
+
+    HIGHEST = "highest", "float32"  # float32
+    HIGH = "high", "tf32"  # TF32 on NVIDIA GPUs
+    MEDIUM = "medium"  # bfloat16
+
+
 class Home(Choice):
     """The memory of a kind of state between uses, if not the device's."""
 
