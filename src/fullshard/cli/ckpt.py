@@ -123,12 +123,15 @@ def verify(checkpoint: Any_) -> Outcome:
 
 @app.command()
 def diff(
-    a: Annotated[
-        Path, typer.Argument(callback=_named, help="A checkpoint, or a Hugging Face folder.")
-    ],
-    b: Annotated[Path, typer.Argument(callback=_named, help="Another one.")],
+    a: Annotated[Path, typer.Argument(callback=_named)],
+    b: Annotated[Path, typer.Argument(callback=_named)],
 ) -> Outcome:
-    """Compare two of them tensor by tensor; ends with 8 where they differ."""
+    """Compare two checkpoints tensor by tensor; the exit code is 8 if they differ.
+
+    Args:
+        a: A checkpoint, or a Hugging Face folder.
+        b: Another one.
+    """
     from fullshard.errors import VerifyError
     from fullshard.formats.compare import Verdict, compare
     from fullshard.formats.detect import open_source
@@ -168,24 +171,24 @@ def diff(
 @app.command()
 def export(  # noqa: PLR0913  (one parameter an option)
     checkpoint: Any_,
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged."),
-    ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(
-            "--max-shard-size", "--max_shard_size", help="Largest size of one weights file."
-        ),
-    ] = "5GB",
-    format_: Annotated[
-        str, typer.Option("--format", help="hf: a Hugging Face folder; dcp: torch's own.")
-    ] = "hf",
+    folder: Path,
+    dtype: str | None = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", "--max_shard_size")] = "5GB",
+    format_: Annotated[str, typer.Option("--format")] = "hf",
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load."""
+    """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load.
+
+    Args:
+        checkpoint: see `Any_`.
+        folder: A new folder.
+        dtype: Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged.
+        max_shard_size: Largest size of one weights file.
+        format_: hf: a Hugging Face folder; dcp: torch's own.
+        config: see `ConfigFolder`.
+        dry_run: see `DryRunFlag`.
+    """
     from fullshard.formats import convert
 
     wanted = convert.Wanted.of(format_, dtype, max_shard_size)
@@ -204,19 +207,20 @@ def export(  # noqa: PLR0913  (one parameter an option)
 
 @app.command("import")
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            callback=_named,
-            help="A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, "
-            "DeepSpeed (ZeRO), of sharded state dicts of ranks; a file of torch.save.",
-        ),
-    ],
-    folder: Annotated[Path, typer.Argument(help="A new folder: the checkpoint.")],
+    source: Annotated[Path, typer.Argument(callback=_named)],
+    folder: Path,
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Make a checkpoint of what another tool saved; nothing in it is executed."""
+    """Make a checkpoint of what another tool saved; nothing in it is executed.
+
+    Args:
+        source: A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, DeepSpeed
+            (ZeRO), of sharded state dicts of ranks; a file of torch.save.
+        folder: A new folder: the checkpoint.
+        config: see `ConfigFolder`.
+        dry_run: see `DryRunFlag`.
+    """
     from fullshard.formats import convert
     from fullshard.formats.ours import write_checkpoint
 
@@ -245,12 +249,17 @@ def import_(
 @app.command()
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="Complete checkpoints to keep.")] = 1,
+    keep: Annotated[int, typer.Option(min=1)] = 1,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Remove all complete checkpoints but the newest, and what crashes left behind.
 
     What is kept is read first: a damaged checkpoint stays, and does not count.
+
+    Args:
+        folder: see `Folder`.
+        keep: Complete checkpoints to keep.
+        dry_run: see `DryRunFlag`.
     """
     from fullshard.checkpoint.examine import remove, superfluous
     from fullshard.checkpoint.retain import candidates, checkpoints_in, steps_folder

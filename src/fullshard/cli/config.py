@@ -83,15 +83,17 @@ def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
 
 @app.command()
 def schema(
-    file: Annotated[
-        Path | None, typer.Argument(help="A file, whose dialect's schema is printed.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write the schema to.", dir_okay=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Argument()] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> Outcome:
-    """Print a JSON Schema, which lets an editor complete and check a file."""
+    """Print a JSON Schema, which lets an editor complete and check a file.
+
+    Args:
+        file: A file, whose dialect's schema is printed.
+        out: File to write the schema to.
+        as_json: see `JSON_HELP`.
+    """
     from fullshard.config import explain as explaining
 
     made = explaining.schema() if file is None else _schema_of(file)

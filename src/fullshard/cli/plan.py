@@ -39,11 +39,6 @@ app = typer.Typer()
 
 SHOWN = 5  # rows of a table without a prediction that the terminal lists
 
-OptimizerBytes = Annotated[
-    float | None,
-    typer.Option(min=0, help="Bytes of optimizer state per trainable parameter."),
-]
-
 
 @contextmanager
 def _uncollected() -> Generator[None]:
@@ -63,40 +58,34 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     words: Words = None,
     config: ConfigFlag = None,
     config_file: ConfigFileFlag = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8."),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines. Default: 1.")] = None,
-    devices: Annotated[
-        Path | None, typer.Option(help="A YAML file that describes further devices for --gpus.")
-    ] = None,
-    table: Annotated[
-        Path | None, typer.Option(help="Forecast the runs in a CSV file, of any framework.")
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of bench calibrate, for the time on this machine. Default: the one that "
-            "it writes by itself, where there is one."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="A page with figures to write; with --table: where predictions go."),
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="backend: jax: compile the step, and say XLA's figures.")
-    ] = False,
-    topology: Annotated[
-        str | None,
-        typer.Option(help="With --exact: for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB)."),
-    ] = None,
-    optimizer_bytes: OptimizerBytes = None,
+    gpus: str | None = None,
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
+    devices: Path | None = None,
+    table: Path | None = None,
+    calibration: Path | None = None,
+    out: Path | None = None,
+    exact: Annotated[bool, typer.Option("--exact")] = False,
+    topology: str | None = None,
+    optimizer_bytes: Annotated[float | None, typer.Option(min=0)] = None,
 ) -> Outcome:
     """Forecast the memory of every rank and the time of a step, and advise what to change.
 
     CONFIG may also be a Hugging Face model folder or its config.json.
+
+    Args:
+        words: see `Words`.
+        config: see `ConfigFlag`.
+        config_file: see `ConfigFileFlag`.
+        gpus: GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8.
+        nodes: Machines. Default: 1.
+        devices: A YAML file that describes further devices for --gpus.
+        table: Forecast the runs in a CSV file, of any framework.
+        calibration: A file of bench calibrate, for the time on this machine. Default: the one that
+            it writes by itself, if there is one.
+        out: A page with figures to write; with --table: the file for the predictions.
+        exact: With backend: jax: compile the step, and show XLA's figures.
+        topology: With --exact: compile for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB).
+        optimizer_bytes: Bytes of optimizer state per trainable parameter.
     """
     if table is not None:
         if words or config or config_file or gpus or nodes or devices or calibration:

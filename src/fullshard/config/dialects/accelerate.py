@@ -60,7 +60,7 @@ def _precision(value: object, said: Said) -> Meaning:
 
 DEEPSPEED_PLUGIN: Table = {
     "zero_stage": stage,
-    **each("offload_optimizer_device offload_param_device", home),
+    **each(home, "offload_optimizer_device offload_param_device"),
     "offload_optimizer_nvme_path": nvme_path("offload_optimizer"),
     "offload_param_nvme_path": nvme_path("offload_param"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
@@ -71,8 +71,8 @@ DEEPSPEED_PLUGIN: Table = {
     "deepspeed_moe_layer_cls_names": no_effect("units of experts are found by themselves"),
     "deepspeed_multinode_launcher": lost("start the command on every machine", "standard", "none"),
     **each(
-        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
         lost("start the command on every machine"),
+        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
     ),
 }
 
@@ -96,16 +96,14 @@ ACCELERATE: Table = {
     "main_training_function": no_effect("the command is what runs"),
     "debug": no_effect("ranks always compare their collectives"),
     "enable_cpu_affinity": lost("processes are not bound to cores", False),
-    **each("dynamo_backend dynamo_config", lost("the model runs without torch.compile", "no")),
+    **each(lost("the model runs without torch.compile", "no"), "dynamo_backend dynamo_config"),
     "fp8_config": not_yet("Use bf16"),
     "megatron_lm_config": not_yet("Tensor and pipeline parallelism come later"),
     "mpirun_config": lost("start the command with mpirun itself"),
     "ipex_config": lost("it concerns Intel's extension"),
     **each(
-        """
-        downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
-        tpu_env
-        """,
         no_effect("it concerns TPUs"),
+        "downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo",
+        "tpu_vm tpu_env",
     ),
 }

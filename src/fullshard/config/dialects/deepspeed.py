@@ -153,11 +153,9 @@ _TORCHS = no_effect("the optimizer is torch's")
 
 _OFFLOAD: Table = {
     **each(
-        """
-        pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write
-        pipeline cpuadam_cores_perc super_offload
-        """,
         _BUFFERS,
+        "pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write",
+        "pipeline cpuadam_cores_perc super_offload",
     ),
     "ratio": lost("all of the state is offloaded", 1),
 }
@@ -168,7 +166,7 @@ ZERO: Table = {
         key: {"device": home, "nvme_path": nvme_path(key), **_OFFLOAD}
         for key in ("offload_optimizer", "offload_param")
     },
-    **each("cpu_offload cpu_offload_params cpu_offload_param", _old_offload),
+    **each(_old_offload, "cpu_offload cpu_offload_params cpu_offload_param"),
     "cpu_offload_use_pin_memory": _BUFFERS,
     "mics_shard_size": to("sharding.shard", "ranks that share one copy", -1, 0),
     "mics_hierarchical_params_gather": no_effect("the mesh has two axes"),
@@ -176,35 +174,31 @@ ZERO: Table = {
         "weights have no second copy inside a host; hybrid_shard is similar", 1
     ),
     **each(
-        "zero_quantized_weights zero_quantized_nontrainable_weights",
         lost("weights are gathered in sharding.param_dtype", False),
+        "zero_quantized_weights zero_quantized_nontrainable_weights",
     ),
     **each(
-        "zero_quantized_gradients zeropp_loco_param",
         lost("gradients are reduced in sharding.reduce_dtype", False),
+        "zero_quantized_gradients zeropp_loco_param",
     ),
     "zenflow": not_yet("Leave it out"),
     **each(
-        """
-        reduce_bucket_size allgather_bucket_size prefetch_bucket_size param_persistence_threshold
-        model_persistence_threshold max_live_parameters max_reuse_distance sub_group_size
-        module_granularity_threshold
-        """,
         no_effect("the sizes of units and the prefetch depths replace buckets", _is_size),
+        "reduce_bucket_size allgather_bucket_size prefetch_bucket_size",
+        "param_persistence_threshold model_persistence_threshold max_live_parameters",
+        "max_reuse_distance sub_group_size module_granularity_threshold",
     ),
     **each(
-        """
-        contiguous_gradients reduce_scatter allgather_partitions overlap_comm legacy_stage1
-        use_multi_rank_bucket_allreduce round_robin_gradients grad_hooks allgather_sequential
-        use_all_reduce_for_fetch_params memory_efficient_linear override_module_apply
-        """,
         no_effect("the plan decides how gradients are communicated"),
+        "contiguous_gradients reduce_scatter allgather_partitions overlap_comm legacy_stage1",
+        "use_multi_rank_bucket_allreduce round_robin_gradients grad_hooks allgather_sequential",
+        "use_all_reduce_for_fetch_params memory_efficient_linear override_module_apply",
     ),
     **each(
-        "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save",
         no_effect("a run always writes a Hugging Face folder to model/"),
+        "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save",
     ),
-    **each("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint", _CHECKPOINTS),
+    **each(_CHECKPOINTS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
     "ignore_unused_parameters": no_effect("unused parameters are known to the plan"),
     "leaf_module": no_effect("units of experts are found automatically"),
     "log_trace_cache_warnings": no_effect("there is no trace cache: the plan is the program"),
@@ -241,11 +235,9 @@ DEEPSPEED: Table = {
         "loss_scale": lost("the scale of the loss adapts itself", 0, "auto"),
         "fp16_master_weights_and_grads": lost("masters stay float32", False),
         **each(
-            """
-            auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
-            min_loss_scale
-            """,
             no_effect("torch's GradScaler chooses and adapts the scale of the loss"),
+            "auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis",
+            "min_loss_scale",
         ),
     },
     "torch_autocast": {
@@ -268,7 +260,7 @@ DEEPSPEED: Table = {
             "eps": to("training.adam_epsilon"),
             "weight_decay": to("training.weight_decay"),
             "momentum": lost("sgd has no momentum", 0),
-            **each("torch_adam fused", _TORCHS),
+            **each(_TORCHS, "torch_adam fused"),
             "adam_w_mode": not_yet("Leave it out: weight decay is decoupled", True),
         },
         "legacy_fusion": _TORCHS,
@@ -294,26 +286,24 @@ DEEPSPEED: Table = {
     "managed_gradient_accumulation": no_effect("the loop accumulates gradients"),
     "dataloader_drop_last": no_effect("batches are always whole"),
     "disable_allgather": no_effect("the plan decides when weights are gathered"),
-    **each("checkpoint load_universal_checkpoint", _CHECKPOINTS),
+    **each(_CHECKPOINTS, "checkpoint load_universal_checkpoint"),
     "aio": no_effect("the engine sizes its own reads and writes"),
     "autotuning": lost("there is no autotuning; `fullshard plan` forecasts what fits", False),
     "compile": lost("the model runs without torch.compile", False),
     "eigenvalue": lost("there is no eigenvalue tool", False),
     "nebula": lost("there is no Nebula", False),
     **each(
-        "tensorboard wandb comet csv_monitor",
         lost("training.report_to names trackers; metrics.jsonl has every step", False),
+        "tensorboard wandb comet csv_monitor",
     ),
     **each(
-        "comms_logger flops_profiler",
         lost("metrics.jsonl has the time and throughput of every step", False),
+        "comms_logger flops_profiler",
     ),
     **each(
-        """
-        elasticity compression_training data_efficiency curriculum_learning amp moe pipeline
-        progressive_layer_drop sparse_attention tensor_parallel expert_parallel sequence_parallel
-        hybrid_engine quantize_training
-        """,
         not_yet("Leave it out", False),
+        "elasticity compression_training data_efficiency curriculum_learning amp moe pipeline",
+        "progressive_layer_drop sparse_attention tensor_parallel expert_parallel",
+        "sequence_parallel hybrid_engine quantize_training",
     ),
 }

@@ -113,13 +113,13 @@ FSDP: Table = {
     "auto_wrap_policy": _auto_wrap_policy,
     "transformer_layer_cls_to_wrap": _layer_classes,
     "min_num_params": _min_num_params,
-    **each("backward_prefetch backward_prefetch_policy", _backward_prefetch),
+    **each(_backward_prefetch, "backward_prefetch backward_prefetch_policy"),
     "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
     **each(
-        "offload_params cpu_offload",
         flag(
             "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
         ),
+        "offload_params cpu_offload",
     ),
     "cpu_offload_pin_memory": no_effect(
         "the device decides if the host's copies are pinned", to_flag
@@ -128,11 +128,11 @@ FSDP: Table = {
     "ignored_modules": to("sharding.ignore", "as globs", read=_globs),
     "mixed_precision_policy": to("sharding.param_dtype"),
     **each(
-        "state_dict_type final_state_dict_type",
         no_effect(
             "a run always writes a Hugging Face folder to model/",
             lambda value: word_among(value, _STATE_DICTS),
         ),
+        "state_dict_type final_state_dict_type",
     ),
     "cpu_ram_efficient_loading": no_effect(
         "every rank reads only its own part of the weights", to_flag
@@ -142,8 +142,8 @@ FSDP: Table = {
     ),
     "use_orig_params": no_effect("parameters are always the model's own objects", to_flag),
     "limit_all_gathers": no_effect("the slots of the plan limit what is gathered at once", to_flag),
-    **each("xla xla_fsdp_v2", not_yet("Leave it out", False)),
-    **each("xla_fsdp_settings xla_fsdp_grad_ckpt", lost("it concerns XLA's FSDP", False)),
+    **each(not_yet("Leave it out", False), "xla xla_fsdp_v2"),
+    **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
 }
 
 # The sizes of a mesh, in Accelerate's `parallelism_config` and in axolotl's file.
@@ -155,10 +155,8 @@ MESH: Table = {
     "sp_size": not_yet("Sequence parallelism comes later", 1),
     "ep_size": not_yet("Expert parallelism comes later", 1),
     **each(
-        """
-        cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable
-        sp_attn_implementation
-        """,
         no_effect("it concerns context or sequence parallelism"),
+        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
+        "sp_attn_implementation",
     ),
 }

@@ -73,9 +73,9 @@ Rule = Callable[[object, Said], Meaning]
 Table = Mapping[str, Union[Rule, "Table"]]
 
 
-def each(names: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for several keys, whose names stand between blanks."""
-    return dict.fromkeys(names.split(), rule)
+def each(rule: Rule, *names: str) -> dict[str, Rule]:
+    """One rule for several keys, whose names are separated by blanks."""
+    return dict.fromkeys(" ".join(names).split(), rule)
 
 
 NOTHING = Meaning(Status.NO_EFFECT, "no value is given")

@@ -174,20 +174,20 @@ FLAT: Table = {
     **TRAINING,
     "model_name_or_path": to("model.name_or_path"),
     "tokenizer_name_or_path": to("data.tokenizer"),
-    **each("dataset_name dataset_path", to("data.path", "a file or a folder")),
+    **each(to("data.path", "a file or a folder"), "dataset_name dataset_path"),
     "dataset_config": lost("a dataset is a file or a folder here"),
     "dataset_train_split": lost("the whole file is trained on", "train"),
     "dataset_test_split": lost("data.validation_fraction holds text out", "test", "validation"),
     "dataset_streaming": no_effect("data is read once and kept as tokens"),
     **each(
-        "torch_dtype dtype",
         no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+        "torch_dtype dtype",
     ),
     "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
     "trust_remote_code": to("model.trust_remote_code"),
     "model_revision": no_effect("a model is a folder here", None),
     "use_liger": lost("the model's own kernels run", False),
-    **each("load_in_4bit load_in_8bit use_rslora use_dora", not_yet("Leave it out", False)),
+    **each(not_yet("Leave it out", False), "load_in_4bit load_in_8bit use_rslora use_dora"),
 }
 
 # A name that stands in no file of ours at the top level.
