@@ -1,4 +1,4 @@
-"""`fullshard`: the table of commands, and the one place where a command becomes an exit code.
+"""`fullshard`: the table of commands, and the only place where a command becomes an exit code.
 
 A command is a module `fullshard.cli.<name>` with an `app: typer.Typer`; its function returns an
 Outcome (see outcome.py). Modules of commands import typer and standard library at their top, and
@@ -62,14 +62,14 @@ def _describe(command: Any) -> None:
 
 
 class _LazyGroup(TyperGroup):
-    """A group whose commands are modules, imported when they are asked for."""
+    """A group whose commands are modules, imported on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  typer's interface
         """The commands in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Import a command, or say which one was meant.
+        """Import a command, or name the nearest one.
 
         Raises:
             ConfigError: there is no such command, or not yet.
@@ -156,7 +156,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _own_words(words: Sequence[str]) -> Sequence[str]:
-    """What stands behind the script of `launch` is the script's."""
+    """The command's own words: words after the script of `launch` are the script's."""
     if words[:1] != ["launch"]:
         return words
     ends = (i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module"))
@@ -190,7 +190,7 @@ class _Printable(logging.Formatter):
 
 
 def _install_logging() -> None:
-    """Show what the library logs: a program's decision, never the library's."""
+    """Show what the library logs, which is a program's decision."""
     logger = logging.getLogger("fullshard")
     if not logger.handlers:
         handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""`fullshard bench`: measurements beside the peers that are installed."""
+"""`fullshard bench`: measurements of fullshard and of the installed peers."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def prefetch(
 ) -> Outcome:
     """Train the main job's model with prefetch in no, one or both directions, and compare.
 
-    Over the process group's collectives: ranks that share their weights have nothing to fetch.
+    Uses the process group's collectives: ranks that share their weights have nothing to fetch.
     """
     depths = {"none": (0, 0), "forward": (1, 0), "backward": (0, 1), "both": (1, 1)}
     shardings: dict[str, dict[str, Any]] = {
@@ -268,12 +268,12 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
 
 
 def say(text: str) -> None:
-    """To people, whatever --json prints."""
+    """Print to standard error, with or without --json."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show(page: Page, out: Path | None) -> Outcome:
-    """Print a page, and write it where that is asked for."""
+    """Print a page, and write it if --out is given."""
     if out is not None:
         page.write(out)
     print(page.to_markdown())
@@ -281,6 +281,6 @@ def show(page: Page, out: Path | None) -> Outcome:
 
 
 def command_line(name: str) -> str:
-    """As it was typed, for a page."""
+    """The command line as it was typed, for a page."""
     words = sys.argv[1:]
     return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", name]), *words])

@@ -1,4 +1,4 @@
-"""`fullshard ckpt`: what checkpoints hold, whether they are whole, and their ways in and out."""
+"""`fullshard ckpt`: lists, inspects, verifies, converts and prunes checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 
 def _named(path: Path) -> Path:
-    """The path; one that names nothing is refused before torch is imported."""
+    """The path; a missing one is refused before torch is imported."""
     from fullshard.checkpoint.retain import candidates
 
     with untrusted(f"'{path}'", "a checkpoint"):
@@ -276,7 +276,7 @@ def prune(
 
 
 def _about(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `inspect` says below its table."""
+    """The lines of `inspect` below its table."""
     position = facts["position"]
     beside = [name for name in facts["saved_beside"] if name != "position"]
     rows = [

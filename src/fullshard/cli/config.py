@@ -1,4 +1,4 @@
-"""`fullshard config`: what a file in any dialect means, what is wrong with it."""
+"""`fullshard config`: explains and checks configuration files of any tool."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def lint(
 
 
 def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
-    """What a run would refuse."""
+    """The values that a run would refuse."""
     from fullshard.config.problems import ConfigProblems
 
     try:

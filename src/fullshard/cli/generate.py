@@ -1,4 +1,4 @@
-"""`fullshard generate`: samples from what was trained."""
+"""`fullshard generate`: samples from a trained model."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
 
 
 def _read_prompts(file: Path) -> list[str]:
-    """The prompts of a file, of which none may be empty.
+    """The prompts of a file.
 
     Raises:
-        ConfigError: The file cannot be read, or has none.
+        ConfigError: the file cannot be read, or has no prompts.
     """
     from fullshard.config.regular import did_you_mean_path, read_regular
 
@@ -112,15 +112,15 @@ def _read_prompts(file: Path) -> list[str]:
         try:
             data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
         except OSError as error:
-            hint = did_you_mean_path(file) or "Name another file."
+            hint = did_you_mean_path(file)
             raise ConfigError(
-                f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}"
+                f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}".rstrip()
             ) from error
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
         if file.suffix == ".jsonl":
             rows: list[Any] = [json.loads(line) for line in lines]
             lines = [row["prompt"] for row in rows]
-            "".join(lines)  # a prompt that is no text
+            "".join(lines)  # raises if a prompt is not text
     if not lines:
-        raise ConfigError(f"--prompts: expected {expected}, got '{file}' without any. Add some.")
+        raise ConfigError(f"--prompts: expected {expected}, got '{file}' without any.")
     return lines

@@ -1,4 +1,4 @@
-"""`fullshard launch`: any script on local ranks, with our supervision and hang reports."""
+"""`fullshard launch`: runs any script on local ranks, with supervision and hang reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-# What the script gets of its own stands behind it, whatever it looks like.
+# All words after the script are the script's own.
 _OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 
@@ -78,7 +78,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
     from fullshard.launch.spawn import LocalLaunch
 
     _check_script(script, module=module)
-    file = _asked_for(config_file)
+    file = _launch_section(config_file)
     machines = _machines(
         nnodes or str(file.num_machines),
         file.machine_rank if node_rank is None else node_rank,
@@ -106,7 +106,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
 
 
 def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
-    """Launch, and again after a failure as often as is allowed."""
+    """Launch, and restart after a failure up to `max_restarts` times."""
     from dataclasses import replace
 
     from fullshard.launch.spawn import launch_local_ranks, print_failure
@@ -120,7 +120,7 @@ def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
             return launch_outcome(order, result, **facts, restarts=order.attempt)
         print_failure(order, result)
         order = replace(order, attempt=order.attempt + 1)
-        print(f"starting again: {order.attempt} of {max_restarts}")
+        print(f"restarting: {order.attempt} of {max_restarts}")
 
 
 def _check_script(script: str, *, module: bool) -> None:
@@ -131,12 +131,14 @@ def _check_script(script: str, *, module: bool) -> None:
             f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
         )
     if not Path(script).is_file():
-        near = did_you_mean_path(Path(script)) or "Name a script that is there."
-        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist. {near}")
+        near = did_you_mean_path(Path(script))
+        raise ConfigError(
+            f"SCRIPT: expected a file, got '{script}', which does not exist. {near}".rstrip()
+        )
 
 
 def _machines(count: str, index: int, address: str | None, port: int) -> Machines:
-    """What torchrun's flags say; its `--nnodes 1:4` changes ranks in a run, which nothing can."""
+    """The machines of torchrun's flags. Its `--nnodes 1:4` would change the ranks during a run."""
     from fullshard.launch.spawn import Machines
 
     if not count.isdecimal() or int(count) < 1:
@@ -155,7 +157,7 @@ def _machines(count: str, index: int, address: str | None, port: int) -> Machine
 
 
 def _share(num_processes: int, num_machines: int, per_node: str) -> str:
-    """accelerate's count is of all machines, torchrun's of one."""
+    """Ranks per machine: Accelerate counts those of all machines, torchrun those of one."""
     share, rest = divmod(num_processes, num_machines)
     if share < 1 or rest:
         raise ConfigError(
@@ -170,8 +172,8 @@ def _share(num_processes: int, num_machines: int, per_node: str) -> str:
     return str(share)
 
 
-def _asked_for(config_file: Path | None) -> LaunchConfig:
-    """What a file says of processes; it is checked as a whole, before any of them starts."""
+def _launch_section(config_file: Path | None) -> LaunchConfig:
+    """The file's launch section; the whole file is checked before any process starts."""
     from fullshard.config.load import load_config
     from fullshard.config.schema import LaunchConfig
 

@@ -1,4 +1,4 @@
-"""What a command hands back, and how errors and --json look.
+"""What a command returns, and how errors and --json are printed.
 
     def plan(...) -> Outcome:
         print(table)                                # with --json this lands on standard error
@@ -51,8 +51,8 @@ class Outcome:
 def error_outcome(error: BaseException) -> Outcome:
     """Show an error on standard error and turn it into the outcome of the command.
 
-    What speaks to the user (a FullshardError, a command line that cannot be parsed) is one block
-    without a traceback; anything else is shown with it.
+    A FullshardError and a command line that cannot be parsed are shown without a traceback, all
+    other errors with it.
     """
     error = as_ours(error)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -80,13 +80,13 @@ def error_outcome(error: BaseException) -> Outcome:
 def launch_outcome(
     launch: LocalLaunch, result: LaunchResult, *, after_stop: str = "", **facts: Any
 ) -> Outcome:
-    """Show what ranks failed of, if they did, and make the command's outcome of it.
+    """Show the failure of ranks, if there is one, and return the command's outcome.
 
     Args:
-        launch: what was run.
-        result: how it ended.
-        after_stop: what to say where a signal ended it, such as how to resume.
-        **facts: what --json prints where nothing failed.
+        launch: the launch that was run.
+        result: its result.
+        after_stop: printed if a signal ended the launch, such as how to resume.
+        **facts: printed by --json if nothing failed.
     """
     from fullshard.launch.spawn import print_failure
 
@@ -198,7 +198,7 @@ def print_table(
 
 
 def show(text: str = "") -> None:
-    """Print what may hold names from a stranger's file."""
+    """Print text that may contain names from a stranger's file."""
     print(printable(text))
 
 

@@ -116,7 +116,7 @@ def plan(  # noqa: PLR0913  (one parameter an option)
 
 
 def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> Resolved:
-    """The configuration, whose model is there."""
+    """The checked configuration, whose model exists."""
     from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, accept_model=True)
@@ -126,7 +126,7 @@ def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> 
 
 
 def _fitted(resolved: Resolved) -> RunConfig:
-    """The configuration with the length that a run of it has, whose weights are whole."""
+    """The configuration with the sequence length of a run, after a check of the weights."""
     from fullshard.models.build import check_weights, with_fitting_length
 
     config = with_fitting_length(resolved).config
@@ -135,12 +135,12 @@ def _fitted(resolved: Resolved) -> RunConfig:
 
 
 def _predict_table(table: Path, out: Path) -> Outcome:
-    """Write the table's rows with predictions beside them.
+    """Write the table's rows with predictions added.
 
-    A row that cannot be read does not end the table: it has blanks, and says what was expected.
+    A row that cannot be read does not end the table: its predictions are blank, with a note.
 
     Raises:
-        ConfigError: The table is no CSV file with a header, or `out` cannot be written.
+        ConfigError: the table is not a CSV file with a header, or `out` cannot be written.
     """
     from fullshard.outlook.published.table import COLUMNS, predict
 
@@ -166,7 +166,7 @@ def _predict_table(table: Path, out: Path) -> Outcome:
 
 
 def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the rows of a CSV file; cells that a short row lacks are blank."""
+    """The columns and the rows of a CSV file; missing cells of short rows are blank."""
     try:
         text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
         reader = csv.DictReader(text, restval="")
@@ -186,7 +186,7 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
-    """Show it, and write a page where that is asked for."""
+    """Print the plan, and write a page if --out is given."""
     from fullshard.cli.plan_report import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.outlook.search import compare
@@ -206,7 +206,7 @@ def _show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
 
 
 def _check_out(out: Path) -> None:
-    """Refuses, before anything is planned, a page that could not be written."""
+    """Refuse a page that cannot be written, before anything is planned."""
     written = out if out.exists() else out.parent
     if out.is_dir() or not out.parent.is_dir() or not os.access(written, os.W_OK):
         raise ConfigError(
@@ -216,7 +216,7 @@ def _check_out(out: Path) -> None:
 
 
 def _say_planning(topology: Topology) -> None:
-    """What goes on meanwhile, to people who wait."""
+    """Tell a waiting user what takes time."""
     if sys.stderr.isatty():
         ranks = f"{topology.world_size} rank{'s' * (topology.world_size != 1)}"
         print(f"Planning {ranks}: one step is traced on meta ...", file=sys.stderr, flush=True)
@@ -225,7 +225,7 @@ def _say_planning(topology: Topology) -> None:
 def _is_for_xla(
     config: RunConfig, for_torch: Mapping[str, object], *, exact: bool, topology: str | None
 ) -> bool:
-    """Whether the backend is jax, to which alone two of the options belong, and others do not."""
+    """Whether the backend is jax; refuses options of the other backend."""
     from fullshard.config.values import Backend
 
     if topology is not None and not exact:
@@ -244,7 +244,7 @@ def _is_for_xla(
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
-    """A machine's GPUs, and those that the user has described."""
+    """A machine's GPUs, and the devices that the user has described."""
     from fullshard.outlook.devices import parse_gpus, read_devices
     from fullshard.outlook.memory import GIB
 
@@ -260,7 +260,7 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
 def _calibrated(
     machine: Machine, hardware: Gpus | None, world: Topology, given: Path | None
 ) -> Machine:
-    """With what was measured on this machine, where that is what is planned for."""
+    """The machine with its measurements, if the plan is for this machine."""
     from fullshard.config.environment import cache_folder
     from fullshard.launch.machine import describe_machine
     from fullshard.outlook.calibration import FILE_NAME, read_calibration
@@ -282,14 +282,14 @@ def _calibrated(
     if found.of(world.world_size) is None:
         known = ", ".join(map(str, found.hosts))
         print(
-            f"{path}: has no measurement of {world.world_size} ranks (but of {known}), so no time "
-            f"is said. Run fullshard bench calibrate --ranks {world.world_size}."
+            f"{path}: has measurements of {known} ranks, not of {world.world_size}, so no time is "
+            f"forecast. Run fullshard bench calibrate --ranks {world.world_size}."
         )
     return replace(machine, calibration=found)
 
 
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
-    """The planned world: that of --gpus and --nodes, else the configuration's."""
+    """The planned ranks: of --gpus and --nodes, else the configuration's."""
     from fullshard.launch.machine import configured_topology
     from fullshard.planner.mesh import Topology
 
@@ -305,7 +305,7 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
 def _machine(
     world: Topology, hardware: Gpus | None, own: Mapping[str, Device], nodes: int | None
 ) -> Machine:
-    """What a rank runs on: what --gpus describes; this machine without --gpus and --nodes."""
+    """The machine of a rank: the one of --gpus; this one without --gpus and --nodes."""
     from fullshard.run.outlook import machine_of, this_machine
 
     if hardware is None and nodes is None:
@@ -319,10 +319,10 @@ def _view(
     """The run as the planner sees it.
 
     Args:
-        config: Configuration of the run.
-        world: Its ranks.
-        machine: What a rank runs on.
-        optimizer_bytes: An own optimizer's, an element.
+        config: the run's configuration.
+        world: the run's ranks.
+        machine: the machine of a rank.
+        optimizer_bytes: bytes per parameter of the user's own optimizer.
     """
     from fullshard.planner.optimizers import of_bytes
     from fullshard.run.outlook import model_of, view_of

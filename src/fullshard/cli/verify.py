@@ -1,4 +1,4 @@
-"""`fullshard verify`: proves that a sharding computes what one process computes."""
+"""`fullshard verify`: proves that a sharded model computes what one process computes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def verify(
 
 
 def _outcome(prepared: PreparedCheck, verdict: Verdict) -> Outcome:
-    """Show the table and the verdict; 8 where anything differs, 1 where a fault was not seen."""
+    """Show the table and the verdict; exit code 8 if anything differs, 1 if a fault was missed."""
     from fullshard.launch.exit_codes import ExitCode
 
     _print_rows(verdict)
