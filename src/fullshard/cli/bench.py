@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import DryRunFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, print_table, show
-from fullshard.cli.words import DryRunFlag
 from fullshard.errors import untrusted
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.cli.outcome import JSON_HELP, Outcome
-from fullshard.cli.words import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ def _read_prompts(file: Path) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, or has no prompts.
     """
-    from fullshard.config.regular import did_you_mean_path, read_regular
+    from fullshard.config.regular_files import did_you_mean_path, read_regular
 
     expected = "a file of prompts, one a line, or of JSON objects with the key prompt"
     with untrusted(f"--prompts: '{file}'", expected, ConfigError, "Correct the file."):

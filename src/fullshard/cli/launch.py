@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import DryRunFlag
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:

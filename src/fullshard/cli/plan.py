@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import (
+from fullshard.cli.arguments import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
@@ -24,7 +23,8 @@ from fullshard.cli.words import (
     load,
     placed,
 )
-from fullshard.config.regular import did_you_mean_path, read_regular
+from fullshard.cli.outcome import Outcome
+from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:

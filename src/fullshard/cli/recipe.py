@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import (
+from fullshard.cli.arguments import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
@@ -20,6 +19,7 @@ from fullshard.cli.words import (
     load,
     split_config,
 )
+from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError
 from fullshard.recipes.registry import Command, check_command
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome, launch_outcome, print_table
-from fullshard.cli.words import (
+from fullshard.cli.arguments import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
@@ -19,6 +18,7 @@ from fullshard.cli.words import (
     load,
     placed,
 )
+from fullshard.cli.outcome import Outcome, launch_outcome, print_table
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:

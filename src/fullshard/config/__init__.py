@@ -3,7 +3,7 @@
     values       enums, each member with the spellings of other tools
     fields       kinds of fields: numbers, flags, words, lists of names
     problems     all problems of an input as one ConfigError
-    model        the base of every section: frozen, unknown keys are errors
+    section      the base of every section: frozen, unknown keys are errors
     sharding     ShardConfig
     training     TrainingConfig, with the names of Hugging Face's TrainingArguments
     recipes      the sections of single recipes
@@ -13,7 +13,7 @@
     keys         dotted keys: their names in other tools, and the key that a bare name means
     origins      the file and line of every value
     overrides    `key=value` and `--name value` of a command line
-    regular      regular files opened by name: no pipe can block, no device is endless
+    regular_files  regular files opened by name: no pipe can block, no device is endless
     files        a file as values, and as keys with their lines
     dialects/    a table per tool: the meaning of its keys
     load         files + command line -> Resolved (a RunConfig with its origins)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from fullshard.config.model import Section
 from fullshard.config.names import MOVED, MOVES, NAMES, RIVALS
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig, TrainingConfig
+from fullshard.config.section import Section
 from fullshard.config.values import did_you_mean
 
 # Mappings that hold other people's keys, with other people's types.

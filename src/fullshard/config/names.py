@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from fullshard.config.dialects.rules import Rule, each, lost, no_effect, not_yet
 from fullshard.config.fields import Rejected, to_flag
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.section import Section
 
 _COMPILE = "the model runs without torch.compile"
 _DEVICES = "CUDA_VISIBLE_DEVICES decides; an empty value hides all accelerators"

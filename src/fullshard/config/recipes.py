@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from fullshard.config.fields import Count, Depth, Flag, Names, Number, Positive, Share, Text, Word
-from fullshard.config.model import Section
+from fullshard.config.section import Section
 from fullshard.config.values import DistillLoss, DType, Home, Strategy
 
 

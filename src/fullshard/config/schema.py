@@ -20,10 +20,10 @@ from fullshard.config.fields import (
     Word,
     as_json,
 )
-from fullshard.config.model import Section
 from fullshard.config.names import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.recipes import DistillConfig, LoraConfig, SftConfig
+from fullshard.config.section import Section
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, Strategy, TokenDType

@@ -24,8 +24,8 @@ from fullshard.config.fields import (
     to_names,
     to_number,
 )
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.section import Section
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
     DType,

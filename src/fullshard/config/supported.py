@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.schema import Offload, RunConfig, ShardConfig
+from fullshard.config.section import Section
 from fullshard.config.values import (
     BY_OWNER,
     Backend,

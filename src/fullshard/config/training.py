@@ -22,9 +22,9 @@ from fullshard.config.fields import (
     to_names,
     to_number,
 )
-from fullshard.config.model import Section
 from fullshard.config.names import NAMES
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.section import Section
 from fullshard.config.values import (
     IntervalStrategy,
     LrSchedule,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fullshard.config.problems import ConfigProblems, Problem, show
-from fullshard.config.regular import read_regular
+from fullshard.config.regular_files import read_regular
 from fullshard.planner.tracing import ROWS, VIEW, Operation
 
 SCHEMA_VERSION = 1
