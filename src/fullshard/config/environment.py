@@ -107,7 +107,9 @@ _SLURM = _Names(
 # Open MPI; MPICH and Intel MPI (Hydra).
 _OMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _MPI = (
-    _Names(Launcher.MPI, *(f"OMPI_COMM_WORLD_{name}" for name in _OMPI), "PMIX_NAMESPACE"),
+    _Names(Launcher.MPI, *(f"OMPI_COMM_WORLD_{n}" for n in _OMPI))._replace(
+        run_id="PMIX_NAMESPACE"
+    ),
     _Names(Launcher.MPI, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_JOBID"),
 )
 

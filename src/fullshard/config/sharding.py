@@ -105,7 +105,7 @@ def _read_wrap(value: object) -> object:
             return names
     raise Rejected(
         "one of auto, transformer, size, none, or class names, or a callable",
-        did_you_mean(value, spellings(WrapKind)),
+        did_you_mean(cast("object", value), spellings(WrapKind)),
     )
 
 

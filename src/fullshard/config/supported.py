@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
-from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import Offload, RunConfig, ShardConfig
 from fullshard.config.section import Section
 from fullshard.config.values import (
@@ -25,29 +25,27 @@ from fullshard.config.values import (
     Transport,
 )
 
-# key -> what to do until it is supported, and the values that are not (none: all but the default).
-_Rows = Mapping[str, tuple[object, ...]]
-_NAMED: _Rows = {"sharding.strategy": ("Name the strategy", Strategy.AUTO)}
-_TORCH: _Rows = {
-    "sharding.activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD)),
-}
-_XLA: _Rows = {
+# Fields of a section: what to do until they are supported, and the values that are not (no value
+# named: all but the default).
+Rows = Mapping[str, tuple[object, ...]]
+
+_NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
+_TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
+_XLA: Rows = {
     **_NAMED,
-    "sharding.strategies": ("Write one strategy",),
-    "sharding.offload": ("Leave it out: activation_checkpointing: offload is there",),
-    "sharding.ignore": ("Leave it out",),
-    "sharding.buffer_dtype": ("Leave it out",),
-    "sharding.output_dtype": ("Leave it out",),
-    "sharding.grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
-    "sharding.param_dtype": ("Use bfloat16", DType.FLOAT16),
-    "sharding.transport": ("Use auto",),
-    "training.optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
-    "training.ema_decay": ("Leave it out",),
-    "training.max_skipped_steps": ("Leave it out",),
-    "training.matmul_precision": ("Leave it out",),
-    "training.per_device_train_batch_size": ("Write a number", 0),
-    "lora": ("Leave it out, or use backend: torch",),
+    "strategies": ("Write one strategy",),
+    "offload": ("Leave it out: activation_checkpointing: offload is there",),
+    **dict.fromkeys(("ignore", "buffer_dtype", "output_dtype"), ("Leave it out",)),
+    "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
+    "param_dtype": ("Use bfloat16", DType.FLOAT16),
+    "transport": ("Use auto",),
 }
+_XLA_TRAINING: Rows = {
+    "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
+    **dict.fromkeys(("ema_decay", "max_skipped_steps", "matmul_precision"), ("Leave it out",)),
+    "per_device_train_batch_size": ("Write a number", 0),
+}
+_XLA_RUN: Rows = {"lora": ("Leave it out, or use backend: torch",)}
 
 
 def check_supported(
@@ -70,33 +68,42 @@ def check_supported(
         ConfigError: with every value that is not supported yet.
     """
     if isinstance(config, ShardConfig):
-        on_xla, alone = backend is Backend.JAX, _NAMED
+        rows = _XLA if backend is Backend.JAX else {**_NAMED, **_TORCH}
+        problems = list(unsupported(config, rows))
     else:
-        on_xla, alone = config.backend is Backend.JAX, {}
-    problems = list(_refused(config, _XLA if on_xla else {**alone, **_TORCH}))
-    if isinstance(config, RunConfig):
-        problems += _of_owners(config)
+        problems = list(_of_run(config))
         problems += [] if planning else _of_machine(config, launch)
     if problems:
         raise ConfigProblems(problems)
 
 
-def _refused(config: RunConfig | ShardConfig, rows: _Rows) -> Iterator[Problem]:
-    for key, (instead, *values) in rows.items():
-        holder, _, name = key.rpartition(".")
-        section: Section = config
-        if isinstance(config, RunConfig):
-            section = getattr(config, holder) if holder else config
-        elif holder != "sharding":
-            continue
+def unsupported(
+    section: Section, rows: Rows, prefix: str = "", where: str = ""
+) -> Iterator[Problem]:
+    """The problems of the values of a section that are not supported.
+
+    Args:
+        section: the section.
+        rows: its fields that are not fully supported.
+        prefix: dotted key of the section.
+        where: words for the condition under which they are not: `with backend: jax `.
+    """
+    for name, (instead, *values) in rows.items():
         value = getattr(section, name)
         if value in values if values else value != type(section).model_fields[name].default:
             shown = show(section.to_dict()[name])
-            where = key if isinstance(config, RunConfig) else name
-            yield Problem(where, "", f"{shown} is not yet supported", str(instead))
+            got = f"{shown} {where}is not yet supported"
+            yield Problem(join_key(prefix, name), "", got, str(instead))
 
 
-def _of_owners(config: RunConfig) -> Iterator[Problem]:
+def _of_run(config: RunConfig) -> Iterator[Problem]:
+    """What neither a plan nor a run supports."""
+    if config.backend is Backend.JAX:
+        yield from unsupported(config.sharding, _XLA, "sharding")
+        yield from unsupported(config.training, _XLA_TRAINING, "training")
+        yield from unsupported(config, _XLA_RUN)
+    else:
+        yield from unsupported(config.sharding, _TORCH, "sharding")
     if config.training.optim in BY_OWNER and config.sharding.offload is not None:
         got = f"beside optim: {config.training.optim} is not yet supported"
         yield Problem("sharding.offload", "", got, "Leave one of the two out")

@@ -146,13 +146,9 @@ TRAINING: Table = {
 }
 
 
-def _renamed(name: str) -> Rule:
-    """A field of TrainingConfig, or of another section where its meaning lies."""
-    return to_field(canonical(f"training.{name}"))
-
-
-def to_field(key: str) -> Rule:
-    """Any value of a key of ours; null leaves it out."""
+def _field(name: str) -> Rule:
+    """A field of TrainingConfig, or the key of another section that has its meaning."""
+    key = canonical(f"training.{name}")
 
     def rule(value: object, _: Said) -> Meaning:
         return NOTHING if value is None else translated({key: value})
@@ -163,12 +159,8 @@ def to_field(key: str) -> Rule:
 # A file of these at its top level, with or without TRL's arguments of scripts and models.
 FLAT: Table = {
     **{
-        name: _renamed(name)
-        for name in (
-            *TrainingConfig.field_names(),
-            *TrainingConfig.ALIASES,
-            *MOVED,
-        )
+        name: _field(name)
+        for name in (*TrainingConfig.field_names(), *TrainingConfig.ALIASES, *MOVED)
         if name not in TRAINING
     },
     **TRAINING,
