@@ -142,7 +142,7 @@ def _predict_table(table: Path, out: Path) -> Outcome:
     Raises:
         ConfigError: the table is not a CSV file with a header, or `out` cannot be written.
     """
-    from fullshard.outlook.published.table import COLUMNS, predict
+    from fullshard.outlook.published import COLUMNS, predict
 
     columns, rows = _read_table(table)
     predictions = [predict(row) for row in rows]
