@@ -252,6 +252,11 @@ def make(file: Path, shard: Shard, how: Settings, encoder: Encoder) -> None:
     else:
         parts = [np.asarray(ids, how.dtype) for ids in encode(encoder, pieces(shard, how), how.end)]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
+        if shard.name != file.name:
+            raise DataError(
+                f"data.path: expected files that stay as they are, got '{shard.spans[0].file}' or "
+                "one after it that changed while it was tokenized. Start again when it is complete."
+            )
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             with aside.open("wb") as opened:
@@ -275,8 +280,9 @@ def make(file: Path, shard: Shard, how: Settings, encoder: Encoder) -> None:
 
 
 def _is_made(file: Path) -> bool:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return Path(_read(file).tokens.file).is_file()
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        tokens = _read(file).tokens
+        return tokens.stop <= Path(tokens.file).stat().st_size
     return False
 
 
