@@ -231,9 +231,9 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
             place = (launch.master_addr, launch.master_port)
             with socket.create_connection(place, timeout=max(0.1, min(left, 10.0))):
                 return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                got = f"{error.strerror or error} for {timeout_s:g} s (launch.timeout)"
+                got = f"{getattr(error, 'strerror', None) or error} for {timeout_s:g} s (launch.timeout)"
                 raise HangError(_unreachable(launch, got)) from error
         time.sleep(0.2)
 
