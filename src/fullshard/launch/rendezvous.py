@@ -233,7 +233,8 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
                 return
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                got = f"{getattr(error, 'strerror', None) or error} for {timeout_s:g} s (launch.timeout)"
+                why = getattr(error, "strerror", None) or error
+                got = f"{why} for {timeout_s:g} s (launch.timeout)"
                 raise HangError(_unreachable(launch, got)) from error
         time.sleep(0.2)
 
