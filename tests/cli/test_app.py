@@ -93,6 +93,24 @@ def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
     assert done.stderr == ""
 
 
+def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    full = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "fullshard", "config", "schema", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    told = {}
+    for place in (writing, full):
+        done = subprocess.run(
+            command, env=environment, stdout=place, stderr=subprocess.PIPE, text=True, check=False
+        )
+        os.close(place)
+        told[place] = done.returncode, done.stderr
+    assert told[writing] == (1, "")
+    assert told[full][0] == 3
+    assert told[full][1].startswith("WillNotFitError: disk: expected room to write")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -148,7 +166,8 @@ def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "words", [["--json", "distill", "teecher=x"], ["plan", "--json", "--nodes", "0"]]
+    "words",
+    [["--json", "distill", "teecher=x"], ["plan", "--json", "--nodes", "0"], ["ckpt", "--json"]],
 )
 def test_with_json_an_error_is_one_object_on_stdout_too(fullshard, words):
     done = fullshard(*words)
