@@ -16,7 +16,7 @@ from fullshard.bench.comm import COPY, FETCH, REDUCE, Job
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType
-from fullshard.engine.unit import Rings
+from fullshard.engine.placing import Rings
 from fullshard.errors import ConfigError, VerifyError
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan
