@@ -95,7 +95,8 @@ def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[Advice]
     Fewer changes come first; of equally many, the fastest. Empty where nothing is known of the
     device, or nothing helps; for a run that does not fit, the least that was found is named then.
     """
-    if current.machine.memory_bytes is None:
+    now = current.step_time_s
+    if current.machine.memory_bytes is None or (current.fit is Fit.FITS and now is None):
         return []
     found = [
         Advice(changes_between(current, other), other)
@@ -106,11 +107,8 @@ def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[Advice]
     if current.fit is Fit.NO and not fitting:
         every = [current, *(one.outlook for one in found)]
         return [Advice({}, min(every, key=lambda one: one.peak_bytes[Place.DEVICE]))]
-    if current.fit is Fit.FITS:
-        now = current.step_time_s
-        fitting = [
-            one for one in fitting if now and (one.outlook.step_time_s or now) < WORTHWHILE * now
-        ]
+    if current.fit is Fit.FITS and now is not None:
+        fitting = [one for one in fitting if (one.outlook.step_time_s or now) < WORTHWHILE * now]
     best: dict[int, Advice] = {}
     for one in sorted(fitting, key=_cost):
         best.setdefault(len(one.changes), one)
