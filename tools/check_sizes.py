@@ -27,13 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 2_030,
+    "bench": 1_931,
     "config": 4_082,
     "cli": 2_099,
     "engine + transport": 7_020,
-    "planner + outlook": 4_400,
+    "planner + outlook": 4_293,
     "data + models + recipes + run + verify": 8_313,
-    "in all": 40_331,
+    "observe + launch": 3_006,
+    "compat + integrations": 2_520,
+    "xla + jax + xla_state": 2_496,
+    "checkpoint + formats": 2_323,
+    "in all": 39_805,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
