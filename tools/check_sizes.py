@@ -27,11 +27,11 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 2_030,
+    "bench": 1_931,
     "config": 4_082,
     "cli": 2_099,
-    "engine + transport": 7_486,
-    "planner + outlook": 4_402,
+    "engine + transport": 7_020,
+    "planner + outlook": 4_293,
     "data + models + recipes + run + verify": 8_313,
     "in all": 40_333,
 }

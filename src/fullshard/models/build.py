@@ -32,7 +32,7 @@ from fullshard.models.config import (
 )
 from fullshard.models.lora import PROJECTION, AdaptedWeights, add_adapters
 from fullshard.models.student import is_cut, student_config
-from fullshard.outlook.memory import Source
+from fullshard.outlook.memory import WeightsSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -201,7 +201,7 @@ def build_sharded(
     weights: object = folder
     model = build_on_meta(model_config, dtype)
     source = weights_source(config, lambda: model)
-    if source is Source.WHOLE:
+    if source is WeightsSource.WHOLE:
         model = build_model(model_config, folder, dtype, seed).to(device)
         weights = None
     elif folder is not None and _adds(config):
@@ -211,7 +211,7 @@ def build_sharded(
     return fs.shard(model, config.sharding, weights=weights)
 
 
-def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> Source:
+def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:
     """Where the initial weights come from.
 
     Args:
@@ -220,8 +220,8 @@ def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> Source:
     """
     folder = weights_folder(config)
     if folder is None:
-        return Source.WHOLE if _adds(config) else Source.INITIAL
-    return Source.FOLDER if has_weights_of(bare(), folder) else Source.WHOLE
+        return WeightsSource.WHOLE if _adds(config) else WeightsSource.INITIAL
+    return WeightsSource.FOLDER if has_weights_of(bare(), folder) else WeightsSource.WHOLE
 
 
 def check_weights(config: RunConfig) -> None:

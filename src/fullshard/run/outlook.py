@@ -28,7 +28,7 @@ from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
 from fullshard.outlook.memory import GIB, LOAD, Fit, Storage
-from fullshard.outlook.predict import Job, Machine, Outlook, look
+from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.homes import Place
@@ -54,7 +54,7 @@ def job_of(
     world_size: int,
     taught: Taught | None = None,
     chunk_size: int | None = None,
-) -> Job:
+) -> PlannedStep:
     """The work of a step on one rank.
 
     Args:
@@ -86,7 +86,9 @@ def job_of(
     on_meta = all(param.is_meta for param in model.parameters())
     trace = Tracer(model, training.max_seq_length, taught, chunk_size) if on_meta else None
     model_shapes = decoder(shapes, _active_params(model, config, numel))
-    job = Job(model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size)
+    job = PlannedStep(
+        model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size
+    )
     if taught is not None:  # the forecast does not include a teacher's compute
         return replace(job, beside=taught.rows, is_timed=False)
     if job.optimizer.owned is not None:  # nor that of an owned optimizer

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import LrSchedule
+from fullshard.engine.attributes import tensors_in
 from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build, read_config
-from fullshard.engine.kept import tensors_in
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
