@@ -31,7 +31,7 @@ BUDGETS = {
     "config": 3_795,
     "cli": 1_886,
     "engine + transport": 6_993,
-    "planner + outlook": 4_295,
+    "planner + outlook": 4_293,
     "data + models + recipes + run + verify": 8_290,
     "observe + launch": 3_006,
     "compat + integrations": 2_690,
