@@ -109,7 +109,8 @@ def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
 def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, capsys):
     path = folder / "a.yaml"
     path.write_text(
-        "sharding: {wrap: none, activation_checkpointing: offload}\ntraining: {use_liger_kernel: true}\n"
+        "sharding: {wrap: none, activation_checkpointing: offload}\n"
+        "training: {use_liger_kernel: true}\n"
     )
     outcome = invoke(["config", "lint", "a.yaml"])
     assert outcome.exit_code == 2

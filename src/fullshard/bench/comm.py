@@ -22,7 +22,7 @@ from fullshard.bench.statistics import paired_ratio, slowest
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType
-from fullshard.engine.unit import Rings
+from fullshard.engine.placing import Rings
 from fullshard.errors import ConfigError, VerifyError, WillNotFitError
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.plan import Plan, make_plan

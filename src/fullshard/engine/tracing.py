@@ -83,13 +83,13 @@ def trace_step(
     Args:
         model: On meta; left as it is.
         plan: Plan of that model, whose units and dtypes count.
-        config: That it was planned with, and the recompute.
-        work: Makes its inputs and computes the loss.
-        ledger: Sees every operation. None: one that counts bytes alone.
+        config: The configuration that it was planned with, which includes recompute.
+        work: Makes inputs and computes the loss.
+        ledger: Notes every operation; None: counts bytes only.
         beside: Other models on meta, in their own dtypes, that the work is given copies of.
 
     Raises:
-        Exception: What the model raises where it wants to look at numbers that nobody has.
+        Exception: The error of a model that reads values of fake tensors.
     """
     model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
     groups = {
@@ -189,7 +189,7 @@ class Ledger(TorchDispatchMode):
     """Notes the storages that operations make, and when they are freed.
 
     Attributes:
-        kind: What is made now.
+        kind: Kind of the tensors that are made now.
         moments: Bytes by kind after each operation that made a storage.
     """
 
@@ -462,7 +462,7 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
 
     Args:
         model: Not yet sharded.
-        plan: In registration order.
+        plan: A plan in registration order.
         sample: Arguments of forward: a mapping of keywords, a sequence, or one value.
 
     Raises:

@@ -151,7 +151,9 @@ def test_what_means_no_strategy_is_refused(value):
 
 
 def test_each_enum_takes_its_own_words_and_no_table_shadows_them():
-    for enum_cls in (kind for kind in StrEnum.__subclasses__() if kind.__module__ == values.__name__):
+    for enum_cls in (
+        kind for kind in StrEnum.__subclasses__() if kind.__module__ == values.__name__
+    ):
         table = SPELLINGS.get(enum_cls, {})
         own = {member.value for member in enum_cls}
         assert not own & set(table), enum_cls
