@@ -27,17 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 2_030,
+    "bench": 1_931,
     "config": 4_082,
     "cli": 2_099,
-    "engine + transport": 7_459,
-    "planner + outlook": 4_402,
-    "data + models + recipes + run + verify": 8_332,
+    "engine + transport": 6_993,
+    "planner + outlook": 4_295,
+    "data + models + recipes + run + verify": 8_291,
     "observe + launch": 3_006,
-    "compat + integrations": 2_520,
+    "compat + integrations": 2_690,
     "xla + jax + xla_state": 2_496,
     "checkpoint + formats": 2_323,
-    "in all": 39_805,
+    "in all": 39_244,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -243,7 +243,7 @@ def test_devices_of_a_file_are_planned_for_and_replace_ours(plan, tmp_path):
     ("text", "message"),
     [
         ("X1: {memory_gb: 80}", "X1.memory_gb: unknown key. Did you mean 'memory_gib'?"),
-        ("X1: {memory_gib: 80, bf16_tflops: 9}", "X1.memory_tb_s: expected a number above 0, got"),
+        ("X1: {memory_gib: 80, bf16_tflops: 9}", "X1.memory_tb_s: missing. Memory bandwidth"),
         ("X1: 80", "X1: expected a mapping of its numbers, got 80"),
         ("X-1: {}", "X-1: expected a name of letters and digits, got 'X-1'"),
         ("X1: {memory_gib: -1}", "X1.memory_gib: expected a number > 0, got -1"),

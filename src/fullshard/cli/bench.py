@@ -53,42 +53,24 @@ def step(  # noqa: PLR0913  (one parameter an option)
 
     peers, absent = cases.installed_peers(tuple(engine or cases.PEERS))
     chosen = [cases.find_case(name) for name in case or cases.DEFAULT_CASES]
-    from fullshard.bench import report
-    from fullshard.bench import step as bench_step
+    from fullshard.bench import step as bench
     from fullshard.errors import VerifyError
-    from fullshard.launch import machine
 
-    options = bench_step.Options(
-        num_rounds=rounds, measure_memory=memory, wait=wait, timeout_s=timeout
-    )
-    minutes = max(1, round(bench_step.expected_s(chosen, peers, options) / 60))
-    advice = "" if case else " --case NAME takes one of them, --case tiny takes the least time."
+    options = bench.StepOptions(rounds, memory, wait, timeout)
+    minutes = max(1, round(bench.expected_s(chosen, peers, options) / 60))
+    advice = "" if case else " --case NAME runs one of them; --case tiny takes the least time."
     say(
         f"{len(chosen)} case(s) of {len(peers)} engines: about {minutes:,} minute(s) on this "
         f"machine when it is idle.{advice}"
     )
     if dry_run:
         return _show_dry_run(chosen, peers, absent)
-    results = tuple(bench_step.run_case(shape, peers, options, say) for shape in chosen)
-    found = report.Report(
-        cases=results,
-        absent=tuple(absent),
-        machine=machine.describe_machine(),
-        versions=machine.describe_versions(tuple(sorted({"torch", *(p.package for p in peers)}))),
-        command=command_line("step"),
-    )
-    result = report.to_dict(found)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "step.json").write_text(json.dumps(result, indent=1) + "\n")
-        (out / "step.md").write_text(report.to_markdown(found))
-        if drawing := report.to_drawing(found):
-            (out / "step.svg").write_text(drawing)
-    print(report.to_markdown(found))
-    errors = [error for shape in results for error in bench_step.loss_errors(shape)]
+    results = [bench.run_case(one, peers, options, say) for one in chosen]
+    found = show(bench.page_of(results, absent, command_line("step")), out)
+    errors = [error for one in results for error in bench.loss_errors(one)]
     for error in errors:
         say(f"VerifyError: {error}")
-    return Outcome(result, exit_code=VerifyError.exit_code if errors else 0)
+    return Outcome(found.result, exit_code=VerifyError.exit_code if errors else 0)
 
 
 @app.command()
@@ -111,11 +93,11 @@ def comm(  # noqa: PLR0913  (one parameter an option)
     from fullshard.bench import comm as bench
 
     sizes = tuple(bench.MIB * size for size in mib or bench.DEFAULT_MIB)
-    job = bench.Job(tuple(transport or bench.TRANSPORTS), sizes, rounds)
-    worlds = ranks or bench.DEFAULT_RANKS
+    job = bench.CommJob(tuple(transport or bench.TRANSPORTS), sizes, rounds)
+    worlds, command = ranks or bench.DEFAULT_RANKS, command_line("comm")
     bench.check(job, worlds)
-    found = bench.run(job, worlds, timeout_s=timeout, wait=wait, say=say)
-    return show(bench.page_of(found, command_line("comm")), out)
+    page = bench.run(job, worlds, command=command, timeout_s=timeout, wait=wait, say=say)
+    return show(page, out)
 
 
 @app.command()
@@ -137,9 +119,9 @@ def io(  # noqa: PLR0913  (one parameter an option)
 
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
-        job = bench.Job(bench.MIB * mib, rounds, folder)
-        found = bench.run(job, ranks, timeout_s=timeout, wait=wait, say=say)
-    return show(bench.page_of(found, command_line("io")), out)
+        job, command = bench.IoJob(bench.MIB * mib, rounds, folder), command_line("io")
+        page = bench.run(job, ranks, command=command, timeout_s=timeout, wait=wait, say=say)
+    return show(page, out)
 
 
 @app.command()
@@ -165,14 +147,14 @@ def calibrate(
     from fullshard.config.environment import cache_folder
     from fullshard.outlook.calibration import FILE_NAME
 
-    options = bench.Options(tuple(ranks or bench.DEFAULT_RANKS), tiny, wait, timeout)
-    found = bench.run(options, say)
+    worlds = ranks or bench.DEFAULT_RANKS
+    found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
     path = out or cache_folder() / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.to_json(command_line("calibrate")), encoding="utf-8")
-    print(bench.told(found))
+    path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")
+    print(bench.summary(*found))
     print(f"Calibration: {path}")
-    return Outcome({**bench.to_dict(found), "path": str(path)})
+    return Outcome({**bench.to_dict(*found), "path": str(path)})
 
 
 StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]

@@ -21,7 +21,7 @@ def predict_table(table: Path, out: Path) -> Outcome:
     Raises:
         ConfigError: The table is no CSV file with a header, or `out` cannot be written.
     """
-    from fullshard.outlook.published.table import COLUMNS, predict
+    from fullshard.outlook.published import COLUMNS, predict
 
     columns, rows = _read(table)
     predictions = [predict(row) for row in rows]

@@ -14,7 +14,7 @@ from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.state_dicts import Kind, Wanted, rows_of
 from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
 from fullshard.engine.engine import Engine
-from fullshard.engine.optimizers import on_new_optimizer
+from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.transport.groups import own_group, tell_everyone
@@ -234,7 +234,9 @@ def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> Non
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             setattr(param, _ROWS, rows)
-    on_new_optimizer(_listen, module)
+    if _listen not in WATCHED.callbacks:
+        WATCHED.callbacks.append(_listen)
+    WATCHED.add(module)
 
 
 _ROWS = "_fullshard_shows_rows"

@@ -25,19 +25,20 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.compat.errors import NotOfferedError
+from fullshard.compat.recut import (
+    cut_early,
+    needs_new_plan,
+    put_back_shards,
+    reclaim,
+    replace_engines,
+    shard_values,
+    share_copies,
+)
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import DType, Strategy, WrapKind
 from fullshard.engine._torch_compat import call_outside_compile
-from fullshard.engine.adopt import (
-    adopt,
-    cut_early,
-    heal,
-    needs_new_plan,
-    reclaim,
-    share_copies,
-)
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, places_of
 from fullshard.engine.precision import cast_tensors
@@ -289,10 +290,10 @@ def build(root: nn.Module) -> Engine:
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
     alone = all(wrapped.alone for wrapped in units.values())
-    given = Given(settings=settings, alone=alone)
+    given = Given(settings=settings, alone=alone, recut=shard_values)
     world = Topology(1) if alone else topology(_order_of(units))
     ring = EventRing()
-    engine = adopt(root, lambda: shard_model(root, config, world, ring, given))
+    engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
     for wrapped in units.values():
         wrapped.engine_ref, wrapped.stale = weakref.ref(engine), False
@@ -323,7 +324,7 @@ def _with_changes(root: nn.Module) -> Engine | None:
     wrapped, engine = record_of(root), getattr(root, ATTRIBUTE)
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters
-    heal(engine)
+    put_back_shards(engine)
     return build(root) if wrapped.stale or needs_new_plan(engine) else None
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from fullshard.errors import EngineError, raise_together
 from fullshard.transport.groups import own_group, tell_everyone
 
@@ -31,8 +29,7 @@ def tell(engine: Engine, value: T) -> list[T]:
             f"expected {world_size} real ranks; transport fake has one. Save and load under "
             "another transport."
         )
-    nothing = torch.zeros(1, device=engine.device)  # no rank may be in a step
-    engine.norms.all_reduce(nothing, "what all ranks say (fs.save, fs.load, fs.owned)")
+    engine.norms.meet("what all ranks say (fs.save, fs.load, fs.owned)")  # none is in a step
     return tell_everyone(value, own_group("all", [range(world_size)]))
 
 

@@ -21,8 +21,8 @@ from fullshard.config.files import File, parse_text
 from fullshard.config.load import load_config
 from fullshard.config.sharding import ShardConfig
 from fullshard.engine.engine import is_sharded
-from fullshard.engine.optimizers import look_at
-from fullshard.engine.whole import whole_states
+from fullshard.engine.full_state import whole_states
+from fullshard.engine.optimizers import WATCHED
 from fullshard.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ShardedAccelerator(Accelerator):
         with self.register_load_state_pre_hook(_load_models):
             super().load_state(input_dir, load_kwargs, **more)
         for wrapped in self._optimizers:
-            look_at(wrapped.optimizer)
+            WATCHED.look(wrapped.optimizer)
 
 
 def _load_models(models: list[nn.Module], folder: str) -> None:

@@ -132,7 +132,7 @@ class ShardedTrainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(state["scheduler"])
         else:  # each rank cuts its part of a plain Trainer's
             super()._load_optimizer_and_scheduler(checkpoint)
-            optimizers.look_at(self._plain_optimizer)
+            optimizers.WATCHED.look(self._plain_optimizer)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

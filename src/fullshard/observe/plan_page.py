@@ -11,7 +11,7 @@ from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.outlook.player import Bar, Lane, held_over_time
 from fullshard.outlook.predict import Outlook
 from fullshard.outlook.search import Study
-from fullshard.planner.tracing import Kind
+from fullshard.planner.tracing import TensorKind
 
 ROW_HEIGHT, TOP, LEFT, RIGHT = 34.0, 10.0, 80.0, 14.0
 
@@ -58,12 +58,12 @@ def _memory_chart(outlook: Outlook, bars: Sequence[Bar]) -> str:
         return ""
     unit, scale = _time_unit(moments[-1].time_s)
     xs = [scale * moment.time_s for moment in moments]
-    state = [row for row in outlook.rows if row.name not in list(Kind)]
+    state = [row for row in outlook.rows if row.name not in list(TensorKind)]
     largest = sorted(state, key=lambda row: -row.num_bytes)[:3]
     rest = sum(row.num_bytes for row in state if row not in largest)
     layers = [(row.name, [float(row.num_bytes)] * len(xs)) for row in largest]
     layers.append(("other state", [float(rest)] * len(xs)))
-    layers += [(kind, [moment.held[kind] for moment in moments]) for kind in Kind]
+    layers += [(kind, [moment.held[kind] for moment in moments]) for kind in TensorKind]
     layers = [(name, values) for name, values in layers if any(values)]
     series = [
         Series(name, xs, [value / 2**30 for value in values], color)

@@ -144,8 +144,7 @@ def _units(model: nn.Module, config: FSDP2Config) -> list[nn.Module]:
         return []
     if config.auto_wrap_policy == "size_based":
         chosen = choose_units(spec_of(model), WrapKind.SIZE, config.auto_wrap_min_params)
-        names = [choice.module for choice in chosen if choice.module]
-        return [model.get_submodule(name) for name in reversed(names)]
+        return [model.get_submodule(name) for name in reversed(chosen) if name]
     return find_blocks(model)
 
 

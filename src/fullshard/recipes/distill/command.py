@@ -1,4 +1,4 @@
-"""`fullshard distill`: its jobs without a configuration file, and what it refuses."""
+"""`fullshard distill`: its jobs without a configuration file, and its checks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.supported import NotYet
 from fullshard.config.values import Backend, DistillLoss
 from fullshard.recipes.registry import Command, RecipeCommand
+from fullshard.recipes.sft.command import check as check_chats
 
 _DENSE = (
     "Give the student a dense configuration: mixtures of experts, of which students are cut, are "
@@ -24,6 +25,7 @@ _NOT_ON_XLA = (
 
 
 def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
+    yield from check_chats(config, command)
     settings = config.distill or DistillConfig()
     cached = settings.cache is not None and command is Command.DISTILL
     if config.backend is Backend.JAX:
@@ -42,14 +44,14 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
         yield Problem("distill.experts", expected, "another model or a cache", advice)
     if cached and settings.teacher_offload is not None:
         says, advice = show(settings.teacher_offload), "Leave it out: no teacher runs"
-        yield Problem("distill.teacher_offload", "no distill.cache beside it", says, advice)
+        yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
     if cached and settings.loss is not DistillLoss.FORWARD_KL:
         advice = "The others need logits that were not kept"
         yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)
 
 
 def job(resolved: Resolved | None) -> File:
-    """The job without a configuration file; how its student is cut is for its own teacher."""
+    """The job without a configuration file; its cuts apply only to its own teacher."""
     if resolved is None:
         return read_job("distill_job.yaml", __package__)
     on_xla = resolved.config.backend is Backend.JAX
