@@ -23,7 +23,7 @@ from fullshard.checkpoint.format import (
     name_in_file,
     natural,
 )
-from fullshard.config.regular import open_regular
+from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError, untrusted
 
 HASHED = 1 << 19  # bytes read and hashed at a time: they fit in a core's own cache

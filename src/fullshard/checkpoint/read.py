@@ -35,7 +35,7 @@ from fullshard.checkpoint.format import (
 )
 from fullshard.checkpoint.retain import Found, candidates, checkpoints_in, unusable
 from fullshard.checkpoint.values import GetTensor, decode
-from fullshard.config.regular import read_regular
+from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)

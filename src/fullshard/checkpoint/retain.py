@@ -20,7 +20,7 @@ from stat import S_ISREG
 
 from fullshard.checkpoint.commit import NOTES, OLD, SAVING
 from fullshard.checkpoint.format import COMPLETE, Manifest
-from fullshard.config.regular import did_you_mean_path, read_regular
+from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)

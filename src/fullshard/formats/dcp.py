@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fullshard.checkpoint.format import natural
-from fullshard.config.regular import open_regular
+from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError
 from fullshard.formats.pickles import attributes_of, read_listed, read_pickle
 from fullshard.formats.source import Entry, Source, check_empty, whole_or_nothing

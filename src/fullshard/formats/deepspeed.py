@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fullshard.config.regular import read_regular
+from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError
 from fullshard.formats.pickles import read_pickle
 from fullshard.formats.source import Entry, Source
