@@ -33,7 +33,7 @@ BUDGETS = {
     "engine + transport": 6_993,
     "planner + outlook": 4_292,
     "data + models + recipes + run + verify": 8_290,
-    "observe + launch": 3_006,
+    "observe + launch": 3_005,
     "compat + integrations": 2_690,
     "xla + jax + xla_state": 2_496,
     "checkpoint + formats": 2_323,
