@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,11 +68,10 @@ def ls(folder: Folder) -> Outcome:
 @app.command()
 def inspect(checkpoint: Any_) -> Outcome:
     """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
-    from fullshard.checkpoint.examine import facts_of
-    from fullshard.checkpoint.read import Checkpoint
-    from fullshard.checkpoint.retain import newest_told
+    from fullshard.checkpoint.read import Checkpoint, facts_of
+    from fullshard.checkpoint.retain import newest_with_warning
 
-    with Checkpoint.open(newest_told(checkpoint)) as opened:
+    with Checkpoint.open(newest_with_warning(checkpoint)) as opened:
         facts = facts_of(opened)
     show(facts["path"])
     print_table(
@@ -97,11 +97,11 @@ def inspect(checkpoint: Any_) -> Outcome:
 @app.command()
 def verify(checkpoint: Any_) -> Outcome:
     """Read every byte and compare checksums; name the file and the tensor where they differ."""
-    from fullshard.checkpoint.examine import find_damage
-    from fullshard.checkpoint.retain import candidates, newest_told
+    from fullshard.checkpoint.read import find_damage
+    from fullshard.checkpoint.retain import candidates, newest_with_warning
     from fullshard.errors import CheckpointError
 
-    found = newest_told(checkpoint)
+    found = newest_with_warning(checkpoint)
     newest = next(entry for entry in candidates(checkpoint) if not entry.is_leftover)
     with _progress("verify", found.num_bytes) as advance:
         damages = find_damage(found, advance)
@@ -189,16 +189,16 @@ def export(  # noqa: PLR0913  (one parameter an option)
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.formats import convert
+    from fullshard.formats.export import ExportSettings, export_folder, opened
 
-    wanted = convert.Wanted.of(format_, dtype, max_shard_size)
-    with convert.opened(checkpoint, config) as source:
+    settings = ExportSettings.of(format_, dtype, max_shard_size)
+    with opened(checkpoint, config) as source:
         show(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
         facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}
         if dry_run:
             return Outcome({**facts, "left_out": list(source.left_out)})
         with _progress("export", source.num_bytes) as advance:
-            notes = convert.export(source, folder, wanted, advance)
+            notes = export_folder(source, folder, replace(settings, on_bytes=advance))
     for note in notes:
         show(f"left out: {note}")
     show(f"written: {folder}")
@@ -221,27 +221,27 @@ def import_(
         config: see `ConfigFolder`.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.formats import convert
+    from fullshard.formats.export import opened
     from fullshard.formats.ours import write_checkpoint
 
-    with convert.opened(source, config) as opened:
-        kind = None if opened.optimizer is None else opened.optimizer.kind
+    with opened(source, config) as found:
+        kind = None if found.optimizer is None else found.optimizer.kind
         facts = {
-            "source": opened.what,
+            "source": found.what,
             "folder": folder,
-            "step": opened.step,
-            "num_tensors": len(opened.tensors),
+            "step": found.step,
+            "num_tensors": len(found.tensors),
             "optimizer": kind,
-            "left_out": list(opened.left_out),
+            "left_out": list(found.left_out),
         }
         optimizer = f", the states of {kind}" if kind else ""
-        size = _bytes(opened.num_bytes)
-        show(f"{opened.what}: {len(opened.tensors)} tensors, {size}{optimizer}")
-        for note in opened.left_out:
+        size = _bytes(found.num_bytes)
+        show(f"{found.what}: {len(found.tensors)} tensors, {size}{optimizer}")
+        for note in found.left_out:
             show(f"left out: {note}")
         if not dry_run:
-            with _progress("import", opened.num_bytes) as advance:
-                write_checkpoint(opened, folder, advance)
+            with _progress("import", found.num_bytes) as advance:
+                write_checkpoint(found, folder, advance)
             show(f"written: {folder}")
     return Outcome(facts)
 
@@ -261,7 +261,7 @@ def prune(
         keep: Complete checkpoints to keep.
         dry_run: see `DryRunFlag`.
     """
-    from fullshard.checkpoint.examine import remove, superfluous
+    from fullshard.checkpoint.read import remove, superfluous
     from fullshard.checkpoint.retain import candidates, checkpoints_in, steps_folder
 
     candidates(folder)  # says what is wrong with a folder that has none

@@ -198,8 +198,8 @@ def _in_processes(todo: dict[Path, Shard], how: TokenSettings, progress: Progres
         except BrokenProcessPool as error:
             raise DataError(
                 f"data: expected {count} processes to tokenize, got one that ended without an "
-                "error. Memory may have run out: look at the kernel's log. The same command resumes "
-                "with the missing parts."
+                "error. Memory may have run out: look at the kernel's log. The same command "
+                "resumes with the missing parts."
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
