@@ -95,7 +95,7 @@ class ExampleRows:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
-    @property
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each row."""
         return np.diff(self.examples[self.rows])
