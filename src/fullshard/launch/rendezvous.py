@@ -353,7 +353,8 @@ def check_reaches(host: str, port: int) -> None:
         raise ConfigError(
             f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
             f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
-            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or launch.main_process_ip."
+            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or "
+            "launch.main_process_ip."
         ) from error
 
 
