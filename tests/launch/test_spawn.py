@@ -202,9 +202,11 @@ def test_a_launch_leaves_no_folder_and_no_handler_behind(run, tmp_path, monkeypa
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_launch_of_no_process_is_refused(tmp_path):
-    launch = LocalLaunch("support.launch_job", (), 0, tmp_path / "logs")
-    with pytest.raises(ConfigError, match=r"launch.num_processes: expected an integer >= 1, got 0"):
+@pytest.mark.parametrize("number", [0, 1_000_000])
+def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
+    launch = LocalLaunch("support.launch_job", (), number, tmp_path / "logs")
+    words = rf"launch.num_processes: expected an integer >= 1 and <= \S+, .*, got {number:,}"
+    with pytest.raises(ConfigError, match=words):
         launch_local_ranks(launch)
 
 

@@ -25,6 +25,7 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.errors import ConfigError, printable
+from fullshard.launch.exit_codes import ExitCode
 from fullshard.recipes.registry import Command
 
 RECIPES = tuple(str(recipe) for recipe in Command if "-" not in recipe)
@@ -148,10 +149,15 @@ def run(words: Sequence[str]) -> int:
     """
     as_json = "--json" in _own_words(words)
     _install_logging()
-    with quiet_stdout(as_json) as stdout:
-        outcome = invoke(words)
-        if as_json and outcome.result is not None:
-            write_json(outcome.result, stdout)
+    try:
+        with quiet_stdout(as_json) as stdout:
+            outcome = invoke(words)
+            if as_json and outcome.result is not None:
+                write_json(outcome.result, stdout)
+    except BrokenPipeError:  # the reader has seen enough
+        return outcome.exit_code or ExitCode.UNEXPECTED
+    except OSError as error:  # nothing can be written where standard output leads
+        return error_outcome(error).exit_code
     return outcome.exit_code
 
 

@@ -116,8 +116,9 @@ def _read_prompts(file: Path) -> list[str]:
             raise ConfigError(
                 f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}".rstrip()
             ) from error
-        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
-        if file.suffix == ".jsonl":
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+        lines = [line for line in text.split("\n") if line.strip()]
+        if file.suffix.lower() == ".jsonl":
             rows: list[Any] = [json.loads(line) for line in lines]
             lines = [row["prompt"] for row in rows]
             "".join(lines)  # raises if a prompt is not text

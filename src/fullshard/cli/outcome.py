@@ -145,7 +145,9 @@ def _usage_outcome(error: Any) -> Outcome:
         return _error("ConfigError", "command: expected one, got none.", ExitCode.CONFIG)
     path = context.command_path if context is not None else "fullshard"
     commands = list(getattr(context.command, "commands", ())) if context is not None else []
-    if type(error).__name__ == "NoSuchOption" and context is not None:
+    if commands and option == "--json":  # of the command that is missing
+        message = f"{path}: expected one of {', '.join(commands)}; got none."
+    elif type(error).__name__ == "NoSuchOption" and context is not None:
         known = [name for param in context.command.params for name in param.opts] + ["--help"]
         known = sorted({name for name in known if name.startswith("--")})
         hint = did_you_mean(option, known)

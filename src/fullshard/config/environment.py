@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, Never
 
-from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.problems import ConfigProblems, Problem, show
 
 
 class Launcher(StrEnum):
@@ -188,12 +188,14 @@ class _Variables:
         value = self._variables.get(name)
         return Path(value) if value else None
 
-    def integer(self, name: str, *, at_least: int) -> int | None:
+    def integer(self, name: str, *, at_least: int, below: int = 1 << 31) -> int | None:
         value = self._variables.get(name)
         if not value:
             return None
-        if not value.strip().isdecimal() or int(value) < at_least:
-            _refuse(name, f"an integer >= {at_least}", repr(value))
+        is_short = value.strip().isdecimal() and len(value) < 20
+        if not is_short or not at_least <= int(value) < below:
+            most = f" and < {below}" if is_short and int(value) >= below else ""
+            _refuse(name, f"an integer >= {at_least}{most}", show(value))
         return int(value)
 
     def number(self, name: str) -> float | None:
@@ -268,7 +270,7 @@ def _launched(
     attempt = reader.integer(names.attempt, at_least=0) if names.attempt else None
     found: dict[str, Any] = {
         "master_addr": reader.text(prefix + "MASTER_ADDR") or None,
-        "master_port": reader.integer(prefix + "MASTER_PORT", at_least=1),
+        "master_port": reader.integer(prefix + "MASTER_PORT", at_least=1, below=65536),
         "run_dir": reader.path(OURS + "RUN_DIR"),
         "timeout_s": reader.number(OURS + "TIMEOUT"),
         "config_file": reader.path(OURS + "CONFIG_FILE"),
@@ -293,7 +295,7 @@ def _expand_counts(text: str) -> list[int]:
     """`4(x2),3` as 4, 4, 3: tasks of every node, as SLURM writes them."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())
         if match is None:
             _refuse("SLURM_TASKS_PER_NODE", "counts like 4(x2),3", repr(text))
         counts += [int(match[1])] * int(match[2] or 1)

@@ -49,6 +49,11 @@ class TokenFile:
     count: int
     checksum: str = ""
 
+    @property
+    def stop(self) -> int:
+        """The byte behind the last one."""
+        return self.offset + self.count * np.dtype(self.dtype).itemsize
+
     def mapped(self) -> npt.NDArray[np.integer]:
         """The tokens, (count,), read from disk when they are used."""
         return _map(self)
@@ -63,7 +68,9 @@ class TokenFile:
 def _map(tokens: TokenFile) -> npt.NDArray[np.integer]:
     if not tokens.count:
         return np.empty(0, tokens.dtype)
-    return np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+    expected = "the tokens that were there when the run was prepared"
+    with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
+        return np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
 
 
 class Rows:
@@ -121,10 +128,10 @@ def tokens_in(file: Path, dtype: str | None) -> TokenFile:
         f"data.path: '{file}'", "an array of tokens", DataError, "Write it again, or name another."
     ):
         found, says = _npy(file) if file.suffix.lower() == ".npy" else _bin(file, dtype)
-    if dtype not in (None, found.dtype):
+    own = np.dtype(found.dtype).name  # of either byte order
+    if dtype not in (None, own):
         raise DataError(
-            f"data.dtype: expected {found.dtype}, which {says} of '{file}' says, got {dtype}. "
-            "Leave it out."
+            f"data.dtype: expected {own}, which {says} of '{file}' says, got {dtype}. Leave it out."
         )
     return found
 
@@ -140,7 +147,7 @@ def _npy(file: Path) -> tuple[TokenFile, str]:
     if len(shape) != 1 or dtype.kind not in "ui":
         raise ValueError(f"it holds {dtype} of shape {shape}; one axis of integers is read")
     found = TokenFile(str(file.absolute()), dtype.str, offset, shape[0])
-    if offset + shape[0] * dtype.itemsize > file.stat().st_size:
+    if found.stop > file.stat().st_size:
         raise ValueError("it is shorter than its header says")
     return found, "the header"
 

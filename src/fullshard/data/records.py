@@ -239,7 +239,8 @@ def identity(file: Path) -> list[tuple[int, int, int]]:
 
     They differ after any change: nobody can set the last of them back.
     """
-    found = (one.stat() for one in ([file] if file.is_file() else sorted(file.rglob("*"))))
+    with _reading(file):
+        found = [one.stat() for one in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     return [(one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
 
 

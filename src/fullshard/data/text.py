@@ -25,7 +25,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ class Dataset(PreparedData):
         """A sequence predicts all its tokens but the first."""
         return self.train.length - 1
 
-    @property
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return np.full(len(self.train), self.train.length, dtype=np.int64)
@@ -202,11 +202,11 @@ def make_dataset(
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
     length = settings.sequence_length
     train, held_out = (Rows([both[part] for both in made], length) for part in (0, 1))
-    for source, size in zip(sources, train.sizes, strict=True):
+    for source, size, files in zip(sources, train.sizes, train.sources, strict=True):
         if not size:
-            raise _too_few(source.files, train, length)
+            raise _too_few(source.files, sum(file.count for file in files), length)
     if settings.held_out_fraction and not len(held_out):
-        raise _too_few(None, held_out, length)
+        raise _too_few(None, held_out.num_dropped, length)
     mixture = _mixture(sources, train.sizes)
     sums = [[[one.checksum for one in part] for part in both] for both in made]
     facts = DatasetFacts(
@@ -255,10 +255,10 @@ def _cut(span: Span, place: int, *, first: bool) -> int:
     if place == 0 and not first:
         return 0
     match span.kind:
-        case Kind.TEXT:
-            return line_start(span.file, place, within=LINE_BYTES)
-        case Kind.JSONL:
-            return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
+        case Kind.TEXT | Kind.JSONL:
+            within = LINE_BYTES if span.kind is Kind.TEXT else None
+            place = line_start(span.file, place, within=within)
+            return place or (next_line(span.file, 0) if first else 0)
         case _:
             return max(place, int(first))
 
@@ -415,16 +415,16 @@ def _nothing_found(files: Files) -> DataError:
     )
 
 
-def _too_few(files: Files | None, rows: Rows, length: int) -> DataError:
+def _too_few(files: Files | None, got: int, length: int) -> DataError:
     """The error for a part with less than one sequence; without files, the held-out part."""
-    what, way_out = "held-out", "Raise data.validation_fraction or set it to 0."
-    got = rows.num_dropped
+    what, way_out = "held-out tokens", "Raise data.validation_fraction or set it to 0."
     if files is not None:
-        what, way_out = "training", "Give more text or lower training.max_seq_length."
+        what = f"training tokens in '{files.path}'"
+        way_out = "Give more text, or lower training.max_seq_length or data.validation_fraction."
         if not got:
             return _nothing_found(files)
     return DataError(
-        f"data.path: expected at least {length:,} {what} tokens (one sequence of "
+        f"data.path: expected at least {length:,} {what} (one sequence of "
         f"training.max_seq_length), got {got:,}. {way_out}"
     )
 

@@ -248,6 +248,11 @@ def make(file: Path, shard: Shard, how: TokenSettings, encoder: Encoder) -> None
             for ids in encode(encoder, pieces(shard, how.text_column), how.end)
         ]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
+        if shard.name != file.name:
+            raise DataError(
+                f"data.path: expected files that stay as they are, got '{shard.spans[0].file}' or "
+                "one after it that changed while it was tokenized. Start again when it is complete."
+            )
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             with aside.open("wb") as opened:
@@ -271,8 +276,9 @@ def make(file: Path, shard: Shard, how: TokenSettings, encoder: Encoder) -> None
 
 
 def _is_made(file: Path) -> bool:
-    with suppress(OSError, ValueError, TypeError):
-        return Path(_read(file).file).is_file()
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        tokens = _read(file)
+        return tokens.stop <= Path(tokens.file).stat().st_size
     return False
 
 

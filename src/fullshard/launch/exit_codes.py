@@ -50,7 +50,8 @@ def as_ours(error: BaseException) -> BaseException:
     way_out = "Raise that limit" if limited else "Free space"
     typed = WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
-        f"({error}). {way_out}, or choose another training.output_dir or TMPDIR, and start again."
+        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME, "
+        "and start again."
     )
     return typed.with_traceback(error.__traceback__)
 

@@ -236,9 +236,10 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
             place = (launch.master_addr, launch.master_port)
             with socket.create_connection(place, timeout=max(0.1, min(left, 10.0))):
                 return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                got = f"{error.strerror or error} for {timeout_s:g} s (launch.timeout)"
+                why = getattr(error, "strerror", None) or error
+                got = f"{why} for {timeout_s:g} s (launch.timeout)"
                 raise HangError(_unreachable(launch, got)) from error
         time.sleep(0.2)
 
@@ -348,11 +349,11 @@ def check_reaches(host: str, port: int) -> None:
     """
     try:
         socket.create_connection((host, port), timeout=5.0).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
         raise ConfigError(
             f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
             f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
-            f"({error.strerror or error}). Correct MASTER_ADDR or launch.main_process_ip."
+            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or launch.main_process_ip."
         ) from error
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fullshard.config import host_memory
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
 from fullshard.errors import ConfigError
 from fullshard.launch.failure import LaunchFolder
@@ -39,6 +40,7 @@ from fullshard.observe.hang import watchdog
 ENTRY = "fullshard.launch.rank_entry"
 PREFIX = "fullshard-launch-"  # of the private folder in TMPDIR
 LOCK = "lock"  # in that folder, held by its launcher
+LEAST_RANK_BYTES = 64 << 20  # a process that has imported torch takes more
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,13 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     """Runs a module on local ranks until all of their processes have ended.
 
     Raises:
-        ConfigError: The number of processes is not positive.
+        ConfigError: The number of processes is not positive, or more than this machine can hold.
     """
-    if launch.num_processes < 1:
+    most = max(1, host_memory.total_bytes() // LEAST_RANK_BYTES)
+    if not 1 <= launch.num_processes <= most:
         raise ConfigError(
-            f"launch.num_processes: expected an integer >= 1, got {launch.num_processes}."
+            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, which is what this "
+            f"machine has memory for, got {launch.num_processes:,}."
         )
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     if launch.attempt == 0:

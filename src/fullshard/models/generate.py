@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 ScoreProcessor = Callable[[Any, Any], Any]  # (ids, scores) -> scores, both (samples, ...)
 
 MOST_NEW_TOKENS = 200  # if no limit is given
+LEAST_TEMPERATURE = 1e-6  # below it counts as 0: scores are divided by it and would be infinite
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SamplingSettings:
     def arguments(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`; all are given, so a model's folder sets none."""
         told: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
-        if self.temperature == 0:
+        if self.temperature < LEAST_TEMPERATURE:
             return {**told, "do_sample": False}
         draws = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {**told, "do_sample": True, **draws}
