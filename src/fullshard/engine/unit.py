@@ -392,8 +392,9 @@ class Unit:
         """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
         self.swapped += 1
         if self.swapped == 1:
-            for table, name, _, compute in self.places:
+            for table, name, param, compute in self.places:
                 table[name] = compute
+                compute.__dict__ = param.__dict__  # what the user sets on one is seen on the other
 
     def check_writes(self) -> None:
         """A forward may not write into parameters: the slot's next fill would undo it.
@@ -430,8 +431,9 @@ class Unit:
 
     def show_shards(self) -> None:
         """Put the user's parameters back, whatever is open."""
-        for table, name, param, _ in self.places:
+        for table, name, param, compute in self.places:
             table[name] = param
+            compute.__dict__ = {}  # autograd's node keeps it, and must not keep the record
 
     def unbind(self) -> None:
         """Drop all views of slots."""
@@ -448,10 +450,8 @@ class Unit:
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
         ]
-        for member in self.members:  # attributes that the user sets on one are seen on the other
-            compute: Any = member.compute
-            vars(member.param).update(vars(compute))
-            compute.__dict__ = vars(member.param)
+        for member in self.members:
+            vars(member.param).update(vars(member.compute))  # a DTensor's mark of parameters
         self._dtypes = [swap.member.group.full.dtype for swap in self.swaps]
         pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
         self.versions = Versions(
