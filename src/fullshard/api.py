@@ -22,7 +22,7 @@ from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, ShardedTensorError
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.launch import memory_kill
+from fullshard.launch import supervise
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
 from support import forked
 from support.processes import assert_all_end, read_pids
@@ -138,7 +138,7 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
 def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monkeypatch, capfd):
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom_kill 3\n")
-    monkeypatch.setattr(memory_kill, "_SYSTEM", counter)
+    monkeypatch.setattr(supervise, "_SYSTEM", counter)
     assert run("die_without_memory", counter) == 4
     err = capfd.readouterr().err
     assert "OutOfMemoryError: rank 1: expected to reach its end, but it was killed by" in err

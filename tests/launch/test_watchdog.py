@@ -107,7 +107,7 @@ def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
     result, err, _ = run("fewer")
     assert result.exit_code == 5
     assert "rank 1 waits in a collective of hang_job.py" in err
-    assert "which rank 0 has not come to; that one waits in gather of layers.0, step 4" in err
+    assert "which rank 0 has not issued; that rank waits in gather of layers.0, step 4" in err
     assert "ranks with different numbers of batches" in err
 
 

@@ -96,7 +96,7 @@ class ExampleRows:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
-    @property
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each row."""
         return np.diff(self.examples[self.rows])
@@ -157,7 +157,7 @@ class ChatDataset(PreparedData):
         """Tokens of held-out prompts, which are answered at evaluations."""
         return self.samples
 
-    @cached_property
+    @property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return self.train.lengths

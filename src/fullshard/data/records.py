@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.data.arrays import tokens_in
 from fullshard.errors import DataError, untrusted
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fullshard.config.regular import open_regular, read_regular
+from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import ConfigError, untrusted
 
 _VALUES = ("F16", "BF16", "F32", "F64")  # other dtypes are codes of quantized tensors

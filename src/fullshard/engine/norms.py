@@ -87,7 +87,7 @@ class GradientNorms:
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self.transport = transport
         self._device = device
-        self.counts = dict.fromkeys(Count, 0)
+        self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # gradients of backwards under no_sync wait to be summed
         self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None

@@ -25,7 +25,7 @@ from fullshard.engine import optimizers
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError
-from fullshard.integrations.settings import sharding_of
+from fullshard.integrations.accelerator import sharding_of
 
 if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
 from fullshard.engine.hugging_face import build, last_line, read_config, read_model

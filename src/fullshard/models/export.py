@@ -14,7 +14,7 @@ from fullshard.config.schema import LoraConfig
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
-from fullshard.formats.live import export_together, live_source
+from fullshard.formats.export import export_together, live_source
 from fullshard.models.lora import adapters_of, merged, save_adapters
 
 if TYPE_CHECKING:

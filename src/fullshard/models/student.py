@@ -24,9 +24,9 @@ from torch import nn
 from fullshard.config.schema import DistillConfig
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import ConfigError
+from fullshard.formats.export import ExportSettings, write_weights
 from fullshard.formats.hugging_face import open_safetensors
 from fullshard.formats.source import Entry
-from fullshard.formats.to_hugging_face import ExportSettings, write_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -31,8 +31,8 @@ from typing import Annotated, Any, cast
 
 from fullshard.config.fields import Count, Number
 from fullshard.config.files import read_file
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.section import Section
 
 TERA = 1e12
 GIGA = 1e9

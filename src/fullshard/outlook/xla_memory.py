@@ -3,7 +3,7 @@
     the head        saved activations, the gathered head, logits, gradient of the head's weight
     the last block  saved activations, gradient shards, that gradient, one block and its gradients
 
-The saved activations are read from the traced program (xla/residuals.py); a cotangent reuses the
+The saved activations are read from the traced program (xla/aot.py); a cotangent reuses the
 memory of its activation. `fullshard plan --exact` compiles the step and compares.
 
 The rules for compilers were observed in their buffers. Compilers for accelerators fuse the

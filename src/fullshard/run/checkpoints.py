@@ -15,8 +15,7 @@ from fullshard import saving
 from fullshard.config.environment import read_launch_environment
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import ConfigError, PreemptedError
-from fullshard.launch.signals import Caught
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.run.folder import RunFolder
 from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.resume import POSITION, Resume
@@ -46,7 +45,7 @@ class RunCheckpoints(Keeper):
         trainee: Trainee,
         steps: StepPlan,
         limit: int | None,
-        caught: Caught,
+        caught: list[int],
         patience: Patience,
     ) -> None:
         self._folder = folder
@@ -59,7 +58,7 @@ class RunCheckpoints(Keeper):
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was asked to save and stop."""
-        return bool(self._caught.numbers)
+        return bool(self._caught)
 
     def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
         """Saves if a checkpoint is due; returns whether it was.

@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held

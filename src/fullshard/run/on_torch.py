@@ -25,8 +25,8 @@ from fullshard.errors import DataError, DivergedError
 from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
-from fullshard.observe import watchdog
-from fullshard.observe.memory import memory_bytes
+from fullshard.observe.hang import watchdog
+from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.recipes.base import (
@@ -175,7 +175,7 @@ class TorchTrainee:
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
         """Loads the newest usable checkpoint; returns its values and its path. A collective."""
         engine = engine_of(self.model)
-        found = loading.choose(engine, path)
+        found = loading.choose(saving.ranks_of(engine), path)
         state = loading.load_found(found, self.model, self.optimizer)
         self.scaler.load_state_dict(state.get(SCALER) or {})
         if self.average is None and Average.forget(self.optimizer) and engine.rank == 0:

@@ -27,7 +27,7 @@ from fullshard.models.build import build_model, model_on_meta, trainable, weight
 from fullshard.models.export import write_folder
 from fullshard.models.generate import Sample, SamplingSettings
 from fullshard.models.lora import first_values
-from fullshard.observe.memory import memory_bytes
+from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
@@ -40,7 +40,7 @@ from fullshard.run.optim import build_optimizer
 from fullshard.run.schedule import schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
-from fullshard.xla import optim, processes
+from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig
 from fullshard.xla.distill import PROJECTION
 from fullshard.xla.head import Decoder, next_token
@@ -239,11 +239,11 @@ class XlaSide:
             for group in build_optimizer(shell, training).param_groups
         ]
         if training.optim is Optimizer.SGD:
-            return groups, optim.sgd()
+            return groups, opt_state.sgd()
         decays = {name: group["weight_decay"] for group in groups for name in group["params"]}
         decay = trained(placed, placed.map(lambda array: decays.get(array.names()[0], 0.0)))
         betas = (training.adam_beta1, training.adam_beta2)
-        return groups, optim.adamw(betas, training.adam_epsilon, decay)
+        return groups, opt_state.adamw(betas, training.adam_epsilon, decay)
 
     def _initial(self, tx: GradientTransformation) -> State:
         """Weights from a folder, where each process reads its devices' bytes; or random ones.

@@ -11,7 +11,7 @@ import torch
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.models.generate import Sample
-from fullshard.observe.memory import memory_bytes
+from fullshard.observe.metrics import memory_bytes
 from fullshard.observe.report import write_report
 from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole

@@ -24,12 +24,12 @@ from fullshard.config.values import Backend
 from fullshard.data.dataset import PreparedData
 from fullshard.launch import rendezvous
 from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.failure import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command

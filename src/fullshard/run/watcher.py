@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from fullshard.config.schema import RunConfig
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows
 from fullshard.observe.trackers import Names, Trackers
 from fullshard.run.console import RunConsole

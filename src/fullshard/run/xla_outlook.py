@@ -16,14 +16,13 @@ from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
 from fullshard.recipes.distill.xla import check_teacher, more_shapes
 from fullshard.run.outlook import Lack
-from fullshard.xla import optim
-from fullshard.xla.aot import Compiled, compile_step, devices_of
+from fullshard.xla import opt_state
+from fullshard.xla.aot import Compiled, compile_step, devices_of, kept_for_backward, without_devices
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import plan
-from fullshard.xla.residuals import kept_for_backward, without_devices
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -160,11 +159,11 @@ def compiled_step(
         jnp.int32,
         sharding=placed.batch_sharding(num_micro_batches),
     )
-    tx = optim.sgd()
+    tx = opt_state.sgd()
     if training.optim is not Optimizer.SGD:
         decay = trained(placed, placed.map(lambda _: training.weight_decay))
         betas = (training.adam_beta1, training.adam_beta2)
-        tx = optim.adamw(betas, training.adam_epsilon, decay)
+        tx = opt_state.adamw(betas, training.adam_epsilon, decay)
     found = compile_step(
         placed,
         next_token(Decoder(decoder, placed), training.loss_chunk_size),

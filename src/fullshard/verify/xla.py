@@ -41,7 +41,7 @@ from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
 from fullshard.verify.faults import Fault, injection_of
 from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
-from fullshard.xla import optim, processes
+from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
@@ -266,7 +266,7 @@ def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str
 def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
     numbers = job.optimizer
     decay = trained(placed, placed.map(lambda _: numbers["weight_decay"]))
-    return optim.adamw((numbers["beta1"], numbers["beta2"]), numbers["epsilon"], decay)
+    return opt_state.adamw((numbers["beta1"], numbers["beta2"]), numbers["epsilon"], decay)
 
 
 def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:

@@ -9,7 +9,7 @@ from fullshard.config.load import Resolved
 from fullshard.config.origins import OriginKind
 from fullshard.config.problems import Problem, show
 from fullshard.config.schema import DistillConfig, RunConfig
-from fullshard.config.supported import NotYet
+from fullshard.config.supported import unsupported
 from fullshard.config.values import Backend, DistillLoss
 from fullshard.recipes.registry import Command, RecipeCommand
 from fullshard.recipes.sft.command import check as check_chats
@@ -18,10 +18,10 @@ _DENSE = (
     "Give the student a dense configuration: mixtures of experts, of which students are cut, are "
     "torch's"
 )
-_NOT_ON_XLA = (
-    NotYet("teacher_offload", "Leave it out, or use backend: torch"),
-    *(NotYet(key, _DENSE) for key in ("experts", "layers")),
-)
+_NOT_ON_XLA = {
+    "teacher_offload": ("Leave it out, or use backend: torch",),
+    **dict.fromkeys(("experts", "layers"), (_DENSE,)),
+}
 
 
 def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
@@ -33,8 +33,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
             says = "'jax' under `fullshard distill cache` is not yet supported"
             yield Problem("backend", "", says, "Use torch: backend: jax learns from what it leaves")
         else:
-            for row in _NOT_ON_XLA:
-                yield from row.problems(settings, "distill", "with backend: jax ")
+            yield from unsupported(settings, _NOT_ON_XLA, "distill", "with backend: jax ")
     if config.teacher is None and not cached:
         advice = "Name a model folder, or distill.cache"
         yield Problem("teacher", "the model that is learned from", "none", advice)

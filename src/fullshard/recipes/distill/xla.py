@@ -20,12 +20,10 @@ from fullshard.recipes.base import Batch
 from fullshard.recipes.distill.logits import TopK, with_logits
 from fullshard.recipes.distill.teacher import settings_of
 from fullshard.xla.decoder import DecoderConfig
-from fullshard.xla.distill import PROJECTION, distillation
+from fullshard.xla.distill import PROJECTION, distillation, teacher_table
 from fullshard.xla.head import Decoder, next_token
-from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import Given
-from fullshard.xla.teacher import teacher_table
+from fullshard.xla.step import Given, LossFn
 from fullshard.xla_state import read
 
 
