@@ -31,6 +31,7 @@ def config(tmp_path):
     file.write_text(
         f"model:\n  config: {json.dumps(SHAPE)}\n"
         "sharding:\n  strategy: full_shard\nlaunch:\n  num_processes: 4\n"
+        f"training:\n  {BATCH}: 1\n"
     )
     return file
 
@@ -39,11 +40,10 @@ def rows(found):
     return {row["name"]: row["bytes"] for row in found["rows"]}
 
 
-def test_the_405b_shape_is_planned_for_1024_gpus(fullshard):
+def test_the_405b_shape_is_planned_for_1024_gpus(plan):
     gpus = ("--gpus", "8xH100-80GB", "--nodes", "128")
-    done = fullshard("plan", "examples/plan_llama_405b.yaml", *gpus, "--json")
-    assert done.returncode == 0
-    found = json.loads(done.stdout)
+    found, code = plan("examples/plan_llama_405b.yaml", *gpus)
+    assert code == 0
     assert found["plan"]["num_parameters"] == 405_853_388_800
     assert found["plan"]["mesh"] == {"replicate": 1, "shard": 1024}
     assert len(found["plan"]["units"]) == 127
@@ -184,7 +184,7 @@ def test_a_model_folder_or_its_config_json_stand_in_for_a_configuration(plan, tm
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    words = ("--gpus", "2", "per_device_train_batch_size=4")
+    words = ("--gpus", "2", f"{BATCH}=1")
     expected = plan(config, *words)[0]["plan"]
     assert plan(folder, *words)[0]["plan"] == expected
     assert plan(folder / "config.json", *words)[0]["plan"] == expected

@@ -31,7 +31,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +156,7 @@ class ChatDataset(PreparedData):
         """Tokens of held-out prompts, which are answered at evaluations."""
         return self.samples
 
-    @property
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return self.train.lengths

@@ -124,7 +124,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     """Runs a module on local ranks until all of their processes have ended.
 
     Raises:
-        ConfigError: The number of processes is not positive, or more than this machine holds.
+        ConfigError: The number of processes is not positive, or more than this machine can hold.
     """
     most = max(1, host_memory.total_bytes() // LEAST_RANK_BYTES)
     if not 1 <= launch.num_processes <= most:

@@ -77,11 +77,9 @@ class Scale:
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
 
-def render(template: str, **facts: Any) -> Any:
-    """Render one of our templates; returns markup, in which all text is escaped."""
-    from markupsafe import Markup
-
-    return Markup(_environment().get_template(template).render(facts))
+def render(template: str, **facts: Any) -> str:
+    """Renders one of our templates; all text in it is escaped."""
+    return _environment().get_template(template).render(facts)
 
 
 @cache

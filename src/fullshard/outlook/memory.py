@@ -461,11 +461,8 @@ def overhead_of(plan: Plan, holes: int) -> tuple[Overhead, ...]:
     return (
         Overhead("allocator: rounding", segments(kept) - sum(kept), blocks, is_cached=True),
         Overhead("allocator: holes", holes, share, is_cached=True),
-        Overhead("context", CONTEXT, "CUDA's, from public reports"),
-        Overhead(
-            *("communicators", num_groups * COMMUNICATOR),
-            f"{num_groups} of NCCL, from public reports",
-        ),
+        Overhead("context", CONTEXT, "CUDA's, from reports"),
+        Overhead("communicators", num_groups * COMMUNICATOR, f"{num_groups} of NCCL, from reports"),
     )
 
 

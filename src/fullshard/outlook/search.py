@@ -96,7 +96,8 @@ def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[PlanAdv
     if the device's memory is unknown or nothing helps. If nothing fits, the smallest candidate is
     returned without changes.
     """
-    if current.machine.memory_bytes is None:
+    now = current.step_time_s
+    if current.machine.memory_bytes is None or (current.fit is Fit.FITS and now is None):
         return []
     found = [
         PlanAdvice(changes_between(current, other), other)
@@ -107,11 +108,8 @@ def advise(current: Outlook, plan_of: PlanOf, *, hosts: int = 1) -> list[PlanAdv
     if current.fit is Fit.NO and not fitting:
         every = [current, *(one.outlook for one in found)]
         return [PlanAdvice({}, min(every, key=lambda one: one.peak_bytes[Place.DEVICE]))]
-    if current.fit is Fit.FITS:
-        now = current.step_time_s
-        fitting = [
-            one for one in fitting if now and (one.outlook.step_time_s or now) < WORTHWHILE * now
-        ]
+    if current.fit is Fit.FITS and now is not None:
+        fitting = [one for one in fitting if (one.outlook.step_time_s or now) < WORTHWHILE * now]
     best: dict[int, PlanAdvice] = {}
     for one in sorted(fitting, key=_cost):
         best.setdefault(len(one.changes), one)

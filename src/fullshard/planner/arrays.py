@@ -21,7 +21,7 @@ from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
-from fullshard.planner.text import JsonPlan, decode_plan, human_bytes
+from fullshard.planner.text import PlanDocument, decode_plan, human_bytes
 from fullshard.planner.units import DtypeContract
 
 PADDED_ABOVE = 65_536  # elements: smaller arrays without a divisible dimension are replicated
@@ -129,7 +129,7 @@ class Collectives:
 
 
 @dataclass(frozen=True, slots=True)
-class ArraysPlan(JsonPlan):
+class ArraysPlan(PlanDocument):
     """The plan of the XLA engine, as plain data.
 
     Attributes:

@@ -37,7 +37,7 @@ from fullshard.planner.schedule import (
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
 from fullshard.planner.spec import ModelSpec, check_globs, matches
 from fullshard.planner.strategy import StrategyRow, row_of
-from fullshard.planner.text import JsonPlan, decode_plan, render_tree
+from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     ContractRule,
     GroupPlan,
@@ -50,7 +50,7 @@ from fullshard.planner.wrap import ModuleNames, Role, Wrap, choose_units, recomp
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(JsonPlan):
+class Plan(PlanDocument):
     """The plan of the torch engine.
 
     Attributes:

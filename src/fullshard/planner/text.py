@@ -93,7 +93,7 @@ def _padding(plan: Plan) -> float:
 # ---- JSON ----------------------------------------------------------------------------------------
 
 
-class JsonPlan:
+class PlanDocument:
     """The JSON and the memory table of a plan, for the plans of both engines.
 
     Attributes:
@@ -122,7 +122,7 @@ class JsonPlan:
 
 
 def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
-    """Builds a plan from the JSON values of `JsonPlan.to_json`.
+    """Builds a plan from the JSON values of `PlanDocument.to_json`.
 
     Raises:
         ValueError: Another schema version. A missing or unknown field raises KeyError or TypeError.

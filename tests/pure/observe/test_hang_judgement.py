@@ -108,7 +108,7 @@ def test_ranks_that_wait_for_each_other_are_named_before_the_timeout():
     exchange = Position(0, doing="end of backward", kind="exchange", step=3, since_s=5.0)
     verdict = judge(seen(exchange, gathers), 600.0)
     assert verdict.rank == 1
-    assert "that one waits in end of backward, step 3" in verdict.message
+    assert "that rank waits in end of backward, step 3" in verdict.message
     young = replace(exchange, since_s=0.5)
     assert judge(seen(young, gathers), 600.0) is None
 
