@@ -16,7 +16,7 @@ from fullshard.outlook.calibration import (
     FILE_NAME,
     Calibration,
     Ceilings,
-    Host,
+    HostOverhead,
     Table,
     to_json,
 )
@@ -40,7 +40,7 @@ def calibration(*, ranks=(2,), machine=None, scale=1.0):
         ("attention causal float32", "attention causal backward float32"), heads
     )
     operations["add float32"] = flat
-    found = {count: Ceilings(count, operations, {}, Host()) for count in ranks}
+    found = {count: Ceilings(count, operations, {}, HostOverhead()) for count in ranks}
     return to_json(Calibration(machine or describe_machine(), found), {})
 
 

@@ -116,7 +116,12 @@ def shard_model(
     if given.recut is not None:
         shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())
         parts.update({name: partial(shards.pop, name) for name in shards})
-    engine = Engine(model, plan, config, transports, recorder, parts)
+    try:
+        engine = Engine(model, plan, config, transports, recorder, parts)
+    except BaseException:
+        for param in model.parameters():  # shards of no model; see _refuse_nested_engine
+            vars(param).pop("record", None)
+        raise
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
