@@ -132,7 +132,7 @@ def test_the_page_draws_the_schedule_of_the_calibrated_step(plan, file, tmp_path
     page = tmp_path / "plan.html"
     _, _, code = plan("--calibration", file, "--out", page)
     assert code == 0
-    assert "The schedule of a micro-batch" in page.read_text()
+    assert "Schedule of a micro-batch" in page.read_text()
     assert "calibrated" in page.read_text()
 
 
