@@ -378,7 +378,10 @@ def _write_files(
         if rank != 0:
             commit.await_verdict(place, rank)
             return
-        commit.conclude(place, ranks.world_size, documents)
+        try:
+            commit.conclude(place, ranks.world_size, documents)
+        finally:
+            commit.abandon(place)  # after a complete save nothing is left to remove
     except CheckpointError as error:
         raise stopped or error from error
     if keep is not None and documents.step is not None:
