@@ -28,7 +28,7 @@ from fullshard.engine.norms import GradientNorms
 from fullshard.engine.optimizers import watched_states
 from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor
 from fullshard.engine.record import ShardRecord
-from fullshard.engine.unit import Group, Member, present, shard_shape
+from fullshard.engine.unit import Group, Member, address_of, present, shard_shape
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
@@ -141,9 +141,9 @@ def heal(engine: Engine) -> None:
 def _heal(engine: Engine, group: Group, member: Member) -> None:
     param, piece = member.param, member.piece
     home = group.master[piece.offset : piece.offset + piece.numel]
-    if param.numel() != piece.numel or param.dtype is not group.master.dtype or not piece.numel:
+    if param.numel() != piece.numel or param.dtype is not group.master.dtype:
         return
-    if param.data_ptr() != home.data_ptr() and param.device == home.device:
+    if address_of(param) != member.address and param.device == home.device:
         engine.home.before_write()
         home.copy_(param.detach().reshape(-1))
         param.data = home.view(shard_shape(piece, whole=group.plan.layout.num_parts == 1))

@@ -46,7 +46,7 @@ from fullshard.engine.record import ShardRecord
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
-from fullshard.engine.unit import Group, Member, Rings, Swap, Unit, cut_group
+from fullshard.engine.unit import Group, Member, Rings, Swap, Unit, address_of, cut_group
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
@@ -318,14 +318,11 @@ class Engine:
 
     def _check_params(self, group: Group) -> None:
         """Shards must be where the plan put them; `requires_grad` may have been turned off."""
-        base, size = group.master.data_ptr(), group.master.element_size()
         with no_guard():
             follow_freezing(group)
             for member in group.members:
-                param = member.param
-                at = base + member.piece.offset * size
-                was_moved = param.numel() > 0 and param.data_ptr() != at
-                if was_moved or param.dtype is not group.master.dtype:
+                was_moved = address_of(member.param) != member.address
+                if was_moved or member.param.dtype is not group.master.dtype:
                     raise EngineError(
                         f"{member.piece.name}: expected its shard where fs.shard put it; it was "
                         "moved or converted (.to, .double, .data = ...). Convert the model before "

@@ -30,6 +30,15 @@ LARGE_NUMEL = 16_384
 OnGradient = Callable[["Unit", "Group", "Member"], None]
 
 
+class Computed(nn.Parameter):
+    """The full parameter that forward sees. What is written into its `.data` counts as written.
+
+    torch's own `.data` has a version of its own, so that `Unit.check_writes` would miss it.
+    """
+
+    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
+
+
 @dataclass(eq=False)
 class Member:
     """One parameter of a group.
@@ -44,6 +53,7 @@ class Member:
         touched: Whether it got a gradient since the last reduction on this rank.
         target: The parameter's place in the gradient slot (None where frozen).
         cut: How other axes have cut it: `compute` is a DTensor then.
+        address: Where the shard was cut; see `address_of`.
     """
 
     param: ShardedParameter
@@ -56,6 +66,7 @@ class Member:
     touched: bool = False
     target: torch.Tensor | None = None
     cut: Cut | None = None
+    address: int = 0
 
     def show(self, view: torch.Tensor, *, trainable: bool) -> nn.Parameter:
         """Make what forward sees of a view of the slot.
@@ -66,7 +77,7 @@ class Member:
         compute = view.new_empty(0)
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
-        self.compute = nn.Parameter(compute, requires_grad=trainable)
+        self.compute = Computed(compute, requires_grad=trainable)
         self.tensors()[-1].data = view
         return self.compute
 
@@ -184,18 +195,13 @@ class Group:
     deferred: torch.Tensor | None = None
     padding: list[tuple[int, int]] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
     views: list[ShardedGradient] = field(default_factory=list)
 
     def is_in_place(self) -> bool:
         """Whether all shards are where they were cut, and train as they did. Outside the guard."""
-        members = self.members
-        if not self.addresses:
-            base, size = self.master.data_ptr(), self.master.element_size()
-            self.addresses = [base + m.piece.offset * size if m.piece.numel else 0 for m in members]
-        dtype = self.master.dtype
+        members, dtype = self.members, self.master.dtype
         return (
-            [m.param.data_ptr() for m in members] == self.addresses
+            [address_of(m.param) for m in members] == [m.address for m in members]
             and all(m.param.dtype is dtype for m in members)
             and all(m.param.requires_grad is m.compute.requires_grad for m in members)
         )
@@ -248,11 +254,11 @@ class Unit:
         self.trainees = [member for group in self.trained for member in group.members]
         # What the hot path needs of members and swaps, so that it need not look it up.
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._computes: list[nn.Parameter] = []
+        self._bound: list[torch.Tensor] = []  # what forward sees, and where that lies
+        self._addresses: list[int] = []
         self._common: list[torch.Tensor] = []
         self._attributes: list[dict[str, Any]] = []  # of the shards: "record", and the user's
         self._lent: list[dict[str, Any]] = []  # of the compute parameters: the user's
-        self._dtypes: list[torch.dtype] = []
         self._versions: list[int] = []
         self._spans: list[tuple[int, int]] = []  # of addresses that are not this rank's alone
         self.swapped = 0  # forwards and backwards that see the compute parameters
@@ -338,27 +344,24 @@ class Unit:
         Raises:
             EngineError: It did.
         """
-        if [compute._version for compute in self._common] == self._versions and [
-            compute.dtype for compute in self._computes
-        ] == self._dtypes:
+        if [tensor._version for tensor in self._common] == self._versions and [
+            tensor.data_ptr() for tensor in self._bound
+        ] == self._addresses:
             return
         before = dict(zip(map(id, self._common), self._versions, strict=True))
-        for group in self.groups:
-            for member in group.members:
-                if member.compute.dtype is not group.full.dtype:
-                    raise EngineError(
-                        f"{member.piece.name}: expected a forward that leaves its parameters "
-                        f"alone; it converted this one to {member.compute.dtype} (module.to, "
-                        ".float()), while its slot stays as it is. Name its module in "
-                        "fp32_modules, or leave param_dtype out."
-                    )
-                if any(before.get(id(t), t._version) != t._version for t in member.tensors()):
-                    raise EngineError(
-                        f"{member.piece.name}: expected a forward that leaves its parameters "
-                        "alone; it wrote into this one in place (max_norm, clamp_, weight "
-                        "averaging ...), which the next gather would undo, or other ranks "
-                        "would see or miss. Write into the shards between steps."
-                    )
+        members = [member for group in self.groups for member in group.members]
+        for member, bound, address in zip(members, self._bound, self._addresses, strict=True):
+            wrote = any(before.get(id(t), t._version) != t._version for t in member.tensors())
+            if wrote or bound.data_ptr() != address:
+                raise EngineError(
+                    f"{member.piece.name}: expected a forward that leaves its parameters alone; it "
+                    "wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...), "
+                    "which the next gather would undo, or other ranks would see or miss; or it "
+                    f"gave it other memory, of {bound.dtype} now (p.data = ..., module.to, "
+                    ".float()), while its slot stays as it is. Write into the shards between "
+                    "steps; for another dtype name its module in fp32_modules, or leave "
+                    "param_dtype out."
+                )
 
     def swap_out(self) -> None:
         """Let the modules show the user's parameters again."""
@@ -367,9 +370,13 @@ class Unit:
             self.show_shards()
 
     def show_shards(self) -> None:
-        """Put the user's parameters back, whatever is open."""
-        for table, name, param, _ in self.places:
-            table[name] = param
+        """Put the user's parameters back, whatever is open.
+
+        What a forward put in their place stays there, for `check_params` to find.
+        """
+        for table, name, param, compute in self.places:
+            if table.get(name) is compute:
+                table[name] = param
         if any(self._lent):  # forward may have set some
             for own, lent in zip(self._attributes, self._lent, strict=True):
                 own.update(lent)
@@ -377,7 +384,7 @@ class Unit:
 
     def unbind(self) -> None:
         """Hold no slots."""
-        self.places, self._computes, self._common, self.versions = [], [], [], Versions()
+        self.places, self._bound, self._common, self.versions = [], [], [], Versions()
         for group in self.gathered:
             group.full = group.part = group.full.new_empty(0)
         for group in self.trained:
@@ -417,10 +424,10 @@ class Unit:
             for swap in self.swaps
         ]
         members = [member for group in self.groups for member in group.members]
-        self._computes = [member.compute for member in members]
+        self._bound = [member.tensors()[-1] for member in members]
+        self._addresses = [tensor.data_ptr() for tensor in self._bound]
         self._attributes = [vars(member.param) for member in members]
         self._lent = [vars(member.compute) for member in members]
-        self._dtypes = [group.full.dtype for group in self.groups for _ in group.members]
         lent = [(m.param, t) for g in self.gathered for m in g.members for t in m.tensors()]
         rest = [m for g in self.groups if not g.gathers for m in g.members]
         own = [(m.param, tensor) for m in rest for tensor in m.tensors()]
@@ -488,6 +495,14 @@ def _gradient_hook(unit: Unit, group: int, member: int) -> Callable[[torch.Tenso
 
 
 # ---- from whole parameters to shards
+
+
+def address_of(shard: torch.Tensor) -> int:
+    """Where a shard's elements lie; where a rank has none, its storage does. Outside the guard.
+
+    So what moves a parameter is noticed on all ranks, also on those that hold no element of it.
+    """
+    return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 
 def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:
@@ -577,7 +592,9 @@ def cut_group(
         cut = Cut.of(param)
         sharded = present(param, master[local], piece, whole=whole)
         compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
-        members.append(Member(sharded, piece, compute, placement.offset, cut=cut))
+        with no_guard():
+            at = address_of(sharded)
+        members.append(Member(sharded, piece, compute, placement.offset, cut=cut, address=at))
     empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
     full = master if plan.slot is None else empty
     full = full if shared is None else shared.full
