@@ -20,6 +20,9 @@ BACKEND ?= torch
 TORCH_VENV = .venv-torch-$(TORCH)
 # The Python of `make gpu`: one whose torch sees the GPU.
 GPU_PYTHON ?= $(BIN)/python
+# The Python version and the folder of `make gpu-wheels`.
+GPU_PYTHON_VERSION ?= 3.12
+WHEELS ?= build/wheels
 # Where `make gpu` runs: cuda, or cpu to see that its steps can run.
 DEVICE ?= cuda
 
@@ -36,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -49,6 +52,7 @@ help:
 	@echo "make test-tutorials  examples/ to the end, on two ranks each"
 	@echo "make test-torch TORCH=x   the engine's tests with that torch, in .venv-torch-x"
 	@echo "make gpu        what the engine must do on a GPU, step by step; DEVICE=cpu tries the steps"
+	@echo "make gpu-wheels  the packages that make gpu needs, to carry to a machine without an index"
 	@echo "make lint       format, style, types, arrows, sizes, collectives, names in docs"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make bench      a training step beside FSDP2, FSDP1 and DDP"
@@ -167,8 +171,21 @@ distill-study: $(VENV)/.stamp-setup
 long-parity: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.long_parity $(ARGS)
 
+# Wheels of the core's dependencies, for a GPU machine without a package index; torch and numpy aside.
+gpu-wheels: | $(BIN)/python
+	@rm -rf $(WHEELS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) \
+		--only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		Jinja2 omegaconf psutil pydantic PyYAML rich safetensors typer xxhash
+
+# Installs the wheels into build/gpu-packages first, where they were brought and are needed.
 gpu:
-	$(GPU_PYTHON) tests/gpu/run.py --device $(DEVICE) $(ARGS)
+	@if [ -d $(WHEELS) ] && ! $(GPU_PYTHON) -c 'import pydantic, psutil, safetensors, xxhash' 2>/dev/null; then \
+		$(GPU_PYTHON) -m pip install --quiet --upgrade --no-index --find-links $(WHEELS) \
+			--target build/gpu-packages Jinja2 omegaconf psutil pydantic PyYAML rich safetensors typer xxhash; fi
+	PYTHONPATH=build/gpu-packages$${PYTHONPATH:+:$$PYTHONPATH} \
+		$(GPU_PYTHON) tests/gpu/run.py --device $(DEVICE) $(ARGS)
 
 # Every check runs even if an earlier one found something: one round shows all there is to mend.
 lint: $(VENV)/.stamp-setup

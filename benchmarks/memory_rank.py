@@ -63,7 +63,7 @@ def train(config: RunConfig) -> object:
         ids = torch.randint(vocabulary, shape)
         labels = ids.clone()
         for _ in range(training.gradient_accumulation_steps):
-            loss, num_tokens = objective.loss(model, {"input_ids": ids, "labels": labels})
+            loss, num_tokens = objective(model, {"input_ids": ids, "labels": labels})
             (loss * (1 / num_tokens)).backward()
         fs.clip_grad_norm_(model, training.max_grad_norm or math.inf)
         optimizer.step()

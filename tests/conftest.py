@@ -15,6 +15,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# XLA reads it when jax starts: most of a JAX test is spent in the compiler, little in its code.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
 # Test files import `support.x`; ranks get the same path, since spawned processes inherit sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # what test files define is pickled as tests.x.y

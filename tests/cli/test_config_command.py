@@ -109,7 +109,8 @@ def test_deepspeed_beside_fsdp_is_refused_by_every_command(folder, capsys):
 def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, capsys):
     path = folder / "a.yaml"
     path.write_text(
-        "sharding: {wrap: none, activation_checkpointing: offload}\ntraining: {tf32: true}\n"
+        "sharding: {wrap: none, activation_checkpointing: offload}\n"
+        "training: {use_liger_kernel: true}\n"
     )
     outcome = invoke(["config", "lint", "a.yaml"])
     assert outcome.exit_code == 2
@@ -120,7 +121,7 @@ def test_lint_names_what_is_not_yet_there_what_is_bad_and_what_is_lost(folder, c
     out = capsys.readouterr().out
     said = "a.yaml:1: sharding.activation_checkpointing: 'offload' is not yet supported. Use block"
     assert said in out
-    assert "a.yaml:2: training.tf32: lost: " in out
+    assert "a.yaml:2: training.use_liger_kernel: lost: " in out
 
 
 def test_lint_of_a_good_file_ends_with_0(folder, capsys):

@@ -114,7 +114,6 @@ def make_loop(
     trainee = TorchTrainee(
         model,
         optimizer,
-        communication_seconds=lambda: 0.0,
         memory_bytes=lambda: (1000 * (rank + 1), 2000 * (rank + 1)),
         scaler=LossScaler(optimizer, torch.device("cpu"), enabled=False),
     )
@@ -123,8 +122,6 @@ def make_loop(
         eval_every=0,
         max_grad_norm=0.0,
         schedule=Schedule(LrSchedule.CONSTANT, RATE, 0, NUM_STEPS),
-        grad_sync=engine.config.grad_sync,
-        grad_reduction=engine.config.grad_reduction,
     )
     recipe = RaggedRecipe(rank, world_size, accumulation)
     team = RankTeam(engine.transport, Seat(rank, world_size, engine.device))

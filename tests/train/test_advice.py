@@ -131,8 +131,8 @@ def test_a_run_is_checked_with_the_micro_batches_that_were_chosen(tmp_path, monk
     for limit, expected in ((PLENTY, (16, 1)), (120 << 20, (8, 2))):
         monkeypatch.setattr(train_outlook, "this_machine", lambda _, m=limit: Machine(None, m))
         checked = start.check(load_config(None, words), 2, Command.TRAIN, "never")
-        training = checked.prepared.config.training
+        training = checked.view.config.training
         assert checked.resolved.config.training is training
         assert training.gradient_accumulation_steps == expected[1]
         assert training.per_device_train_batch_size == expected[0]
-        assert checked.prepared.steps.order.shape.global_batch == 32
+        assert checked.steps.order.shape.global_batch == 32

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 import fullshard as fs
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
-from fullshard.recipes.base import IGNORED, WholeLogits
-from fullshard.recipes.head import Head, NextToken, whole_logits
+from fullshard.recipes.base import IGNORED, whole_logits_loss
+from fullshard.recipes.head import Head, next_token, whole_logits
 from support.logits import LargestTensor
 
 VOCAB, CHUNK, RATE = 203, 7, 0.3
@@ -84,7 +84,7 @@ def on_ranks(kind: dict[str, bool], sharding: dict[str, Any]) -> tuple[list[floa
     model = llama(**kind)
     head = Head(model)
     fs.shard(model, grad_reduction="sum", **sharding)
-    found = steps(model, NextToken(head, CHUNK).loss, range(rank, rank + 1))
+    found = steps(model, next_token(head, CHUNK), range(rank, rank + 1))
     return found, fs.full_state_dict(model, rank0_only=False)
 
 
@@ -114,19 +114,19 @@ def test_losses_and_weights_are_those_of_whole_logits(ranks, world_size, kind, s
 
 def test_no_tensor_of_tokens_by_vocabulary_exists():
     model = llama(tied=False)
-    objective, given = NextToken(Head(model), CHUNK), batches(0)[0]
+    objective, given = next_token(Head(model), CHUNK), batches(0)[0]
     with LargestTensor(VOCAB) as made:
-        objective.loss(model, given)[0].backward()
+        objective(model, given)[0].backward()
     assert made.numel == model.lm_head.weight.numel() < given["input_ids"].numel() * VOCAB
     with LargestTensor(VOCAB) as made:
-        WholeLogits().loss(model, given)[0].backward()
+        whole_logits_loss(model, given)[0].backward()
     assert made.numel >= given["input_ids"].numel() * VOCAB
 
 
 def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient():
     model, given = llama(tied=False), batches(0)[1]
     given["labels"].fill_(IGNORED)
-    total, count = NextToken(Head(model), CHUNK).loss(model, given)
+    total, count = next_token(Head(model), CHUNK)(model, given)
     total.backward()
     assert (total.item(), count) == (0.0, 0)
     assert all(not param.grad.any() for param in model.parameters())
@@ -152,16 +152,16 @@ class Doubled(torch.nn.Module):
 def test_a_model_that_changes_its_heads_output_is_refused_by_name():
     model = Doubled()
     with pytest.raises(ConfigError, match=r"loss_chunk_size.*Doubled, which changes them.*to 0"):
-        NextToken(Head(model), CHUNK).loss(model, batches(0)[0])
+        next_token(Head(model), CHUNK)(model, batches(0)[0])
 
 
 def test_a_loss_that_would_be_the_same_if_it_were_changed_proves_nothing():
     model, given = Doubled(), batches(0)[0]
-    objective = NextToken(Head(model), CHUNK)
+    objective = next_token(Head(model), CHUNK)
     nothing = {**given, "labels": torch.full_like(given["labels"], IGNORED)}
-    assert objective.loss(model, nothing)[0].item() == 0
+    assert objective(model, nothing)[0].item() == 0
     with pytest.raises(ConfigError, match="which changes them"):
-        objective.loss(model, given)
+        objective(model, given)
 
 
 def test_where_the_head_cannot_make_the_loss_the_reason_is_told():

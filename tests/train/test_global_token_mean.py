@@ -226,7 +226,6 @@ def scaled_loop():
         TorchTrainee(
             trainee.model,
             trainee.optimizer,
-            trainee.communication_seconds,
             trainee.memory_bytes,
             scaler,
         ),

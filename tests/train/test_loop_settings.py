@@ -21,7 +21,7 @@ data: {{path: {folder}/text.txt, vocab_size: 300, validation_fraction: 0.1}}
 training: {{output_dir: {folder}/run, max_steps: 12, per_device_train_batch_size: 4,
             max_seq_length: 32, learning_rate: 2e-2, eval_steps: 3, seed: 7, ema_decay: 0.5,
             early_stopping_patience: 1, early_stopping_threshold: 100,
-            report_to: [tensorboard, wandb]}}
+            report_to: [tensorboard, wandb], tf32: true}}
 launch: {{num_processes: 2}}
 """
 
@@ -50,6 +50,11 @@ def test_the_run_ends_early_is_finished_and_says_so(run, fullshard):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     planned = fullshard("train", folder.parent / "config.yaml", "--dry-run")
     assert planned.exit_code == 0, planned.err
+
+
+def test_tf32_sets_the_precision_of_float32_matrix_products(run):
+    done, _ = run
+    assert "float32 matrix products in high precision" in done.out
 
 
 def test_the_average_is_evaluated_and_opens_as_a_model(run):

@@ -45,7 +45,7 @@ def forward(config) -> Any:
     """A model that has computed a loss, and no gradient."""
     (model, objective), training = build(config), config.training
     ids = torch.randint(2000, (training.per_device_train_batch_size, training.max_seq_length))
-    loss = objective.loss(model, {"input_ids": ids, "labels": ids.clone()})
+    loss = objective(model, {"input_ids": ids, "labels": ids.clone()})
     return model, loss
 
 

@@ -88,8 +88,7 @@ def losses(run: Path) -> list[float]:
     ],
     ids=str,
 )
-def test_losses_are_those_of_torch(folder, fullshard, tmp_path, monkeypatch, words):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+def test_losses_are_those_of_torch(folder, fullshard, tmp_path, words):
     config, *more = words
     found = {}
     for backend in ("torch", "jax"):
@@ -108,9 +107,8 @@ def test_losses_are_those_of_torch(folder, fullshard, tmp_path, monkeypatch, wor
 
 
 @pytest.mark.slow
-def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path, monkeypatch):
+def test_logits_of_torch_train_here_and_runs_go_on(folder, fullshard, tmp_path):
     """From a cache that torch wrote; from a checkpoint of the other engine; for a step more."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     kept = f"distill.cache={tmp_path / 'logits'}"
     words = ("distill", "cache", folder / "drawn.yaml", kept, "top_k=20")
     done = fullshard(*words, f"output_dir={tmp_path / 'caching'}")
@@ -139,7 +137,6 @@ def test_packed_chats_with_kept_logits_have_the_losses_of_torch(
     folder, fullshard, tmp_path, monkeypatch
 ):
     """Rows are filled up here, and so are the logits that are kept for them."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     chats = [
         [

@@ -54,7 +54,6 @@ def words(tmp_path_factory) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("packing", [True, False])
 def test_losses_are_those_of_torch(words, fullshard, tmp_path, monkeypatch, packing):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = {}
     for backend in ("torch", "jax"):

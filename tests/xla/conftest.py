@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +11,7 @@ import pytest
 from support.ranks import RankPool
 
 NUM_DEVICES = 8
-# Most of a test's time is XLA's compiler; what it makes need not be fast here.
-FLAGS = (
-    f"--xla_force_host_platform_device_count={NUM_DEVICES} --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+FLAGS = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={NUM_DEVICES}"
 TIMEOUT_S = 110.0
 
 

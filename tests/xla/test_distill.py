@@ -88,7 +88,7 @@ def in_jax(case, shard, folder, batches):
 
     import fullshard.jax as fj
     from fullshard.config.values import DType
-    from fullshard.run.on_xla import state_beside
+    from fullshard.run.on_xla import state_of
     from fullshard.xla import optim
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
     from fullshard.xla.distill import PROJECTION, distillation
@@ -109,7 +109,7 @@ def in_jax(case, shard, folder, batches):
         shapes[PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
     plan = fj.plan(shapes, sharding, mesh, blocks=BLOCKS)
     tx = optim.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
-    state = state_beside(plan, params, more, tx)
+    state = state_of(plan, more, tx, params)
     student, teacher, given = Decoder(own, plan), None, None
     if not cached:
         table = teacher_table(other.shapes(), "full_shard", DType(dtype), plan.table)

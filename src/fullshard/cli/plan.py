@@ -131,8 +131,7 @@ def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> 
 
 def _fitted(resolved: Resolved) -> RunConfig:
     """The configuration with the length that a run of it has, whose weights are whole."""
-    from fullshard.models.build import check_weights
-    from fullshard.run.prepare import with_fitting_length
+    from fullshard.models.build import check_weights, with_fitting_length
 
     config = with_fitting_length(resolved).config
     check_weights(config)

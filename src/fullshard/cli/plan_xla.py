@@ -66,7 +66,7 @@ def plan_on_xla(
 
 def _to_dict(outlook: XlaOutlook, exact: Compiled | None, fit: Fit | None) -> dict[str, Any]:
     """What --json prints: the keys of a plan for torch, and `exact`."""
-    table = outlook.table
+    table = outlook.plan
     result: dict[str, Any] = {
         "fits": fit,
         "peak_bytes": {**table.peak_bytes, "device": outlook.peak_bytes},
@@ -106,7 +106,7 @@ def _moved(collectives: Any) -> dict[str, dict[str, int]]:
 def _print_outlook(outlook: XlaOutlook) -> None:
     from fullshard.planner.text import human_bytes
 
-    table = outlook.table
+    table = outlook.plan
     print(table.tree().partition("\na step's collectives")[0])
     print("memory of a device:")
     for row in outlook.rows:

@@ -217,8 +217,7 @@ def _show_plan(checked: CheckedRun) -> Outcome:
     """What would be run."""
     from fullshard.run.result import planned
 
-    prepared = checked.prepared
-    facts = prepared.dataset.facts
+    facts = checked.dataset.facts
     print(f"would train into {checked.output_dir}: {checked.resume.sentence(checked.output_dir)}")
     print(
         f"data: {facts.origin}: {facts.num_train_tokens:,} tokens to train on, "
@@ -229,5 +228,5 @@ def _show_plan(checked: CheckedRun) -> Outcome:
     if facts.baseline is not None:
         print(f"interpolated bigram: {facts.baseline.nats:.4f} nats a token")
     print(checked.view.plan.tree())
-    told = planned(checked.view, prepared.steps)
+    told = planned(checked.view, checked.steps)
     return Outcome({"run_dir": checked.output_dir, "planned": told})

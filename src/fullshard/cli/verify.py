@@ -22,7 +22,7 @@ from fullshard.cli.words import (
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fullshard.verify.check import Prepared, Verdict
+    from fullshard.verify.check import PreparedCheck, Verdict
 
 app = typer.Typer()
 
@@ -73,7 +73,7 @@ def verify(
     return _outcome(prepared, verdict)
 
 
-def _outcome(prepared: Prepared, verdict: Verdict) -> Outcome:
+def _outcome(prepared: PreparedCheck, verdict: Verdict) -> Outcome:
     """Show the table and the verdict; 8 where anything differs, 1 where a fault was not seen."""
     from fullshard.launch.exit_codes import ExitCode
 
@@ -93,7 +93,7 @@ def _outcome(prepared: Prepared, verdict: Verdict) -> Outcome:
     return Outcome(result, ExitCode.OK if fault is None else ExitCode.UNEXPECTED)
 
 
-def _sentence(prepared: Prepared, verdict: Verdict) -> str:
+def _sentence(prepared: PreparedCheck, verdict: Verdict) -> str:
     plan, job = prepared.plan, prepared.job
     what = f"{plan.model_kind} under {plan.strategy} on {job.world_size} ranks"
     if verdict.diagnosis is not None:
@@ -103,7 +103,7 @@ def _sentence(prepared: Prepared, verdict: Verdict) -> str:
     return f"EQUAL  {what} computes what one process computes ({verdict.time_s:.0f} s)."
 
 
-def _print_prepared(prepared: Prepared) -> None:
+def _print_prepared(prepared: PreparedCheck) -> None:
     facts = prepared.facts()
     mesh = facts["mesh"]
     print(

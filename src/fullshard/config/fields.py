@@ -117,7 +117,7 @@ class Number:
     def expected(self, *, whole: bool) -> str:
         """`an integer >= 1`, `a number > 0 and < 1`."""
         bounds = [
-            f"{sign} {bound:.12g}"
+            f"{sign} {bound:,.12g}"
             for sign, bound in ((">=", self.at_least), (">", self.above), ("<", self.below))
             if bound is not None
         ]

@@ -84,7 +84,6 @@ WITHOUT_EFFECT: Mapping[str, Rule] = {
     "use_mps_device": lost("Apple's GPUs are not used", False),
     "skip_memory_metrics": no_effect("metrics.jsonl has the memory of every step"),
     **each("optimizer_in_backward optimizer_in_bwd", lost(_UPDATES, False)),
-    "tf32": lost("matrix products of float32 follow torch's own setting", False),
     "torch_compile": lost(_COMPILE, False),
     **each("torch_compile_backend torch_compile_mode", lost(_COMPILE, None)),
     "use_liger_kernel": lost(_KERNELS, False),

@@ -2,6 +2,7 @@
 
     strategy                          sharding.strategy
     training.bf16, training.fp16      sharding.param_dtype: bfloat16, float16
+    training.tf32                     training.matmul_precision: high
     training.gradient_checkpointing   sharding.activation_checkpointing: block
     training.activation_checkpointing                 (its name in transformers 5)
     training.ddp_timeout              launch.timeout
@@ -87,6 +88,7 @@ MOVES = (
     *(Move(f"training.{name}", f"sft.{name}") for name in SFT_NAMES),
     Move("training.bf16", "sharding.param_dtype", on="bfloat16"),
     Move("training.fp16", "sharding.param_dtype", on="float16"),
+    Move("training.tf32", "training.matmul_precision", on="high", off="highest"),
     Move("training.gradient_checkpointing", _RECOMPUTE, on="block", off="none"),
 )
 

@@ -67,6 +67,7 @@ _XLA = (
 _XLA_TRAINING = (
     NotYet("optim", "Use adamw_torch or sgd, or backend: torch", BY_OWNER),
     *(NotYet(key, "Leave it out") for key in ("ema_decay", "max_skipped_steps")),
+    NotYet("matmul_precision", "Leave it out"),
     NotYet("per_device_train_batch_size", "Write a number", (0,)),
 )
 _XLA_LORA = NotYet("lora", "Leave it out, or use backend: torch")

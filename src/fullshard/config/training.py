@@ -25,6 +25,7 @@ from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.values import (
     IntervalStrategy,
     LrSchedule,
+    MatmulPrecision,
     Optimizer,
     Tracker,
     did_you_mean,
@@ -205,6 +206,13 @@ class TrainingConfig(Section):
 
     fp16: Flag | None = None
     """true: sharding.param_dtype is float16, and the loss is scaled. None: sharding decides."""
+
+    matmul_precision: Word[MatmulPrecision] | None = None
+    """highest | high | medium: precision of float32 matrix products on every rank
+    (torch.set_float32_matmul_precision; high is TF32 on NVIDIA GPUs). None: torch's own setting."""
+
+    tf32: Flag | None = None
+    """true: matmul_precision is high. None: matmul_precision decides."""
 
     gradient_checkpointing: Flag | None = None
     """true: sharding.activation_checkpointing is block. None: sharding decides."""

@@ -127,6 +127,14 @@ class LrSchedule(StrEnum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
+class MatmulPrecision(StrEnum):
+    """How exactly float32 matrix products are computed: torch.set_float32_matmul_precision."""
+
+    HIGHEST = "highest"  # float32
+    HIGH = "high"  # TF32 on NVIDIA GPUs
+    MEDIUM = "medium"  # bfloat16
+
+
 class DistillLoss(StrEnum):
     """How far a student is from its teacher."""
 
@@ -160,7 +168,7 @@ class Optimizer(StrEnum):
 BY_OWNER = (Optimizer.MUON, Optimizer.ADAFACTOR, Optimizer.ADAMW_BNB_8BIT)
 
 
-# ---- spellings: one table per enum; the values of an enum are spellings of themselves -----------
+# ---- spellings: a table per enum that has any beyond the values of its members ------------------
 
 SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
     Strategy: {
@@ -199,10 +207,7 @@ SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
         "f16": DType.FLOAT16,
         "half": DType.FLOAT16,
     },
-    Transport: {},
     GradReduction: {"avg": GradReduction.MEAN, "average": GradReduction.MEAN},
-    Reduction: {},
-    GradSync: {},
     WrapKind: {
         "transformer_based_wrap": WrapKind.TRANSFORMER,
         "transformer_based": WrapKind.TRANSFORMER,
@@ -229,7 +234,7 @@ SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
         "step": IntervalStrategy.STEPS,
         "epochs": IntervalStrategy.EPOCH,
     },
-    LrSchedule: {},
+    MatmulPrecision: {"float32": MatmulPrecision.HIGHEST, "tf32": MatmulPrecision.HIGH},
     Optimizer: {
         "adamw": Optimizer.ADAMW_TORCH,
         "adamw_hf": Optimizer.ADAMW_TORCH,
@@ -340,7 +345,7 @@ def parse_recompute(value: object, key: str) -> Recompute:
 def spellings(enum_cls: type[EnumT]) -> dict[str, EnumT]:
     """Every accepted word of an enum, in lower case with `_`, and what it means."""
     table = {member.value: member for member in enum_cls}
-    for word, member in SPELLINGS[enum_cls].items():
+    for word, member in SPELLINGS.get(enum_cls, {}).items():
         assert isinstance(member, enum_cls)
         table[word] = member
     return table

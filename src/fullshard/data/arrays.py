@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fullshard.data.order import Indices
-from fullshard.errors import DataError
+from fullshard.errors import DataError, untrusted
 
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -115,13 +115,10 @@ def tokens_in(file: Path, dtype: str | None) -> TokenFile:
     Raises:
         DataError: It is no such file, or its own dtype is another one.
     """
-    try:
+    with untrusted(
+        f"data.path: '{file}'", "an array of tokens", DataError, "Write it again, or name another."
+    ):
         found, says = _npy(file) if file.suffix.lower() == ".npy" else _bin(file, dtype)
-    except (OSError, ValueError, struct.error) as error:
-        raise DataError(
-            f"data.path: expected an array of tokens, got '{file}' that cannot be read ({error}). "
-            "Write it again, or name another file."
-        ) from error
     if dtype not in (None, found.dtype):
         raise DataError(
             f"data.dtype: expected {found.dtype}, which {says} of '{file}' says, got {dtype}. "

@@ -14,9 +14,9 @@ Without packing a row is one example.
 
 [Note: prepared chat data]
 The result is cached in ~/.cache/fullshard/chats/KEY/ (XDG_CACHE_HOME moves it). KEY is the checksum
-of all that the result depends on: the files' bytes, the tokenizer, the template, the settings and
-our version. The cache is read and written before the ranks start, and a folder appears by one
-rename, so nothing waits for it.
+of all that the result depends on: the files' names, sizes and times of change, the tokenizer, the
+template, the settings and our version. The cache is read and written before the ranks start, and a
+folder appears by one rename, so nothing waits for it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ import os
 import shutil
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from fullshard import __version__
 from fullshard.config.environment import cache_folder
 from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
 from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.data.dataset import DatasetFacts, fingerprint_of, read_facts, save_facts
+from fullshard.data.dataset import IGNORED, DatasetFacts, fingerprint_of, read_facts, save_facts
 from fullshard.data.order import Indices
-from fullshard.data.tokenizer import Tokens, token_dtype
+from fullshard.data.records import identity
+from fullshard.data.tokenize import digest
+from fullshard.data.tokenizer import Tokens, token_dtype, words_of
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class ChatSettings:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExampleRows:
     """Rows of whole examples; the arrays are those of the module's docstring."""
 
     tokens: Tokens
@@ -98,7 +100,9 @@ class Rows:
         return list(itertools.pairwise(bounds))
 
     @classmethod
-    def of(cls, found: Sequence[Encoded], members: Sequence[Sequence[int]], vocab: int) -> Rows:
+    def of(
+        cls, found: Sequence[Encoded], members: Sequence[Sequence[int]], vocab: int
+    ) -> ExampleRows:
         """Rows of encoded examples; `members` says which each row has."""
         ordered = [found[index] for row in members for index in row]
         sizes = [len(one.ids) for one in ordered]
@@ -118,7 +122,7 @@ class Rows:
             np.save(folder / f"{name}.npy", array)
 
     @classmethod
-    def load(cls, folder: Path) -> Rows:
+    def load(cls, folder: Path) -> ExampleRows:
         """Maps what `save` wrote."""
         names = ("tokens", "learned", "examples", "rows")
         return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
@@ -133,10 +137,55 @@ class ChatDataset:
     """
 
     facts: DatasetFacts
-    train: Rows
-    held_out: Rows
+    train: ExampleRows
+    held_out: ExampleRows
     samples: tuple[list[int], ...]
     tokenizer: PreTrainedTokenizerBase
+
+    labels_per_row: ClassVar[None] = None  # answers have lengths of their own
+
+    @property
+    def row_length(self) -> int:
+        """Length that rows are padded to on XLA."""
+        return max(2, self.facts.sequence_length)
+
+    @cached_property
+    def lengths(self) -> Indices:
+        """Tokens of each training row."""
+        return self.train.lengths
+
+    def dealt(self, chosen: Indices) -> Indices:
+        """The rows of a step, in an order in which ranks wait little for each other."""
+        return dealt(chosen, self.lengths)
+
+    def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """Rows, padded to the longest one; -1 is a row without labels.
+
+        [Note: documents]
+        transformers starts a new document wherever `position_ids` fall, and no token attends to
+        another document. The padding is a document of its own that is not learned. Rows of one
+        example need no position ids, because their padding stands behind them.
+        """
+        rows = self.held_out if held_out else self.train
+        members = [rows.examples_of(int(row)) if row >= 0 else [] for row in chosen]
+        sizes = [sum(stop - start for start, stop in documents) for documents in members]
+        shape, pad = (len(members), max(2, *sizes)), self.tokenizer.pad_token_id
+        ids = np.full(shape, pad if isinstance(pad, int) else 0, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        places = np.tile(np.arange(shape[1]), (shape[0], 1))
+        for at, documents in enumerate(members):
+            cursor = 0
+            for start, stop in documents:
+                here = slice(cursor, cursor + stop - start)
+                ids[at, here] = rows.tokens[start:stop]
+                labels[at, here] = np.where(rows.learned[start:stop], ids[at, here], IGNORED)
+                places[at, here] = np.arange(stop - start)
+                cursor = here.stop
+            places[at, cursor:] = np.arange(shape[1] - cursor)
+        arrays = {"input_ids": ids, "labels": labels}
+        if any(len(documents) > 1 for documents in members):
+            arrays["position_ids"] = places
+        return arrays
 
     def save(self, folder: Path) -> None:
         """Writes everything into a folder; the facts, last, say that it is whole."""
@@ -155,7 +204,7 @@ class ChatDataset:
         with np.load(folder / "samples.npz") as found:
             cuts: list[Any] = np.split(found["tokens"], found["bounds"][1:-1])
         samples = tuple(list(map(int, cut)) for cut in cuts if len(cut))
-        rows = [Rows.load(folder / name) for name in ("train", "held_out")]
+        rows = [ExampleRows.load(folder / name) for name in ("train", "held_out")]
         return cls(facts, rows[0], rows[1], samples, tokenizer)
 
 
@@ -240,19 +289,19 @@ def _cut(example: Encoded, settings: ChatSettings) -> Encoded:
     return Encoded(example.ids[:stop], [False, *example.learned[1:stop]][: len(example.ids)])
 
 
-def _rows(found: Sequence[Encoded], settings: ChatSettings, vocab: int) -> Rows:
+def _rows(found: Sequence[Encoded], settings: ChatSettings, vocab: int) -> ExampleRows:
     lengths = [len(example.ids) for example in found]
     if settings.packing:
         members = best_fit(lengths, settings.sequence_length)
     else:
         members = [[index] for index in range(len(found))]
-    return Rows.of(found, members, vocab)
+    return ExampleRows.of(found, members, vocab)
 
 
 def _notes(
     encoded: Sequence[Sequence[Encoded]],
     kept: Sequence[Sequence[Encoded]],
-    train: Rows,
+    train: ExampleRows,
     settings: ChatSettings,
 ) -> tuple[str, ...]:
     num_examples, num_kept = (sum(map(len, parts)) for parts in (encoded, kept))
@@ -312,9 +361,6 @@ def dealt(chosen: Indices, lengths: Indices) -> Indices:
     return sorted_rows
 
 
-PIECE = 1 << 20
-
-
 def cached(
     data: Examples,
     settings: ChatSettings,
@@ -339,25 +385,14 @@ def cached(
 
 
 def _key(data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerBase) -> str:
-    checksum = xxhash.xxh3_128()
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    special = repr(tokenizer.special_tokens_map)
-    for text in (__version__, repr(settings), words, special, repr(tokenizer.chat_template)):
-        checksum.update(f"{len(text)}:{text}".encode())
-    if data.files is None:
-        checksum.update(repr(data.examples).encode())
-    for piece in _bytes(data):
-        checksum.update(piece)
-    return checksum.hexdigest()
-
-
-def _bytes(data: Examples) -> Iterator[bytes]:
-    """Names and contents of all files."""
-    for path in data.files.files if data.files else ():
-        inside: list[Path] = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in filter(Path.is_file, inside):
-            yield f"{file}:{file.stat().st_size}:".encode()
-            with file.open("rb") as opened:
-                while piece := opened.read(PIECE):
-                    yield piece
+    files = {str(file): identity(file) for file in data.files.files} if data.files else None
+    return digest(
+        [
+            __version__,
+            repr(settings),
+            words_of(tokenizer),
+            repr(tokenizer.special_tokens_map),
+            repr(tokenizer.chat_template),
+            files or repr(data.examples),
+        ]
+    )

@@ -143,16 +143,8 @@ def _encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, learned: Learne
 
 
 def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    try:
-        with _time_limit():
-            found: Any = tokenizer.apply_chat_template(
-                cast("Any", list(example.messages)),
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-    except Exception as error:  # templates raise what they like
-        raise _refused(example.place, error) from error
+    marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    found = _applied(tokenizer, example.messages, example.place, marks)
     return Encoded(list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
 
 
@@ -207,17 +199,31 @@ def _render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    try:
-        with _time_limit():
-            text = tokenizer.apply_chat_template(
-                cast("Any", list(messages)),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-    except Exception as error:  # templates raise what they like
-        raise _refused(place, error) from error
+    settings = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    text = _applied(tokenizer, messages, place, settings)
     assert isinstance(text, str), "one conversation is one text"
     return text
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    place: str,
+    settings: dict[str, bool],
+) -> Any:
+    """What the chat template makes of a conversation.
+
+    Raises:
+        DataError: The template refuses the conversation, or takes too long.
+    """
+    try:
+        with _time_limit():
+            return tokenizer.apply_chat_template(cast("Any", list(messages)), **settings)
+    except Exception as error:  # templates raise what they like
+        raise DataError(
+            f"data.path: expected a conversation that the chat template takes, got one at {place} "
+            f"that it refuses ({error}). Mend the record, or give sft.chat_template_path."
+        ) from error
 
 
 @contextmanager
@@ -241,13 +247,6 @@ def _time_limit() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
-
-
-def _refused(place: str, error: Exception) -> DataError:
-    return DataError(
-        f"data.path: expected a conversation that the chat template takes, got one at {place} that "
-        f"it refuses ({error}). Mend the record, or give sft.chat_template_path."
-    )
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -12,12 +12,14 @@ import numpy as np
 import xxhash
 
 from fullshard.data.bigram import Baseline
+from fullshard.data.order import Indices
 from fullshard.engine.hugging_face import read_tokenizer
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
 FACTS = "dataset.json"
 TOKENIZER = "tokenizer"
 
@@ -57,7 +59,7 @@ class DatasetFacts:
     mixture: tuple[tuple[int, int], ...] = ()
 
 
-class Prepared(Protocol):
+class PreparedData(Protocol):
     """Data that ranks can train on."""
 
     @property
@@ -65,6 +67,29 @@ class Prepared(Protocol):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def labels_per_row(self) -> int | None:
+        """Label tokens of a row; None where rows differ."""
+        ...
+
+    @property
+    def row_length(self) -> int | None:
+        """Length that rows are padded to on XLA; None where all have the same length."""
+        ...
+
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each training row."""
+        ...
+
+    def dealt(self, chosen: Indices) -> Indices:
+        """The rows of a step, (accumulation, world_size, per_device), in the order for ranks."""
+        ...
+
+    def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """`input_ids`, `labels` and other inputs of some rows; -1 is a row without labels."""
+        ...
 
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""

@@ -15,18 +15,19 @@ import codecs
 import glob
 import itertools
 import json
-import os
+import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fullshard.config.regular import did_you_mean_path
 from fullshard.data.arrays import tokens_in
-from fullshard.errors import DataError
+from fullshard.errors import DataError, untrusted
 
 
 class Kind(StrEnum):
@@ -214,10 +215,10 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def whole(file: Path, kind: Kind, dtype: str | None = None) -> Span:
     """The span of a whole file; `dtype` is data.dtype, of arrays."""
-    with _readable(file):
+    with _reading(file):
         if kind is Kind.JSON:
             kind = Kind.JSON if _begins_list(file) else Kind.JSONL
-        size = sum(one.st_size for one in stats(file))
+        size = sum(num_bytes for num_bytes, *_ in identity(file))
         match kind:
             case Kind.TEXT | Kind.JSONL:
                 stop = size
@@ -233,9 +234,13 @@ def whole(file: Path, kind: Kind, dtype: str | None = None) -> Span:
     return Span(file, kind, 0, stop, size)
 
 
-def stats(file: Path) -> list[os.stat_result]:
-    """What the system says of a file, or of those in a folder of datasets."""
-    return [one.stat() for one in ([file] if file.is_file() else sorted(file.rglob("*")))]
+def identity(file: Path) -> list[tuple[int, int, int]]:
+    """Size and times of change of a file, or of each file in a folder of datasets.
+
+    They differ after any change: nobody can set the last of them back.
+    """
+    found = (one.stat() for one in ([file] if file.is_file() else sorted(file.rglob("*"))))
+    return [(one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
 
 
 def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[Record]:
@@ -244,37 +249,26 @@ def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[R
     Raises:
         DataError: The file cannot be read; names the line.
     """
-    with _readable(span.file):
-        if span.kind is Kind.JSONL:
-            yield from _read_jsonl(span)
-            return
-        values = _values(span, columns)
+    with _reading(span.file):
+        match span.kind:
+            case Kind.JSONL:
+                yield from _read_jsonl(span)
+                return
+            case Kind.PARQUET:
+                values = _read_parquet(span, columns)
+            case Kind.DATASETS:
+                found = _open_datasets(span.file)
+                found = found.select_columns(list(columns)) if columns else found
+                values = found.select(range(span.start, span.stop))
+            case _:
+                values = _read_list(span.file)[span.start : span.stop]
         for number, value in enumerate(values, start=span.start):
             yield Record(value, span, number)
 
 
-def _values(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
-    match span.kind:
-        case Kind.PARQUET:
-            yield from _read_parquet(span, columns)
-        case Kind.DATASETS:
-            found = _open_datasets(span.file)
-            found = found.select_columns(list(columns)) if columns else found
-            yield from found.select(range(span.start, span.stop))
-        case _:
-            yield from _read_list(span.file)[span.start : span.stop]
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """Raises DataError for what the system or a parser says of a file."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"data.path: expected a file that can be read, got '{file}' "
-            f"({type(error).__name__}: {error}). Replace the file or name another."
-        ) from error
+def _reading(file: Path, what: str = "a file that can be read") -> AbstractContextManager[None]:
+    """Raises DataError for any error of the system or a parser inside the block."""
+    return untrusted(f"data.path: '{file}'", what, DataError, "Write it again, or name another.")
 
 
 def read_text(span: Span) -> Iterator[str]:
@@ -286,7 +280,7 @@ def read_text(span: Span) -> Iterator[str]:
         DataError: It is no UTF-8, or a tenth of it is zero; names the byte and the line.
     """
     decoder, left, held = codecs.getincrementaldecoder("utf-8")(), span.stop - span.start, ""
-    with _readable(span.file), span.file.open("rb") as opened:
+    with _reading(span.file), span.file.open("rb") as opened:
         opened.seek(span.start)
         while left:
             read = opened.read(min(PIECE, left))
@@ -338,37 +332,30 @@ def line_start(file: Path, place: int, *, within: int | None = None) -> int:
     """Where the line begins in which a byte stands.
 
     Args:
-        file: A file of lines.
-        place: Offset of the byte; what begins a line is its own place.
-        within: How far back to look; without a line there, the place itself will do, or where its
-            character begins.
+        file: A file of lines, not empty.
+        place: Offset of the byte; a byte that begins a line is its own place.
+        within: How far back to look, in bytes. If no line begins there, the place itself is
+            returned, or the byte with which its character begins.
     """
-    begin, least = place, 0 if within is None else max(0, place - within)
-    with file.open("rb") as opened:
-        while begin > least:
-            begin, end = max(least, begin - PIECE), begin
-            opened.seek(begin)
-            at = opened.read(end - begin).rfind(b"\n")
-            if at >= 0:
-                return begin + at + 1
-        if within is None:
-            return 0
-        opened.seek(begin := max(0, place - 3))
-        around = opened.read(place - begin + 1)
-    while place > begin and around[place - begin] & 0xC0 == 0x80:
-        place -= 1
-    return place
+    least = 0 if within is None else max(0, place - within)
+    with _mapped(file) as data:
+        at = data.rfind(b"\n", least, place)
+        if at >= 0 or within is None:
+            return at + 1
+        starts = (at for at in range(place, max(-1, place - 4), -1) if data[at] & 0xC0 != 0x80)
+        return next(starts, place)
 
 
 def next_line(file: Path, place: int) -> int:
-    """Where the next line begins after a byte; the end of the file where there is none."""
-    with file.open("rb") as opened:
-        opened.seek(place)
-        while read := opened.read(PIECE):
-            at = read.find(b"\n")
-            if at >= 0:
-                return opened.tell() - len(read) + at + 1
-        return opened.tell()
+    """Where the next line begins after a byte; the end of the file if it is the last one."""
+    with _mapped(file) as data:
+        return data.find(b"\n", place) + 1 or len(data)
+
+
+@contextmanager
+def _mapped(file: Path) -> Iterator[mmap.mmap]:
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
 
 
 def _read_jsonl(span: Span) -> Iterator[Record]:
@@ -444,27 +431,27 @@ def _read_list(file: Path) -> list[Any]:
         ) from error
 
 
-def open_parquet(file: Path) -> Any:
-    """A parquet file, to be closed by the caller.
+def _library(name: str, file: Path) -> Any:
+    """A library that reading a file needs; raises DataError where it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"data.path: reading '{file}' needs {name.partition('.')[0]}, which is not installed. "
+            "Run pip install 'fullshard[data]'."
+        ) from error
+
+
+@contextmanager
+def open_parquet(file: Path) -> Iterator[Any]:
+    """A parquet file, open inside the block.
 
     Raises:
         DataError: It is none, or pyarrow is missing.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError(
-            f"data.path: reading '{file}' needs pyarrow, which is not installed. "
-            "Run pip install 'fullshard[data]'."
-        ) from error
-    try:
-        return parquet.ParquetFile(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(
-            f"data.path: expected a parquet file, got '{file}' that cannot be read ({error}). "
-            "Write it again."
-        ) from error
+    parquet = _library("pyarrow.parquet", file)
+    with _reading(file, "a parquet file"), parquet.ParquetFile(file) as reader:
+        yield reader
 
 
 def row_groups(file: Path) -> list[int]:
@@ -491,20 +478,9 @@ def _read_parquet(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
 
 def _open_datasets(folder: Path) -> Any:
     """What `save_to_disk` wrote, mapped; of several splits the one called train."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"data.path: reading '{folder}' needs datasets, which is not installed. "
-            "Run pip install 'fullshard[data]'."
-        ) from error
-    try:
+    datasets = _library("datasets", folder)
+    with _reading(folder, "a folder that save_to_disk of datasets wrote"):
         found: Any = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"data.path: expected a folder of datasets, got '{folder}' that cannot be read "
-            f"({error}). Write it again with save_to_disk."
-        ) from error
     if isinstance(found, dict):
         if SPLIT not in found:
             raise DataError(

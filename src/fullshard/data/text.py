@@ -27,14 +27,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from fullshard.config.environment import cache_folder
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
 from fullshard.data.bigram import Baseline, interpolated_bigram
-from fullshard.data.dataset import DatasetFacts, save_facts
+from fullshard.data.dataset import IGNORED, DatasetFacts, save_facts
+from fullshard.data.order import Indices
 from fullshard.data.records import (
     Files,
     Kind,
@@ -45,7 +46,13 @@ from fullshard.data.records import (
     open_parquet,
 )
 from fullshard.data.tokenize import Made, Settings, digest, missing_column, pieces, shards, tokenize
-from fullshard.data.tokenizer import encoder_of, numbers_tokenizer, token_dtype, train_tokenizer
+from fullshard.data.tokenizer import (
+    encoder_of,
+    numbers_tokenizer,
+    token_dtype,
+    train_tokenizer,
+    words_of,
+)
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -121,6 +128,27 @@ class Dataset:
     held_out: Rows
     tokenizer: PreTrainedTokenizerBase
 
+    row_length: ClassVar[None] = None
+
+    @property
+    def labels_per_row(self) -> int:
+        """A sequence predicts all its tokens but the first."""
+        return self.train.length - 1
+
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each training row."""
+        return np.full(len(self.train), self.train.length, dtype=np.int64)
+
+    def dealt(self, chosen: Indices) -> Indices:
+        """The rows of a step as they are: all have the same length."""
+        return chosen
+
+    def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
+        """Input ids and labels of some rows; -1 is a row without labels."""
+        ids = (self.held_out if held_out else self.train).take(np.maximum(chosen, 0))
+        return {"input_ids": ids, "labels": np.where(chosen[:, None] < 0, IGNORED, ids)}
+
     def save(self, folder: Path) -> None:
         """Writes what ranks need into a folder: links to tokens of ours, paths of others'."""
         save_facts(folder, KIND, self.facts, self.tokenizer)
@@ -190,6 +218,7 @@ def make_dataset(
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out, length)
     mixture = _mixture(sources, train.sizes)
+    sums = [[[one.checksum for one in part] for part in both] for both in made]
     facts = DatasetFacts(
         origin=" + ".join(source.origin for source in sources),
         sequence_length=length,
@@ -202,7 +231,7 @@ def make_dataset(
         baseline=_baseline(train, held_out, len(tokenizer)) if settings.baseline else None,
         prompt=_prompt(held_out if len(held_out) else train, tokenizer),
         notes=(*notes, *_said(sources, mixture)),
-        fingerprint=_fingerprint(made, mixture, length),
+        fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
     )
     return Dataset(facts, train, held_out, tokenizer)
@@ -281,8 +310,7 @@ def _tokens(
             _check_dtype(file, array.dtype, vocab_size)
     found = [shards(part, arrays) for part in parts]
     how = Settings(text, end, source.text_column, vocab_size, dtype.name)
-    words = text or repr(sorted(tokenizer.get_vocab().items()))
-    key = digest([VERSION, words, asdict(replace(how, tokenizer=""))])
+    key = digest([VERSION, words_of(tokenizer), asdict(replace(how, tokenizer=""))])
     made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
     return made[: len(found[0])], made[len(found[0]) :]
 
@@ -320,7 +348,7 @@ def _new_tokenizer(
     every = max(1, math.ceil(sum(shard.num_bytes for shard, _ in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
-    texts = (text for one in found[::every] for text, _ in pieces(*one))
+    texts = (text for one in found[::every] for text in pieces(*one) if text is not None)
     return train_tokenizer(texts, settings.vocab_size)
 
 
@@ -350,15 +378,6 @@ def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> It
             f"{source.origin}: {places:,} of an epoch's sequences, "
             f"{places / size:.2f} times what it has"
         )
-
-
-def _fingerprint(
-    made: Sequence[tuple[list[Made], list[Made]]],
-    mixture: tuple[tuple[int, int], ...],
-    length: int,
-) -> str:
-    sums = [[[one.checksum for one in part] for part in both] for both in made]
-    return digest([VERSION, length, mixture, sums])
 
 
 def _baseline(train: Rows, held_out: Rows, vocab_size: int) -> Baseline | None:

@@ -41,11 +41,11 @@ from fullshard.data.records import (
     Kind,
     Record,
     Span,
+    identity,
     line_start,
     read_records,
     read_text,
     row_groups,
-    stats,
 )
 from fullshard.errors import DataError
 
@@ -100,9 +100,8 @@ class Shard:
     def name(self) -> str:
         """The checksum of all that it depends on besides the settings."""
         told = [asdict(span) | {"file": str(span.file)} for span in self.spans]
-        for span, row in zip(self.spans, told, strict=True):
-            row["times"] = [(s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats(span.file)]
-        return digest([told, self.tokens and asdict(self.tokens)])
+        files = [identity(span.file) for span in self.spans]
+        return digest([told, files, self.tokens and asdict(self.tokens)])
 
 
 @dataclass(frozen=True)
@@ -289,30 +288,24 @@ def _read(file: Path) -> Made:
 # ---- from text to tokens -------------------------------------------------------------------------
 
 
-def pieces(shard: Shard, how: Settings) -> Iterator[tuple[str, bool]]:
-    """The documents of a shard in pieces, and whether a piece is the last of its document.
+def pieces(shard: Shard, how: Settings) -> Iterator[str | None]:
+    """The documents of a shard in pieces; None after the last piece of each document.
 
     Raises:
         DataError: A record has no such text; names its place.
     """
     for span in shard.spans:
         if span.kind is Kind.TEXT:
-            ends = span.stop == span.file.stat().st_size
-            yield from _with_last(read_text(span), ends=ends)
+            text = ""
+            for text in read_text(span):
+                yield text
+            if text and span.stop == span.file.stat().st_size:
+                yield None
             continue
         for record in read_records(span, [how.text_column]):
-            text = _text_of(record, how.text_column)
-            yield from _with_last(cut(text) if text else (), ends=True)
-
-
-def _with_last(texts: Iterable[str], *, ends: bool) -> Iterator[tuple[str, bool]]:
-    held = ""
-    for text in texts:
-        if held:
-            yield held, False
-        held = text
-    if held:
-        yield held, ends
+            if text := _text_of(record, how.text_column):
+                yield from cut(text)
+                yield None
 
 
 def cut(document: str) -> Iterator[str]:
@@ -327,30 +320,29 @@ def cut(document: str) -> Iterator[str]:
 
 
 def encode(
-    encoder: Encoder, texts: Iterable[tuple[str, bool]], end: Sequence[int]
+    encoder: Encoder, texts: Iterable[str | None], end: Sequence[int]
 ) -> Iterator[Sequence[int]]:
-    """Token ids piece by piece; the last piece of each document is closed by `end`.
+    """Token ids piece by piece, and `end` where a document ends (None among the pieces).
 
     About `PIECE_CHARACTERS` are encoded at a time, so that a large corpus is never held as Python
     integers.
     """
-    batch: list[tuple[str, bool]] = []
+    for batch in _batched(texts):
+        found = [text for text in batch if text is not None]
+        ids = iter(encoder(found) if found else ())
+        yield from (end if text is None else next(ids) for text in batch)
+
+
+def _batched(texts: Iterable[str | None]) -> Iterator[list[str | None]]:
+    batch: list[str | None] = []
     size = 0
-    for piece in texts:
-        batch.append(piece)
-        size += len(piece[0])
+    for text in texts:
+        batch.append(text)
+        size += len(text or "")
         if size >= PIECE_CHARACTERS:
-            yield from _encode(encoder, batch, end)
+            yield batch
             batch, size = [], 0
-    if batch:
-        yield from _encode(encoder, batch, end)
-
-
-def _encode(
-    encoder: Encoder, batch: list[tuple[str, bool]], end: Sequence[int]
-) -> Iterator[Sequence[int]]:
-    for (_, is_last), ids in zip(batch, encoder([text for text, _ in batch]), strict=True):
-        yield [*ids, *end] if is_last else ids
+    yield batch
 
 
 def _text_of(found: Record, text_column: str) -> str:

@@ -115,6 +115,12 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Encoder, str]:
     return encode, ""
 
 
+def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Text that is equal for tokenizers that make the same tokens."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    return repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+
+
 def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
     """Shows tokens whose tokenizer nobody named as their numbers: "17 4 230"."""
     from tokenizers import Tokenizer, models, pre_tokenizers

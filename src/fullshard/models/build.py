@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,9 @@ from fullshard.models.config import (
     config_from_settings,
     fit_to_tokenizer,
     freeze,
+    num_positions,
+    quiet_libraries,
+    require_transformers,
 )
 from fullshard.models.lora import PROJECTION, AdaptedWeights, add_adapters
 from fullshard.models.student import is_cut, student_config
@@ -31,6 +36,10 @@ from fullshard.outlook.memory import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from fullshard.config.load import Resolved
+
+logger = logging.getLogger(__name__)
 
 _OTHER_WEIGHTS = ("*.gguf", "*.msgpack", "*.h5", "consolidated*.pth")
 DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
@@ -81,6 +90,34 @@ def model_config_of(
             theirs = config_from_folder(config.teacher, "teacher").get_text_config()
             check_vocabulary("teacher", theirs.vocab_size, tokenizer)
     return model_config
+
+
+def with_fitting_length(resolved: Resolved) -> Resolved:
+    """Shortens a `max_seq_length` that nobody set to the positions of the model and its teacher.
+
+    Raises:
+        ConfigError: Somebody set it, and a model has fewer positions.
+    """
+    require_transformers()
+    quiet_libraries()
+    config = resolved.config
+    models = {"model": given_model_config(config)}
+    if config.teacher is not None and config.teacher.name_or_path is not None:
+        models["teacher"] = config_from_folder(config.teacher, "teacher")
+    length = config.training.max_seq_length
+    limits = {name: num_positions(found) or length for name, found in models.items()}
+    name = min(limits, key=lambda name: limits[name])
+    if limits[name] >= length:
+        return resolved
+    limit = f"{limits[name]} (the {name}'s max_position_embeddings)"
+    if resolved.is_chosen("training.max_seq_length"):
+        raise ConfigError(
+            f"training.max_seq_length: expected at most {limit}, got {length}. Lower it or leave "
+            "it out."
+        )
+    logger.info("max_seq_length: %s; the default is %d", limit, length)
+    training = config.training.model_copy(update={"max_seq_length": limits[name]})
+    return replace(resolved, config=config.model_copy(update={"training": training}))
 
 
 def weights_folder(config: RunConfig) -> Path | None:

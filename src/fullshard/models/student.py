@@ -10,28 +10,27 @@ Weights are copied tensor by tensor from the teacher's files, so that nobody hol
 from __future__ import annotations
 
 import copy
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from fullshard.config.schema import DistillConfig
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import ConfigError
+from fullshard.formats.hugging_face import open_safetensors
+from fullshard.formats.source import Entry
+from fullshard.formats.to_hugging_face import ExportSettings, write_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FILE_BYTES = 4 << 30  # of the student's weights, at most
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.weight$")
@@ -154,70 +153,39 @@ def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: Dist
 
 
 def write_student(teacher: Path, folder: Path, config: PretrainedConfig, kept: Kept) -> None:
-    """Copies what is kept from the teacher's files into a folder of the student's own.
+    """Copies what is kept from the teacher's files into the student's folder, config.json last.
 
     Raises:
         ConfigError: The teacher has no safetensors.
     """
+    if not any((teacher / file).is_file() for file in (ONE_FILE, INDEX)):
+        raise ConfigError(
+            f"teacher: expected {ONE_FILE} or {INDEX} in '{teacher}', got neither. "
+            "Save the teacher with save_pretrained(FOLDER)."
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    weight_map: dict[str, str] = {}
-    pending: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        file = f"part-{len(set(weight_map.values())):05d}.safetensors"
-        save_file(pending, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(pending, file))
-        pending.clear()
-
-    for name, read in _tensors(teacher):
-        new = _new_name(name, kept)
-        if new is None:
-            continue
-        pending[new] = _cut(name, read(), kept)
-        if sum(value.nbytes for value in pending.values()) > FILE_BYTES:
-            flush()
-    flush()
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    with ExitStack() as closing:
+        whole = open_safetensors(teacher, closing).tensors
+        found = (_of_student(name, entry, kept) for name, entry in whole.items())
+        write_weights(dict(one for one in found if one is not None), folder, ExportSettings())
     config.save_pretrained(folder)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Names, and what reads them."""
-    files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"teacher: expected {ONE_FILE} or {INDEX} in '{folder}', got neither. "
-            "Save the teacher with save_pretrained(FOLDER)."
-        )
-    for path in files:
-        opened: Any = safe_open(path, framework="pt")
-        with opened as file:
-            for name in file.keys():  # noqa: SIM118  (no mapping)
-                yield name, partial(file.get_tensor, name)
-
-
-def _new_name(name: str, kept: Kept) -> str | None:
-    """The student's name of a tensor; None where it is not kept."""
-    layer = _LAYER.search(name)
+def _of_student(name: str, whole: Entry, kept: Kept) -> tuple[str, Entry] | None:
+    """The student's name and tensor for a tensor of the teacher; None where it is not kept."""
+    layer, expert = _LAYER.search(name), _EXPERT.search(name)
     if layer is None:
-        return name
-    number = int(layer.group(1))
+        return name, whole
+    number, entry = int(layer[1]), whole
     if number not in kept.layers:
         return None
-    expert = _EXPERT.search(name)
-    if expert is not None and number in kept.experts:
-        if int(expert.group(1)) not in kept.experts[number]:
+    experts = kept.experts.get(number)
+    if experts is not None and expert is not None:
+        if int(expert[1]) not in experts:
             return None
-        place = kept.experts[number].index(int(expert.group(1)))
-        name = _EXPERT.sub(f".experts.{place}.", name)
-    return _LAYER.sub(f".layers.{kept.layers.index(number)}.", name)
-
-
-def _cut(name: str, value: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """Of a router, the rows of the experts that are kept."""
-    layer = _LAYER.search(name)
-    if layer is None or _ROUTER.search(name) is None:
-        return value
-    experts = kept.experts.get(int(layer.group(1)))
-    return value if experts is None else value[list(experts)].clone()
+        name = _EXPERT.sub(f".experts.{experts.index(int(expert[1]))}.", name)
+    elif experts is not None and _ROUTER.search(name):  # a row for each expert
+        rows = list(experts)
+        shape = (len(rows), *whole.shape[1:])
+        entry = Entry(whole.dtype, shape, lambda: whole.read()[rows].clone())
+    return _LAYER.sub(f".layers.{kept.layers.index(number)}.", name), entry

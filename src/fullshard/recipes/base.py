@@ -19,7 +19,6 @@ tokens weigh too much.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from torch import nn
 
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import GradReduction
-from fullshard.data.dataset import DatasetFacts
+from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData
 from fullshard.data.order import Indices, SampleOrder, evaluation_samples
 from fullshard.transport import Transport
 
@@ -123,42 +122,34 @@ class RankTeam:
         return flat.cpu().reshape(self.world_size, len(values)).tolist()
 
 
-class Objective(Protocol):
-    """What is minimised."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        """Loss summed over the label tokens of a batch, and their number."""
-        ...
+# Loss summed over the label tokens of a batch, and their number.
+Objective = Callable[[nn.Module, Batch], tuple[torch.Tensor, int]]
 
 
-class WholeLogits:
+def whole_logits_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
     """The cross-entropy of the next tokens, from the logits of all tokens at once."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
+    return causal_lm_loss(model(**inputs_of(batch), use_cache=False).logits, batch["labels"])
 
 
-class RowBatches(ABC):
-    """Batches of one rank and what is learned of them; a kind of data adds what a row is.
+class RowBatches:
+    """Batches of one rank, and the objective that is learned from them.
 
     Args:
-        num_held_out: Held-out rows.
-        per_device_eval: Those that a rank takes at a time.
-        order: Which rows each step sees.
-        seat: Rank, and the device that batches go to.
+        data: Prepared data of the run.
+        per_device_eval: Held-out rows that a rank takes at a time.
+        order: Rows of each step.
+        seat: This rank, and the device that its batches go to.
     """
 
-    tokens_per_step: int | None = None
-    row_length: int | None = None  # what rows of several lengths are filled up to on XLA
-
     def __init__(
-        self, num_held_out: int, per_device_eval: int, order: SampleOrder, seat: Seat
+        self, data: PreparedData, per_device_eval: int, order: SampleOrder, seat: Seat
     ) -> None:
-        self._order = order
-        self._seat = seat
-        world_size = order.shape.world_size
-        self._evaluation = evaluation_samples(num_held_out, per_device_eval, world_size)
-        self.objective: Objective = WholeLogits()
+        self.data = data
+        self.objective: Objective = whole_logits_loss
+        self._order, self._seat = order, seat
+        self._evaluation = evaluation_samples(
+            data.facts.num_held_out_sequences, per_device_eval, order.shape.world_size
+        )
         self._thread = ThreadPoolExecutor(1, "fullshard batches")
         self._ahead: dict[int, Future[list[Batch]]] = {}
 
@@ -170,6 +161,11 @@ class RowBatches(ABC):
     def steps_per_epoch(self) -> int:
         return self._order.steps_per_epoch
 
+    @property
+    def tokens_per_step(self) -> int | None:
+        per_row = self.data.labels_per_row
+        return None if per_row is None else self.samples_per_step * per_row
+
     def micro_batches(self, step: int) -> list[Batch]:
         """Made by a thread during the step before, since the disk may be slow."""
         made = self._ahead.pop(step, None)
@@ -178,7 +174,7 @@ class RowBatches(ABC):
         return [self._placed(batch) for batch in batches]
 
     def _made(self, step: int) -> list[Batch]:
-        chosen = self._of_step(step)[:, self._seat.rank]
+        chosen = self.data.dealt(self._order.of_step(step))[:, self._seat.rank]
         return [self._batch(rows, held_out=False) for rows in chosen]
 
     def held_out(self) -> Iterable[Batch]:
@@ -186,14 +182,14 @@ class RowBatches(ABC):
             yield self._placed(self._batch(chosen, held_out=True))
 
     def train_rows(self, chosen: Indices) -> Batch:
-        """Some rows as a batch; -1 is an empty place."""
+        """Some training rows as a batch; -1 is an empty place."""
         return self._placed(self._batch(chosen, held_out=False))
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
-        return self.objective.loss(model, batch)
+        return self.objective(model, batch)
 
     def _batch(self, chosen: Indices, *, held_out: bool) -> Batch:
-        arrays = {**self._arrays(chosen, held_out=held_out), "rows": chosen.copy()}
+        arrays = {**self.data.arrays(chosen, held_out=held_out), "rows": chosen.copy()}
         counts = np.zeros(arrays["labels"].shape, dtype=bool)
         counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
         arrays[PREDICTED] = np.flatnonzero(counts)  # here, where it makes no GPU wait
@@ -206,19 +202,6 @@ class RowBatches(ABC):
         device = self._seat.device
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _of_step(self, step: int) -> Indices:
-        """Rows of an update: (accumulation, world_size, per_device)."""
-        return self._order.of_step(step)
-
-    @property
-    @abstractmethod
-    def train_lengths(self) -> Indices:
-        """Tokens of each training row."""
-
-    @abstractmethod
-    def _arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
-        """Arrays of a batch, by name; rows of -1 have labels that count nothing."""
-
 
 @dataclass(frozen=True)
 class RecipeKind:
@@ -230,8 +213,8 @@ class RecipeKind:
         uses_chats: (configuration) -> whether the run's data is chat data.
         check: (configuration, tokenizer) -> None; raises ConfigError before data is read.
         check_data: (configuration, facts of the data) -> None; raises DataError.
-        write: (configuration, facts, batches, seat) -> None, a collective: what is written in place
-            of a trained model.
+        write: (configuration, batches, seat) -> None, a collective: what is written in place of a
+            trained model.
         build: (configuration, the model's, batches, seat, the run's folder) -> the sharded model;
             the batches have their objective. A collective.
         xla_shapes: (configuration, width of a decoder) -> further arrays that are trained on XLA.
@@ -242,13 +225,12 @@ class RecipeKind:
     uses_chats: Callable[[RunConfig], bool] = lambda _: False
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
-    write: Callable[[RunConfig, DatasetFacts, RowBatches, Seat], None] | None = None
+    write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
     xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
     on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
 
 
 PREDICTED = "predicted"  # of a batch: the flat positions whose next token counts
-IGNORED = -100  # a label that counts nothing, as everywhere in torch and transformers
 
 
 def inputs_of(batch: Batch) -> Batch:

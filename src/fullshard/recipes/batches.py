@@ -1,8 +1,7 @@
-"""Batches by their data: what is made before the ranks start, and what each rank trains on.
+"""The data of a run: made once, before the ranks start, and mapped by every rank.
 
-            made once, in the command's process            on every rank
-    text    documents -> packed sequences                  PackedText
-    chat    conversations -> rows, some of it learned      Chats
+    text    documents -> packed sequences                  Dataset
+    chat    conversations -> rows, some of it learned      ChatDataset
 
 `fullshard train` is for text, `fullshard sft` for chat data; `fullshard distill` takes either.
 """
@@ -17,15 +16,11 @@ from fullshard.data.chat import read_examples
 from fullshard.data.chat_rows import KIND as CHAT
 from fullshard.data.chat_rows import ChatDataset, ChatSettings, cached, make_chat_dataset
 from fullshard.data.chat_template import Learned, set_template, texts_of
-from fullshard.data.dataset import Prepared, load_facts
-from fullshard.data.order import SampleOrder
+from fullshard.data.dataset import PreparedData, load_facts
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
-from fullshard.recipes.base import RowBatches, Seat
-from fullshard.recipes.pretrain.recipe import PackedText
 from fullshard.recipes.registry import Command
-from fullshard.recipes.sft.recipe import Chats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +31,7 @@ def make_data(
     command: Command,
     tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
-) -> Prepared:
+) -> PreparedData:
     """Reads, tokenizes and packs the data of a run.
 
     Args:
@@ -66,7 +61,7 @@ def make_data(
     return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
 
 
-def load_data(folder: Path, model: ModelConfig) -> Prepared:
+def load_data(folder: Path, model: ModelConfig) -> PreparedData:
     """Maps the prepared data of a run.
 
     Args:
@@ -78,14 +73,6 @@ def load_data(folder: Path, model: ModelConfig) -> Prepared:
     """
     kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
     return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)
-
-
-def make_recipe(data: Prepared, order: SampleOrder, per_device_eval: int, seat: Seat) -> RowBatches:
-    """What trains on prepared data, on this rank."""
-    if isinstance(data, ChatDataset):
-        return Chats(data, per_device_eval, order, seat)
-    assert isinstance(data, Dataset), "there are two kinds of data"
-    return PackedText(data, per_device_eval, order, seat)
 
 
 def _make_chats(

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
 from fullshard.errors import ConfigError
-from fullshard.recipes.base import Batch, cross_entropy, inputs_of, predicted_of
+from fullshard.recipes.base import Batch, Objective, cross_entropy, inputs_of, predicted_of
 
 # What answers in place of the head: (hidden, weight, bias) -> any tensor.
 Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -170,25 +170,23 @@ class Tokens:
         return states.flatten(0, 1).index_select(0, self.positions)
 
 
-class NextToken:
+def next_token(head: Head, chunk_size: int) -> Objective:
     """The objective of pre-training and fine-tuning: the cross-entropy of the next tokens.
 
     Args:
-        head: The model's, where that makes the loss.
+        head: The model's, which makes the loss.
         chunk_size: Tokens whose logits are held at a time.
     """
 
-    def __init__(self, head: Head, chunk_size: int) -> None:
-        self._head, self._chunk_size = head, chunk_size
-
-    def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
+    def objective(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         tokens = Tokens.of(batch)
 
         def loss(logits: torch.Tensor, rows: slice) -> torch.Tensor:
             return cross_entropy(logits, tokens.targets[rows])
 
-        total = self._head.loss(model, tokens, loss, self._chunk_size)
-        return total, len(tokens.targets)
+        return head.loss(model, tokens, loss, chunk_size), len(tokens.targets)
+
+    return objective
 
 
 def whole_logits(model: Any, config: RunConfig) -> str | None:
@@ -220,17 +218,8 @@ def chunked(
     Returns:
         The sum, in float32 at least. Its backward may run once.
     """
-    how = _How(loss, chunk_size, torch.is_grad_enabled())
+    how = (loss, chunk_size, torch.is_grad_enabled())
     return _Chunked.apply(hidden, weight, bias, how)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class _How:
-    """Arguments of `chunked`, and whether somebody will ask for gradients."""
-
-    loss: ChunkLoss
-    chunk_size: int
-    wants_gradients: bool
 
 
 class _Chunked(torch.autograd.Function):
@@ -242,30 +231,31 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        how: _How,
+        how: tuple[ChunkLoss, int, bool],
     ) -> torch.Tensor:
+        loss, chunk_size, wants_gradients = how
         exact = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
         inputs, is_half = (hidden, weight, bias), hidden.dtype is torch.float16
-        many = is_half or len(hidden) > MOST_ROUNDED * how.chunk_size
+        many = is_half or len(hidden) > MOST_ROUNDED * chunk_size
         kept = [
             torch.zeros_like(t, dtype=exact if wide else t.dtype)
-            if t is not None and t.requires_grad and how.wants_gradients
+            if t is not None and t.requires_grad and wants_gradients
             else None
             for t, wide in zip(inputs, (is_half, many, True), strict=True)
         ]
         scale = FP16_SCALE if is_half else 1.0
-        starts: Sequence[int] = range(0, len(hidden), how.chunk_size)
+        starts: Sequence[int] = range(0, len(hidden), chunk_size)
         if isinstance(hidden, FakeTensor) and len(starts) > MOST_TRACED:
             starts = [*starts[:2], starts[-1]]  # the others hold what the second does
         for start in starts:
-            rows = slice(start, min(start + how.chunk_size, len(hidden)))
+            rows = slice(start, min(start + chunk_size, len(hidden)))
             logits = F.linear(hidden[rows], weight, bias)
-            if not how.wants_gradients:
-                total += how.loss(logits, rows).to(exact)
+            if not wants_gradients:
+                total += loss(logits, rows).to(exact)
                 continue
             with torch.enable_grad():
-                part = how.loss(logits.requires_grad_(), rows)
+                part = loss(logits.requires_grad_(), rows)
                 (gradient,) = torch.autograd.grad(part * scale, logits)
             total += part.detach().to(exact)
             _add_products(kept, gradient, hidden[rows], weight, rows)

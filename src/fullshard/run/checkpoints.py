@@ -9,9 +9,7 @@ whole position: no sample is seen twice or left out, however many ranks go on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fullshard import saving
 from fullshard.config.environment import read_launch_environment
@@ -20,7 +18,7 @@ from fullshard.errors import ConfigError, PreemptedError
 from fullshard.launch.signals import Caught
 from fullshard.observe import watchdog
 from fullshard.run.folder import RunFolder
-from fullshard.run.loop import Patience
+from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.resume import POSITION, Resume
 from fullshard.run.schedule import StepPlan
 from fullshard.saving import SaveSettings
@@ -30,29 +28,12 @@ logger = logging.getLogger(__name__)
 SCALER, PATIENCE = "scaler", "patience"
 
 
-class Saved(Protocol):
-    """What checkpoints hold, on either engine."""
-
-    @property
-    def texts(self) -> Mapping[str, str]:
-        """Further files of a checkpoint, beside the tokenizer's and config.yaml."""
-        ...
-
-    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
-        """Save it, and values beside it. A collective."""
-        ...
-
-    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
-        """Load the newest usable checkpoint; its values with "step", its place. A collective."""
-        ...
-
-
-class RunCheckpoints:
-    """Saves a run's checkpoints in the background; a Keeper of the loop.
+class RunCheckpoints(Keeper):
+    """Saves a run's checkpoints in the background.
 
     Args:
         folder: Folder of the run.
-        saved: What they hold; the tokenizer's files make it one that can be exported.
+        trainee: What they hold; with the tokenizer's files a checkpoint can be exported.
         steps: When they are due.
         limit: Complete ones to keep; None: all.
         caught: Signals that tell this rank to save and end.
@@ -62,19 +43,19 @@ class RunCheckpoints:
     def __init__(
         self,
         folder: RunFolder,
-        saved: Saved,
+        trainee: Trainee,
         steps: StepPlan,
         limit: int | None,
         caught: Caught,
         patience: Patience,
     ) -> None:
         self._folder = folder
-        self._saved = saved
+        self._trainee = trainee
         self._steps = steps
         self._limit = limit
         self._caught = caught
         self._patience = patience
-        self._texts = {**tokenizer_texts(folder.data), **saved.texts}
+        self._texts = {**tokenizer_texts(folder.data), **trainee.texts}
 
     def asked_to_stop(self) -> bool:
         """Whether this rank was told to save and end."""
@@ -113,20 +94,17 @@ class RunCheckpoints:
 
         Raises:
             CheckpointError: None can be read, or it is of another model or optimizer.
+            ConfigError: The run asks for no more steps than the checkpoint has.
         """
         if resume.path is None:
             return 0
-        state, path = self._saved.load(resume.path)
+        state, path = self._trainee.load(resume.path)
         # Losses of another run, perhaps of other data, say nothing here.
         self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
         launch = read_launch_environment()
         if launch is None or launch.rank == 0:
             logger.info("resumed after step %s from %s", state["step"], path)
-        return self._check_done(int(state["step"] or 0), path, resume)
-
-    def _check_done(self, done: int, path: Path, resume: Resume) -> int:
-        """The finished steps, of which there are fewer than the run shall have."""
-        num_steps = self._steps.num_steps
+        done, num_steps = int(state["step"] or 0), self._steps.num_steps
         if done > num_steps or (done == num_steps and resume.required):
             raise ConfigError(
                 f"training.max_steps: expected more than the {done} steps of {path}; got "
@@ -140,7 +118,7 @@ class RunCheckpoints:
             texts[self._folder.config.name] = self._folder.config.read_text(encoding="utf-8")
         values = {POSITION: self._position(step), PATIENCE: self._patience.state_dict()}
         settings = SaveSettings(step=step, wait=wait, keep=self._limit, texts=texts)
-        self._saved.save(self._folder.checkpoints, values, settings)
+        self._trainee.save(self._folder.checkpoints, values, settings)
 
     def _position(self, step: int) -> dict[str, Any]:
         """See [Note: data position]."""

@@ -21,7 +21,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -50,63 +49,22 @@ class RunStatus(StrEnum):
 _GOING_ON = (RunStatus.PREPARING, RunStatus.RUNNING)
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run."""
+    """The folder of one run, and the paths of its files."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def model_ema(self) -> Path:
-        return self.path / "model_ema"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def adapter_ema(self) -> Path:
-        return self.path / "adapter_ema"
-
-    @property
-    def sample(self) -> Path:
-        return self.path / "sample.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.record = path / "run.json"
+        self.plan = path / "plan.json"
+        self.metrics = path / "metrics.jsonl"
+        self.report = path / "report.html"
+        self.data = path / "data"
+        self.model, self.model_ema = path / "model", path / "model_ema"
+        self.adapter, self.adapter_ema = path / "adapter", path / "adapter_ema"
+        self.sample = path / "sample.txt"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
 
     def read_record(self) -> dict[str, Any]:
         """The run's record; raises ConfigError where the folder holds none."""

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Protocol
 
-from fullshard.config.values import GradReduction, GradSync
 from fullshard.errors import DivergedError
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
 from fullshard.recipes.base import Batch, Recipe, Team
 from fullshard.run.schedule import Schedule
+from fullshard.saving import SaveSettings
 
 
-class Watcher(Protocol):
-    """Told of every step and evaluation, and of what the loop does now."""
+class Watcher:
+    """Receives every row of a run, and what the loop is doing; by default it ignores them."""
 
     def entered(self, phase: str, step: int) -> None: ...
 
@@ -34,33 +35,33 @@ class Watcher(Protocol):
 
     def saved(self, row: SaveRow) -> None: ...
 
-    def misses_evaluation(self, step: int) -> bool:
-        """Whether this rank should have the held-out loss after a step, and has not."""
-        ...
+    def misses_evaluation(self, step: int) -> bool:  # noqa: ARG002
+        """Whether the held-out loss after a step is due on this rank but was not recorded."""
+        return False
 
 
-class Keeper(Protocol):
-    """Saves what is trained, where that is due."""
+class Keeper:
+    """Saves what is trained; by default nothing is ever saved."""
 
     def asked_to_stop(self) -> bool:
-        """Whether somebody has told this rank to save and end."""
-        ...
+        """Whether this rank was asked to save and stop."""
+        return False
 
-    def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
-        """After an update and what belongs to it; all ranks call it together.
+    def keep(self, step: int, *, stopping: bool, last: bool) -> bool:  # noqa: ARG002
+        """Saves after a step if a checkpoint is due; all ranks call it together.
 
         Args:
-            step: The update.
-            stopping: Some rank was asked to stop.
-            last: None follows.
+            step: Number of the finished step.
+            stopping: A rank was asked to stop.
+            last: No further step follows.
 
         Returns:
-            Whether it was time to save.
+            Whether a checkpoint was due.
 
         Raises:
-            PreemptedError: Some rank was asked to stop; all is saved.
+            PreemptedError: A rank was asked to stop; the run is saved.
         """
-        ...
+        return False
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Update:
 
 
 class Trainee(Protocol):
-    """What is trained, and what an engine adds to the loop."""
+    """What is trained: an engine's updates, evaluations and checkpoints."""
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Forward and backward of this rank's micro-batches, and the update. A collective."""
@@ -97,6 +98,19 @@ class Trainee(Protocol):
 
     def evaluated(self, step: int) -> None:
         """After an evaluation. A collective."""
+        ...
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """Text files that a checkpoint holds besides the tokenizer's and config.yaml."""
+        ...
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Saves what is trained, with further values. A collective."""
+        ...
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Loads the newest usable checkpoint; returns its values and its path. A collective."""
         ...
 
 
@@ -158,8 +172,6 @@ class LoopSettings:
         eval_every: Steps between evaluations; 0: at the end alone.
         max_grad_norm: Clip above this; 0: never.
         schedule: The learning rate.
-        grad_sync: Which micro-batches reduce.
-        grad_reduction: What the engine makes of the ranks' gradients.
         max_skipped_steps: Updates that may be left out since their gradient is not finite.
         patience: Ends the run before its last step.
     """
@@ -168,14 +180,12 @@ class LoopSettings:
     eval_every: int
     max_grad_norm: float
     schedule: Schedule
-    grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
-    grad_reduction: GradReduction = GradReduction.MEAN
     max_skipped_steps: int = 0
     patience: Patience = field(default_factory=Patience)
 
 
 class Loop:
-    """Runs a recipe over a number of steps; without a keeper nothing is saved."""
+    """Runs a recipe over a number of steps."""
 
     def __init__(
         self,
@@ -191,7 +201,7 @@ class Loop:
         self.settings = settings
         self.team = team
         self.watcher = watcher
-        self.keeper = keeper
+        self.keeper = keeper or Keeper()
         self._stopping = False
 
     def run(self, done: int = 0) -> None:
@@ -208,7 +218,7 @@ class Loop:
         if due and self._on_any_rank(lacks):
             self.evaluate(done)
             if self._stopping:  # it was left once more, and its step is saved
-                self._keep(done, stopping=True, last=False)
+                self.keeper.keep(done, stopping=True, last=False)
         for step in range(done + 1, num_steps + 1):
             if patience.is_lost:
                 return
@@ -218,7 +228,7 @@ class Loop:
                 self.evaluate(step)
             last = last or patience.is_lost
             began = time.perf_counter()
-            if self._keep(step, stopping=self._stopping and not last, last=last):
+            if self.keeper.keep(step, stopping=self._stopping and not last, last=last):
                 self.watcher.saved(SaveRow(step, time.perf_counter() - began))
 
     def evaluate(self, step: int) -> None:
@@ -258,7 +268,7 @@ class Loop:
         elapsed_s = time.perf_counter() - began
         self.watcher.entered("end of step", step)
         here = [update.total, elapsed_s, data_s, update.comm_s, *update.memory, num_inputs]
-        parts = self.team.exchange([*here, self._asked_to_stop()])
+        parts = self.team.exchange([*here, self.keeper.asked_to_stop()])
         totals, elapsed, data, comm, memory, peak, inputs, asked = zip(*parts, strict=True)
         self._stopping = any(asked)
         loss = sum(totals) / max(1, update.num_tokens)
@@ -291,18 +301,12 @@ class Loop:
 
         All ranks call it together. The last step's evaluation is always finished.
         """
-        self._stopping |= self._on_any_rank(self._asked_to_stop())
+        self._stopping |= self._on_any_rank(self.keeper.asked_to_stop())
         return self._stopping and step < self.settings.num_steps
 
     def _on_any_rank(self, flag: float) -> bool:
         """Whether it is not zero on some rank; all ranks call it together."""
         return any(part[0] for part in self.team.exchange([flag]))
-
-    def _asked_to_stop(self) -> bool:
-        return self.keeper is not None and self.keeper.asked_to_stop()
-
-    def _keep(self, step: int, *, stopping: bool, last: bool) -> bool:
-        return self.keeper is not None and self.keeper.keep(step, stopping=stopping, last=last)
 
 
 def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:

@@ -40,7 +40,7 @@ from fullshard.recipes.base import (
     predicted_of,
 )
 from fullshard.run.checkpoints import SCALER
-from fullshard.run.console import RunConsole, RunFacts, banner
+from fullshard.run.console import RunConsole, plan_lines
 from fullshard.run.generation import sampling
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import Average, LossScaler, build_optimizer
@@ -59,7 +59,6 @@ class TorchTrainee:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    communication_seconds: Callable[[], float]
     memory_bytes: Callable[[], tuple[int, int]]
     scaler: LossScaler
     average: Average | None = None
@@ -72,7 +71,7 @@ class TorchTrainee:
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
         """Forward and backward of every micro-batch, reduced, clipped, applied."""
-        settings, comm_before = loop.settings, self.communication_seconds()
+        settings, comm_before = loop.settings, communication_seconds(self.model)
         batches, num_tokens = self._even_out(batches, step, loop)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.schedule.learning_rate(step - 1)
@@ -89,7 +88,7 @@ class TorchTrainee:
         if is_finite and self.average is not None:
             self.average.update()
         self.optimizer.zero_grad(set_to_none=True)
-        comm_s = self.communication_seconds() - comm_before
+        comm_s = communication_seconds(self.model) - comm_before
         memory = self.memory_bytes()
         return Update(total, num_tokens, grad_norm, memory, comm_s, is_skipped)
 
@@ -153,14 +152,14 @@ class TorchTrainee:
 
     def _accumulate(self, batches: list[Batch], num_tokens: int, loop: Loop) -> float:
         """Forward and backward of every micro-batch; returns this rank's summed loss."""
-        settings = loop.settings
-        scale = backward_scale(num_tokens, loop.team.world_size, settings.grad_reduction)
+        config = engine_of(self.model).config
+        scale = backward_scale(num_tokens, loop.team.world_size, config.grad_reduction)
         totals: list[torch.Tensor] = []
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with contextlib.ExitStack() as around:
-                if not last and settings.grad_sync is not GradSync.EVERY_MICRO_BATCH:
-                    outer_only = settings.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
+                if not last and config.grad_sync is not GradSync.EVERY_MICRO_BATCH:
+                    outer_only = config.grad_sync is GradSync.LAST_MICRO_BATCH_OUTER
                     around.enter_context(fs.no_sync(self.model, outer_only=outer_only))
                 batch_total, _ = loop.recipe.loss(self.model, batch)
                 self.scaler.scale(batch_total * scale).backward()
@@ -190,6 +189,9 @@ class TorchSide:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        precision = session.config.training.matmul_precision
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
     @cached_property
     def _view(self) -> View:
@@ -209,8 +211,10 @@ class TorchSide:
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
         run = self._session
-        facts = (run.command, run.config, run.dataset.facts, run.steps)
-        lines = banner(RunFacts(*facts, self._shown_plan, run.seat.device.type))
+        lines = plan_lines(run.config, self._shown_plan, run.seat.device.type)
+        if run.config.training.matmul_precision is not None:
+            precision = torch.get_float32_matmul_precision()
+            lines.append(("matmul", f"float32 matrix products in {precision} precision"))
         why = run.folder.read_record()["planned"].get("whole_logits")
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
@@ -230,7 +234,6 @@ class TorchSide:
         trainee = TorchTrainee(
             self._model,
             optimizer,
-            partial(communication_seconds, self._model),
             partial(memory_bytes, seat.device),
             LossScaler(optimizer, seat.device, enabled=fp16),
             self._average,

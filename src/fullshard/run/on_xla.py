@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
 from fullshard.recipes.distill.logits import TOP_IDS, TOP_VALUES
 from fullshard.run.checkpoints import SCALER
-from fullshard.run.console import DataFacts, RunConsole
+from fullshard.run.console import RunConsole, weights_line
 from fullshard.run.generation import Request, generate
 from fullshard.run.loop import Loop, Update, diverged
 from fullshard.run.optim import build_optimizer
-from fullshard.run.schedule import Schedule, schedule_of
+from fullshard.run.schedule import schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
 from fullshard.xla import optim, processes
@@ -48,7 +48,6 @@ from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, plan
 from fullshard.xla.step import (
     State,
-    Step,
     eval_step,
     train_step,
     whole_array,
@@ -60,75 +59,6 @@ logger = logging.getLogger(__name__)
 
 COORDINATOR = "fullshard/jax"  # under which the launcher's store has its address
 KEYS = ("input_ids", "labels", "position_ids", TOP_VALUES, TOP_IDS)
-
-
-@dataclass
-class XlaTrainee:
-    """What is trained, and the programs that do it.
-
-    Attributes:
-        plan: Plan of the state.
-        tx: The optimizer.
-        schedule: Schedule of the learning rate, which a checkpoint's groups show.
-        step: An update.
-        sums: (state, batch) -> summed loss and label tokens, over all ranks.
-        beside: Checkpoints: groups of torch's optimizer by parameters' names, tied names.
-        texts: Further files of checkpoints.
-        with_logits: A training batch with what else a step needs of it.
-        row_length: Tokens that rows are filled up to; None: they are alike.
-        state: Parameters and optimizer; each step uses it up and makes the next.
-    """
-
-    plan: XlaPlan
-    tx: GradientTransformation
-    schedule: Schedule
-    step: Step
-    sums: Callable[[State, Any], tuple[Any, Any]]
-    beside: write.Beside
-    texts: Mapping[str, str]
-    with_logits: Callable[[Batch], Batch]
-    row_length: int | None
-    state: State = field(init=False)
-
-    # ---- for the loop
-
-    def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:  # noqa: ARG002
-        """One program, whose loss and norm are those of all ranks."""
-        arrays = _arrays([self.with_logits(_filled(b, self.row_length)) for b in batches])
-        self.state, found = self.step(
-            self.state, arrays, learning_rate=self.schedule.learning_rate(step - 1)
-        )
-        loss, norm = float(found["loss"]), float(found["grad_norm"])
-        for what, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise DivergedError(diverged(what, value, step))
-        memory = memory_bytes(torch.device("cpu"))
-        return Update(loss if jax.process_index() == 0 else 0.0, 1, norm, memory)
-
-    def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
-        """Sums over all ranks, which the first rank reports."""
-        filled = (_arrays([_filled(batch, self.row_length)]) for batch in batches)
-        sums = [self.sums(self.state, arrays) for arrays in filled]
-        if jax.process_index() != 0:
-            return 0.0, 0.0
-        return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
-
-    def evaluated(self, step: int) -> None:
-        """Prompts are not answered."""
-
-    # ---- for checkpoints
-
-    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
-        """Save the state. A collective."""
-        rate = self.schedule.learning_rate((settings.step or 1) - 1)
-        groups = [{**group, "lr": rate} for group in self.beside.groups]
-        beside = replace(self.beside, groups=groups, values={**values, SCALER: {}})
-        write.save(folder, self.state, settings, beside)
-
-    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
-        """Load the newest usable checkpoint. A collective."""
-        self.state, beside = read.load(self.plan, path, self.tx)
-        return {**beside.values, "step": int(self.state.step)}, path
 
 
 class ProcessTeam:
@@ -146,7 +76,9 @@ class ProcessTeam:
 
 
 class XlaSide:
-    """A session's part on this engine: the plan is made first, arrays after the banner."""
+    """A session on XLA, and what it trains: the plan comes first, arrays after the banner."""
+
+    _state: State  # parameters and optimizer; each step uses it up and makes the next
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -166,7 +98,6 @@ class XlaSide:
     def lines(self) -> list[tuple[str, str]]:
         """Labelled lines of the banner."""
         run, table = self._session, self._plan.table
-        facts = DataFacts(run.command, run.config, run.dataset.facts, run.steps)
         mesh, num_micro_batches = table.mesh, run.steps.order.shape.accumulation
         moved = ", ".join(
             f"{kind} {c.count:,} x ({human_bytes(c.num_bytes)} in all)"
@@ -176,7 +107,7 @@ class XlaSide:
         rows = ", ".join(f"{row.name} {human_bytes(row.num_bytes)}" for row in table.memory)
         device = jax.devices()[0].platform
         lines = [
-            ("model", f"{table.num_parameters:,} parameters, {facts.weights()}"),
+            ("model", f"{table.num_parameters:,} parameters, {weights_line(run.config)}"),
             (
                 "mesh",
                 f"{mesh.world_size} device(s) of jax on {device}: replicate {mesh.replicate} x "
@@ -187,41 +118,81 @@ class XlaSide:
         ]
         if self._teaching is not None:
             lines += self._teaching.lines(num_micro_batches)
-        return [*lines, *facts.lines()]
+        return lines
 
-    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaTrainee, Team]:
+    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaSide, Team]:
         """The state and its programs, and the ranks."""
-        run, teaching = self._session, self._teaching
+        run, teaching, training = self._session, self._teaching, self._session.config.training
         if console is not None and isinstance(run.dataset, ChatDataset) and run.dataset.samples:
             logger.info("held-out prompts are not answered with backend: jax")
-        groups, tx = self._optimizer()
-        chunk_size = run.config.training.loss_chunk_size
-        loss = told = next_token(Decoder(self._decoder, self._plan), chunk_size)
+        self._row_length = data.data.row_length
+        groups, self._tx = self._optimizer()
+        loss = told = next_token(Decoder(self._decoder, self._plan), training.loss_chunk_size)
         if teaching is not None:
             loss, told = teaching.loss, teaching.told
-        step = train_step(
+        self._step = train_step(
             self._plan,
             loss,
-            tx,
-            max_grad_norm=run.config.training.max_grad_norm or None,
+            self._tx,
+            max_grad_norm=training.max_grad_norm or None,
             num_micro_batches=run.steps.order.shape.accumulation,
             given=teaching.given() if teaching is not None else None,
         )
+        self._sums = eval_step(self._plan, told)
         tied = {HEAD: EMBEDDING} if self._decoder.tie_word_embeddings else {}
-        self._trainee = trainee = XlaTrainee(
-            self._plan,
-            tx,
-            schedule_of(run.config.training, run.steps),
-            step,
-            eval_step(self._plan, told),
-            write.Beside(groups, tied=tied),
-            {"config.json": run.model_config.to_json_string()},
-            teaching.beside if teaching is not None else lambda batch: batch,
-            data.row_length,
-        )
+        self._beside = write.Beside(groups, tied=tied)
         if run.resume.path is None:
-            trainee.state = self._initial(tx)
-        return trainee, ProcessTeam()
+            self._state = self._initial(self._tx)
+        return self, ProcessTeam()
+
+    # ---- for the loop
+
+    def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
+        """One program, whose loss and norm are those of all ranks."""
+        filled = [_filled(batch, self._row_length) for batch in batches]
+        if self._teaching is not None:
+            filled = [self._teaching.beside(batch) for batch in filled]
+        rate = loop.settings.schedule.learning_rate(step - 1)
+        self._state, found = self._step(self._state, _arrays(filled), learning_rate=rate)
+        loss, norm = float(found["loss"]), float(found["grad_norm"])
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise DivergedError(diverged(what, value, step))
+        memory = memory_bytes(torch.device("cpu"))
+        return Update(loss if self._session.seat.is_first else 0.0, 1, norm, memory)
+
+    def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
+        """Sums over all ranks, which the first rank reports."""
+        filled = (_arrays([_filled(batch, self._row_length)]) for batch in batches)
+        sums = [self._sums(self._state, arrays) for arrays in filled]
+        if not self._session.seat.is_first:
+            return 0.0, 0.0
+        return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
+
+    def evaluated(self, step: int) -> None:
+        """Prompts are not answered."""
+
+    # ---- for checkpoints
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """The model's configuration, from which a checkpoint can be exported."""
+        return {"config.json": self._session.model_config.to_json_string()}
+
+    def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
+        """Saves the state. A collective."""
+        schedule = schedule_of(self._session.config.training, self._session.steps)
+        rate = schedule.learning_rate((settings.step or 1) - 1)
+        groups = [{**group, "lr": rate} for group in self._beside.groups]
+        beside = replace(self._beside, groups=groups, values={**values, SCALER: {}})
+        write.save(folder, self._state, settings, beside)
+
+    def load(self, path: Path) -> tuple[dict[str, Any], Path]:
+        """Loads the newest usable checkpoint. A collective."""
+        self._state, beside = read.load(self._plan, path, self._tx)
+        return {**beside.values, "step": int(self._state.step)}, path
+
+    # ---- at the end
 
     def utilization(self) -> float | None:
         """Not known here."""
@@ -230,7 +201,7 @@ class XlaSide:
     def export(self, loop: Loop) -> None:  # noqa: ARG002
         """Writes the model."""
         run = self._session
-        weights = torch_weights(self._trainee.state)
+        weights = torch_weights(self._state)
         weights.pop(f"{PROJECTION}.weight", None)  # it is no part of the model
         processes.leave()
         if run.seat.is_first:
@@ -289,22 +260,18 @@ class XlaSide:
         bare = plan(self._decoder.shapes(), config.sharding, blocks=BLOCKS, freeze=config.freeze)
         name, like = f"{PROJECTION}.weight", placed.under(PROJECTION)[0]
         values = first_values(name, like.shape, seed).to(getattr(torch, like.dtypes.master))
-        return state_beside(placed, read.load(bare, folder)[0].params, {name: values}, tx)
+        return state_of(placed, {name: values}, tx, read.load(bare, folder)[0].params)
 
 
 def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """This rank's samples; micro-batches, where there are several, on an axis before."""
-    stacked = {
-        key: np.stack([_narrow(batch[key].numpy()) for batch in batches])
-        for key in KEYS
-        if key in batches[0]
-    }
-    return stacked if len(batches) > 1 else {key: value[0] for key, value in stacked.items()}
-
-
-def _narrow(values: np.ndarray) -> np.ndarray:
-    """Tokens as int32."""
-    return values.astype(np.int32) if values.dtype.kind == "i" else values
+    """This rank's samples; several micro-batches are stacked on a first axis. Tokens are int32."""
+    found: dict[str, np.ndarray] = {}
+    for key in KEYS:
+        if key in batches[0]:
+            stacked = np.stack([batch[key].numpy() for batch in batches])
+            narrow = stacked.astype(np.int32) if stacked.dtype.kind == "i" else stacked
+            found[key] = narrow if len(batches) > 1 else narrow[0]
+    return found
 
 
 def _filled(batch: Batch, length: int | None) -> Batch:
@@ -329,27 +296,20 @@ def _filled(batch: Batch, length: int | None) -> Batch:
 
 
 def state_of(
-    plan: XlaPlan, weights: Mapping[str, torch.Tensor], tx: GradientTransformation
+    plan: XlaPlan,
+    weights: Mapping[str, torch.Tensor],
+    tx: GradientTransformation,
+    loaded: Tree | None = None,
 ) -> State:
     """A state with a fresh optimizer; each process keeps the part that its devices hold.
 
     Args:
         plan: Plan of the model.
-        weights: Whole, by name, in the master dtype.
+        weights: Full weights by name, in the master dtype.
         tx: The optimizer.
+        loaded: Arrays that are on the devices already, by name; the others come from `weights`.
     """
-
-    def place(array: ArrayPlan, sharding: Any) -> jax.Array:
-        return _placed(array, sharding, weights)
-
-    return with_optimizer(plan, plan.with_arrays(place, plan.shardings), tx)
-
-
-def state_beside(
-    plan: XlaPlan, read: Tree, weights: Mapping[str, torch.Tensor], tx: GradientTransformation
-) -> State:
-    """The same of arrays that lie already, `read`, a tree by names; the others are placed."""
-    leaves = jax.tree.leaves_with_path(read)
+    leaves = jax.tree.leaves_with_path(loaded)
     there = {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
 
     def place(array: ArrayPlan, sharding: Any) -> jax.Array:

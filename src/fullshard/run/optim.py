@@ -111,15 +111,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
     """Two groups: with and without weight decay; empty ones are left out."""
     without = _names_without_decay(model)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = (
-        {"params": [p for name, p in trainable if name not in without], "decay": weight_decay},
-        {"params": [p for name, p in trainable if name in without], "decay": 0.0},
-    )
-    return [
-        {"params": group["params"], "weight_decay": group["decay"]}
-        for group in groups
-        if group["params"]
+    decaying = [p for name, p in trainable if name not in without]
+    groups: Groups = [
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": [p for name, p in trainable if name in without], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def _names_without_decay(model: nn.Module) -> set[str]:

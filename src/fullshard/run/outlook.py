@@ -261,38 +261,32 @@ class Lack:
     memory: int
 
     def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
-        """Why a run is not started, with the plan and what would help.
-
-        Args:
-            rows: Rows of the plan.
-            advice: Sentences.
-        """
-        return "\n".join(
-            [
-                f"memory: expected at most {human_bytes(self.memory)} a rank, which is what "
-                f"{self.where} has for it; the plan takes {human_bytes(self.needed)}: "
-                f"{Fit.NO.sentence(self.needed, self.memory)}",
-                *memory_lines(rows),
-                "what would help:",
-                *(f"  {line}" for line in advice or [SMALLER]),
-            ]
+        """Why a run is not started, with the plan's rows and advice in sentences."""
+        told = (
+            f"memory: expected at most {human_bytes(self.memory)} a rank, which is what "
+            f"{self.where} has for it; the plan takes {human_bytes(self.needed)}: "
+            f"{Fit.NO.sentence(self.needed, self.memory)}"
         )
+        smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
+        return with_plan(told, rows, advice or [smaller])
 
 
-SMALLER = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
-
-
-def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
-    """The plan's table of memory."""
+def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
+    """A message about memory, followed by the plan's table of memory and by advice."""
     most = max(rows, key=lambda row: row.num_bytes)
-    return [
-        "planned for the largest rank:",
-        *(
-            f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
-            + ("   <- the largest" if row is most else "")
-            for row in rows
-        ),
-    ]
+    return "\n".join(
+        [
+            message,
+            "planned for the largest rank:",
+            *(
+                f"  {row.name:<28}{human_bytes(row.num_bytes):>12}"
+                + ("   <- the largest" if row is most else "")
+                for row in rows
+            ),
+            "what would help:",
+            *(f"  {line}" for line in advice),
+        ]
+    )
 
 
 def view_of(
@@ -351,16 +345,14 @@ def view_of(
     outlook = look(plan_at(sharding, topology), sharding, job, machine)
     if free:
         outlook = choose(outlook, lambda s: plan_at(s, topology), free, hosts=hosts)
-        config = _with_choices(config, outlook)
+        config = _with_choices(config, outlook, free)
     return View(config, outlook, plan_at, machine, topology, storage_of(config), whole)
 
 
-def _with_choices(config: RunConfig, outlook: Outlook) -> RunConfig:
-    """What a configuration left to the planner, as it was chosen."""
-    changes: dict[str, object] = {}
-    if config.sharding.strategy is Strategy.AUTO:
-        changes["sharding"] = outlook.config
-    if config.training.leaves_micro_batch:
+def _with_choices(config: RunConfig, outlook: Outlook, free: Sequence[str]) -> RunConfig:
+    """A configuration with the values that the planner chose."""
+    changes: dict[str, object] = {"sharding": outlook.config} if "strategy" in free else {}
+    if MICRO_BATCH in free:
         batch = outlook.job.batch
         micro, count = round(batch.micro_batch), round(batch.accumulation)
         changes["training"] = config.training.in_micro_batches(micro, count)
@@ -441,19 +433,9 @@ def answered(view: Callable[[], View]) -> Iterator[None]:
 
 
 def _answer(view: View, error: BaseException) -> str:
-    outlook = view.outlook
-    peak = outlook.peak_bytes[Place.DEVICE]
-    memory = view.machine.memory_bytes or 0
+    peak, memory = view.outlook.peak_bytes[Place.DEVICE], view.machine.memory_bytes or 0
     said = (str(error).splitlines() or ["no more memory"])[0]
     expected = f"{human_bytes(peak)} of {human_bytes(memory)} a rank"
-    advice = view.advice()
-    if not advice:
-        advice = ["a smaller per_device_train_batch_size, or activation_checkpointing: block"]
-    return "\n".join(
-        [
-            f"memory: expected to need {expected}; got: {said}",
-            *memory_lines(outlook.rows),
-            "what would help:",
-            *(f"  {line}" for line in advice),
-        ]
-    )
+    smaller = "a smaller per_device_train_batch_size, or activation_checkpointing: block"
+    message = f"memory: expected to need {expected}; got: {said}"
+    return with_plan(message, view.outlook.rows, view.advice() or [smaller])

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.data.bigram import Baseline
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.models.generate import Sample
 from fullshard.observe.memory import memory_bytes
-from fullshard.observe.metrics import EvalRow, StepRow
 from fullshard.observe.report import write_report
-from fullshard.planner.arrays import ArraysPlan
-from fullshard.planner.plan import Plan
 from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder, RunStatus, now
@@ -29,46 +24,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fullshard.run.xla_outlook import XlaOutlook
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run went.
-
-    Attributes:
-        step: The last update.
-        evaluation: The last held-out loss; None where nothing is held out.
-        baseline: The bigram's loss over the same held-out tokens.
-        wall_s: From the start of the ranks to the end of the loop.
-        num_tokens: Input tokens of all updates.
-        average_loss: Held-out loss of the averaged weights; None where there are none.
-        stopped_early: Whether held-out losses no longer got better.
-    """
-
-    step: StepRow
-    evaluation: EvalRow | None
-    baseline: Baseline | None
-    wall_s: float
-    num_tokens: int
-    average_loss: float | None = None
-    stopped_early: bool = False
-
-    def measured(self) -> dict[str, Any]:
-        """For run.json."""
-        return {
-            "num_steps": self.step.step,
-            "train_loss": self.step.loss,
-            "eval_loss": self.evaluation.eval_loss if self.evaluation else None,
-            "ema_eval_loss": self.average_loss,
-            "stopped_early": self.stopped_early,
-            "baseline_loss": self.baseline.nats if self.baseline else None,
-            "baseline_weight": self.baseline.weight if self.baseline else None,
-            "num_held_out_tokens": self.baseline.num_tokens if self.baseline else None,
-            "num_tokens": self.num_tokens,
-            "tokens_per_s": self.num_tokens / self.wall_s,
-            "memory_peak_bytes": self.step.memory_peak_bytes,
-            "wall_s": self.wall_s,
-        }
 
 
 def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str, Any]:
@@ -96,16 +51,10 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
     }
     if steps is None:
         return found
-    found["rows"] += _staging(plan, steps)
+    if steps.save_every is not None:  # a checkpoint is written from a copy while training goes on
+        found["rows"] += [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
     shape = steps.order.shape
     return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
-
-
-def _staging(plan: Plan | ArraysPlan, steps: StepPlan) -> list[dict[str, Any]]:
-    """The copy on the host from which a checkpoint is written while training goes on."""
-    if steps.save_every is None:
-        return []
-    return [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
 
 
 def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
@@ -121,10 +70,14 @@ def mark_running(folder: RunFolder, device: torch.device, model_config: Pretrain
 
 
 def environment() -> dict[str, str]:
-    """For run.json: what the run ran on."""
-    packages = ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax")
-    found = {package: _version(package) for package in packages}
-    return {"python": platform.python_version(), "platform": platform.platform(), **found}
+    """For run.json: versions of Python, the platform and the libraries."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
 
 
 def conclude(
@@ -135,95 +88,87 @@ def conclude(
     wall_s: float,
     average_loss: float | None = None,
 ) -> None:
-    """On rank 0, once model/ is written: writes and shows what came of it.
+    """On rank 0, once model/ is written: writes and shows the results of a run.
 
     Args:
         folder: Folder of the run, with its model.
-        watcher: Has the last rows, and the console.
-        facts: Facts of the data: the baseline.
-        sample: What the model writes.
-        wall_s: Since the ranks began.
-        average_loss: Held-out loss of the averaged weights (ema_decay).
+        watcher: Holds the last rows and the console.
+        facts: Facts about the data, with the bigram baseline.
+        sample: Text sampled from the trained model.
+        wall_s: Seconds since the ranks began.
+        average_loss: Held-out loss of the averaged weights (ema_decay), if any.
     """
-    console = watcher.console
-    assert watcher.step is not None, "a run has at least one step"
-    assert console is not None, "rank 0 has one"
-    result = Result(
-        watcher.step,
-        watcher.evaluation,
-        facts.baseline,
-        wall_s,
-        watcher.num_tokens,
-        average_loss,
-        stopped_early=watcher.step.step < folder.read_record()["planned"]["num_steps"],
-    )
-    _finish(folder, result, sample)
-    _print_result(console, folder, result, sample)
-
-
-def _finish(folder: RunFolder, result: Result, sample: Sample) -> None:
-    """Writes sample, record and report."""
+    last, baseline = watcher.step, facts.baseline
+    assert last is not None, "a run has at least one step"
+    measured = {
+        "num_steps": last.step,
+        "train_loss": last.loss,
+        "eval_loss": watcher.evaluation.eval_loss if watcher.evaluation else None,
+        "ema_eval_loss": average_loss,
+        "stopped_early": last.step < folder.read_record()["planned"]["num_steps"],
+        "baseline_loss": baseline.nats if baseline else None,
+        "baseline_weight": baseline.weight if baseline else None,
+        "num_held_out_tokens": baseline.num_tokens if baseline else None,
+        "num_tokens": watcher.num_tokens,
+        "tokens_per_s": watcher.num_tokens / wall_s,
+        "memory_peak_bytes": last.memory_peak_bytes,
+        "wall_s": wall_s,
+    }
     folder.sample.write_text(sample.text + "\n", encoding="utf-8")
-    folder.update_record(
-        status=RunStatus.FINISHED, exit_code=0, ended=now(), measured=result.measured()
-    )
+    folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now(), measured=measured)
     write_report(folder.path)
+    assert watcher.console is not None, "rank 0 has one"
+    _print_result(watcher.console, folder, measured, sample)
 
 
-def _print_result(console: RunConsole, folder: RunFolder, result: Result, sample: Sample) -> None:
-    """Shows the held-out loss beside the baseline, a sample, and where everything lies."""
+def _print_result(
+    console: RunConsole, folder: RunFolder, measured: dict[str, Any], sample: Sample
+) -> None:
+    """Shows the held-out loss next to the baseline, the sample, and where the files are."""
     console.print_text("")
-    if result.stopped_early:
-        better = "no longer better (training.early_stopping_patience)"
-        console.print_facts([("ended", f"after step {result.step.step}: losses {better}", "")])
-    if result.evaluation is not None and result.baseline is not None:
-        loss, nats = result.evaluation.eval_loss, result.baseline.nats
-        beaten = loss < nats
-        verdict = f"beaten by {nats - loss:.3f}" if beaten else "not beaten"
+    if measured["stopped_early"]:
+        why = "losses no longer better (training.early_stopping_patience)"
+        console.print_facts([("ended", f"after step {measured['num_steps']}: {why}", "")])
+    loss, nats = measured["eval_loss"], measured["baseline_loss"]
+    if loss is not None and nats is not None:
+        verdict = f"beaten by {nats - loss:.3f}" if loss < nats else "not beaten"
         console.print_facts(
             [
                 ("held-out loss", f"{loss:.4f} nats a token", "bold"),
                 (
                     "bigram baseline",
-                    f"{nats:.4f} nats a token (interpolated, lambda {result.baseline.weight:.2f}, "
-                    f"the same {result.baseline.num_tokens:,} tokens): {verdict}",
-                    "green" if beaten else "red",
+                    f"{nats:.4f} nats a token (interpolated, lambda "
+                    f"{measured['baseline_weight']:.2f}, the same "
+                    f"{measured['num_held_out_tokens']:,} tokens): {verdict}",
+                    "green" if loss < nats else "red",
                 ),
             ]
         )
-    if result.average_loss is not None:
-        text = f"{result.average_loss:.4f} nats a token (in {folder.model_ema})"
+    if measured["ema_eval_loss"] is not None:
+        text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])
     console.print_text(f"\n{sample.text}\n")
-    speed = result.num_tokens / result.wall_s
     console.print_facts(
         [
-            ("time", f"{result.wall_s:.0f} s, {speed:,.0f} tokens/s", ""),
-            ("memory", _memory(folder, result), ""),
+            ("time", f"{measured['wall_s']:.0f} s, {measured['tokens_per_s']:,.0f} tokens/s", ""),
+            ("memory", _memory(folder, measured["memory_peak_bytes"]), ""),
             ("report", str(folder.report), ""),
             ("model", f"{folder.model}  (fullshard generate {folder.path})", ""),
         ]
     )
 
 
-def _memory(folder: RunFolder, result: Result) -> str:
-    """Planned beside measured, like with like: on a CPU the whole process is measured."""
+def _memory(folder: RunFolder, peak_bytes: int) -> str:
+    """Planned and measured memory; on a CPU the whole process is measured."""
     planned = folder.read_record()["planned"]
     expected, before = planned["expected_peak_bytes"], planned.get("process_bytes", 0)
-    measured = f"measured {human_bytes(result.step.memory_peak_bytes)} a rank"
+    measured = f"measured {human_bytes(peak_bytes)} a rank"
     if before:
         measured += " (the whole process)"
-    if expected is None:  # the compiler lays out what is no state
+    if expected is None:  # the compiler lays out everything but the state
         return measured
     told = f"planned {human_bytes(expected)} of tensors"
     if before:
         told += f" + {human_bytes(before)} that the process took before the model was built"
         told += f" = {human_bytes(expected + before)}"
     return f"{told}; {measured}"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def check_same(
     before = load_config(folder.config, []).config
     keys = [*SAME, "training.max_seq_length", "training.seed"]
     for key in keys:
-        one, other = _get(before, key), _get(resolved.config, key)
+        one, other = (attrgetter(key)(config) for config in (before, resolved.config))
         if one != other:
             raise ConfigError(
                 f"{key}: expected what it was in the run that goes on in '{output_dir}' ({one}); "
@@ -158,12 +159,6 @@ def check_same(
             "Bring the old data and tokenizer (or fullshard) back, use --resume never, or --resume "
             "PATH with another output_dir."
         )
-
-
-def _get(config: Any, key: str) -> Any:
-    for word in key.split("."):
-        config = getattr(config, word)
-    return config
 
 
 def _from_path(path: Path) -> Resume:

@@ -22,7 +22,7 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend
-from fullshard.data.dataset import Prepared
+from fullshard.data.dataset import PreparedData
 from fullshard.errors import HangError
 from fullshard.launch import rendezvous
 from fullshard.launch.folder import LaunchFolder
@@ -33,10 +33,10 @@ from fullshard.models.generate import Sample
 from fullshard.observe import watchdog
 from fullshard.observe.position import Verdict
 from fullshard.recipes.base import RowBatches, Seat, Team
-from fullshard.recipes.batches import load_data, make_recipe
+from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command
-from fullshard.run.checkpoints import RunCheckpoints, Saved
-from fullshard.run.console import RunConsole
+from fullshard.run.checkpoints import RunCheckpoints
+from fullshard.run.console import RunConsole, run_lines
 from fullshard.run.folder import RunFolder, RunStatus, now
 from fullshard.run.loop import Loop, LoopSettings, Patience, Trainee
 from fullshard.run.result import conclude, mark_running
@@ -48,10 +48,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class SavedTrainee(Trainee, Saved, Protocol):
-    """What the loop trains, and checkpoints keep."""
-
-
 class Side(Protocol):
     """What an engine adds to a session."""
 
@@ -60,10 +56,10 @@ class Side(Protocol):
         ...
 
     def lines(self) -> list[tuple[str, str]]:
-        """Labelled lines of the banner, on rank 0."""
+        """Labelled lines of the banner about the model and its plan, on rank 0."""
         ...
 
-    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[SavedTrainee, Team]:
+    def build(self, data: RowBatches, console: RunConsole | None) -> tuple[Trainee, Team]:
         """What is trained, and the ranks. A collective."""
         ...
 
@@ -89,7 +85,7 @@ class Session:
     seat: Seat
     command: Command
     resume: Resume
-    dataset: Prepared
+    dataset: PreparedData
     steps: StepPlan
     model_config: PretrainedConfig
 
@@ -104,18 +100,16 @@ class Session:
     def batches(self) -> RowBatches:
         """This rank's batches."""
         per_device = self.config.training.per_device_eval_batch_size
-        return make_recipe(self.dataset, self.steps.order, per_device, self.seat)
+        return RowBatches(self.dataset, per_device, self.steps.order, self.seat)
 
     def settings(self) -> LoopSettings:
         """Numbers of the loop."""
-        training, sharding = self.config.training, self.config.sharding
+        training = self.config.training
         return LoopSettings(
             num_steps=self.steps.num_steps,
             eval_every=self.steps.eval_every,
             max_grad_norm=training.max_grad_norm,
             schedule=schedule_of(training, self.steps),
-            grad_sync=sharding.grad_sync,
-            grad_reduction=sharding.grad_reduction,
             max_skipped_steps=training.max_skipped_steps,
             patience=Patience(training.early_stopping_patience, training.early_stopping_threshold),
         )
@@ -169,7 +163,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
     data = session.batches()
     write = session.command.kind.write
     if write is not None:
-        write(config, session.dataset.facts, data, session.seat)
+        write(config, data, session.seat)
         if session.seat.is_first:
             folder.update_record(status=RunStatus.FINISHED, exit_code=0, ended=now())
         return
@@ -196,7 +190,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
 def _announced(session: Session, side: Side) -> RunConsole:
     """Shows what is planned, before a weight is made; returns where the run goes on to be shown."""
     console = RunConsole(session.steps.num_steps, session.steps.log_every)
-    lines = side.lines()
+    lines = side.lines() + run_lines(session.config, session.dataset.facts, session.steps)
     mark_running(session.folder, session.seat.device, session.model_config)
     console.print_banner(f"fullshard {session.command}  {session.folder.path}", lines)
     return console

@@ -2,7 +2,8 @@
 
     resolve world size -> check everything -> make the folder -> start local ranks, or be one
 
-Nothing is written before all checks have passed.
+The checks run in the command's own process (or on rank 0 under torchrun), so a mistake is reported
+once, in seconds. Nothing is written before all of them have passed.
 """
 
 from __future__ import annotations
@@ -20,28 +21,41 @@ from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.load import Resolved
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import DType
+from fullshard.data.dataset import PreparedData
 from fullshard.errors import ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.launch.machine import configured_topology
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
-from fullshard.models.build import check_weights, model_on_meta
+from fullshard.models.build import (
+    check_weights,
+    given_model_config,
+    given_tokenizer,
+    model_config_of,
+    model_on_meta,
+    vocab_size,
+    weights_folder,
+    with_fitting_length,
+)
+from fullshard.models.small import check_documents
 from fullshard.observe.report import write_report
 from fullshard.outlook.memory import checkpoint_bytes
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.text import human_bytes
+from fullshard.recipes.batches import make_data
 from fullshard.recipes.registry import Command
 from fullshard.run.folder import RunFolder, RunStatus, begin, check_output_dir, write_whole
-from fullshard.run.optim import KINDS
+from fullshard.run.optim import KINDS, check_optimizer
 from fullshard.run.outlook import View, foresee, leaves_something, topology_of
-from fullshard.run.prepare import Prepared, prepare, with_fitting_length
 from fullshard.run.result import planned
 from fullshard.run.resume import Resume, check_same, find_resume, goes_on, own_resume
-from fullshard.run.schedule import StepPlan
+from fullshard.run.schedule import StepPlan, plan_steps
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
     from fullshard.run.xla_outlook import XlaOutlook
 
 logger = logging.getLogger(__name__)
@@ -60,18 +74,20 @@ FINAL = (
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run that nothing is known to be wrong with.
+    """A run that passed every check that needs no ranks.
 
     Attributes:
-        resolved: The configuration.
-        prepared: Data, model configuration, counts of steps.
-        view: What the engine will run, and what it takes.
-        output_dir: Where it will be written.
-        resume: What it goes on from.
+        resolved: Configuration of the run and the origin of every value.
+        dataset: Tokens or conversations, ready to be written into the run's folder.
+        steps: Number of steps, and the steps with evaluations and checkpoints.
+        view: Plan of the run with its memory and time.
+        output_dir: Folder of the run.
+        resume: Checkpoint that the run resumes from, if any.
     """
 
     resolved: Resolved
-    prepared: Prepared
+    dataset: PreparedData
+    steps: StepPlan
     view: View | XlaOutlook
     output_dir: Path
     resume: Resume
@@ -124,26 +140,26 @@ def check(
     try:
         check_output_dir(output_dir)
         resolved = with_fitting_length(resolved)
-        training = resolved.config.training
-        resume = find_resume(asked or training.resume_from_checkpoint or "auto", output_dir)
+        asked = asked or resolved.config.training.resume_from_checkpoint or "auto"
+        resume = find_resume(asked, output_dir)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
         if leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
             _say_chosen(view.config)
         _check_memory(view)
         check_weights(view.config)
-        prepared = prepare(view.config, command, world_size, resume.global_batch)
-        if resume.in_place and not goes_on(resume, output_dir, prepared.steps.num_steps):
-            resume = Resume()
-            prepared = prepared.with_batch(world_size, None)
+        dataset, model_config = _read_data(view.config, command)
+        training, facts = view.config.training, dataset.facts
+        steps = plan_steps(training, facts, world_size, resume.global_batch)
+        if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
+            resume, steps = Resume(), plan_steps(training, facts, world_size)
         if resume.in_place and resume.path is not None:
-            check_same(resolved, output_dir, resume.path, prepared.dataset.facts)
+            check_same(resolved, output_dir, resume.path, facts)
         if resume.path is not None and isinstance(view, View):
-            model = model_on_meta(view.config, prepared.model_config)
-            kind = KINDS[view.config.training.optim]
-            check_loads(newest_complete(resume.path), model, kind)
-        _check_disk(view, prepared.steps, output_dir)
-        return CheckedRun(resolved, prepared, view, output_dir, resume)
+            model = model_on_meta(view.config, model_config)
+            check_loads(newest_complete(resume.path), model, KINDS[training.optim])
+        _check_disk(view, steps, output_dir)
+        return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except ConfigError as error:
         raise resolved.located(error) from error
     except DataError as error:
@@ -162,13 +178,47 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
         folder.update_record(resume=resume.as_json())
         write_whole(folder.config, checked.resolved.to_yaml())
         write_whole(folder.plan, checked.view.plan.to_json())
-        folder.update_record(planned=planned(checked.view, checked.prepared.steps))
+        folder.update_record(planned=planned(checked.view, checked.steps))
         aside = folder.path / ".data.new"
         shutil.rmtree(aside, ignore_errors=True)  # what a killed start left
-        checked.prepared.dataset.save(aside)
+        checked.dataset.save(aside)
         shutil.rmtree(folder.data, ignore_errors=True)
         aside.rename(folder.data)
         yield folder, moved
+
+
+def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, PretrainedConfig]:
+    """Reads, checks and tokenizes the data; also returns the model's configuration.
+
+    Raises:
+        ConfigError: The model, its tokenizer or the optimizer cannot be used.
+        DataError: The data cannot be used.
+    """
+    check_optimizer(config.training.optim)
+    tokenizer, kind = given_tokenizer(config), command.kind
+    kind.check(config, tokenizer)
+    _check_trains_tokenizer(config, tokenizer)
+    entries = vocab_size(config, given_model_config(config))
+    dataset = make_data(config, command, tokenizer, entries)
+    model_config = model_config_of(config, dataset.tokenizer)
+    kind.check_data(config, dataset.facts)
+    if config.sft is not None and config.sft.packing and kind.uses_chats(config):
+        check_documents(model_config)
+    return dataset, model_config
+
+
+def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuses to train a tokenizer for weights that know another one's tokens, unless asked to."""
+    teacher = (config.teacher and config.teacher.name_or_path) or None
+    weights = weights_folder(config) or (Path(teacher) if teacher else None)
+    if tokenizer is not None or weights is None or config.data.vocab_size is not None:
+        return
+    key = "model.name_or_path" if weights_folder(config) else "teacher.name_or_path"
+    raise ConfigError(
+        f"{key}: expected weights with their tokenizer, got '{weights}' without one. Put its files "
+        "into the folder or name the folder that has them (data.tokenizer). Set data.vocab_size to "
+        "train a new tokenizer on the data, whose tokens these weights have never seen."
+    )
 
 
 def record_refusal(error: WillNotFitError, output_dir: Path, command: Command) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -27,9 +27,9 @@ from fullshard.planner.plan import Plan
 from fullshard.planner.spec import is_inside, parent_name
 from fullshard.planner.tracing import Moment, Peaks, Work, between, peaks, peaks_between
 from fullshard.planner.wrap import recomputed_modules, repeated_blocks
-from fullshard.recipes.base import WholeLogits
+from fullshard.recipes.base import whole_logits_loss
 from fullshard.recipes.distill.planned import Taught
-from fullshard.recipes.head import MOST_TRACED, Head, NextToken
+from fullshard.recipes.head import MOST_TRACED, Head, next_token
 
 logger = logging.getLogger(__name__)
 
@@ -63,53 +63,50 @@ class Tracer:
             self._model = copy.deepcopy(model)
             Head(self._model)
         self._traces: dict[Any, list[Moment]] = {}
-        self._found: dict[Any, Peaks | None] = {}
-        self._works: dict[Any, Work | None] = {}
+        self._found: dict[Any, Any] = {}
 
     def __call__(self, plan: Plan, config: ShardConfig, samples: float) -> Peaks | None:
-        """The moments at which most is alive; None where the model cannot be traced.
+        """The moments at which most memory is allocated; None if the model cannot be traced.
 
         Args:
             plan: Plan of the model.
-            config: That it was planned with, and the recompute.
+            config: Sharding that the plan was made for, with its recompute.
             samples: Samples of a micro-batch.
         """
-        recompute = config.activation_checkpointing
-        dtypes = {group.dtypes for unit in plan.units for group in unit.groups}
-        key = (recompute, frozenset(dtypes), len(plan.units), samples)
-        if key not in self._found:
-            plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
-            try:
-                self._found[key] = self._find(plan, config, key[:-1], samples)
-            except Exception as error:  # noqa: BLE001  a model's own code runs here
-                said = (str(error).splitlines() or [""])[0]
-                logger.info("activations: counted from shapes, since a trace met %s", said)
-                self._found[key] = None
-        return self._found[key]
+        what = "activations: counted from shapes"
+        return self._once(self._find_peaks, what, len(plan.units), (plan, config, samples))
 
     def work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
-        """What every unit computes; None where the model cannot be traced.
+        """What every unit computes; None if the model cannot be traced.
 
-        Blocks that were not traced compute what those do that they are like.
+        Blocks that were not traced compute what the traced blocks of their kind compute.
         """
+        names = tuple(unit.name for unit in plan.units)
+        return self._once(self._find_work, "step time: not known", names, (plan, config, samples))
+
+    def _once(
+        self, find: Callable[..., Any], what: str, units: Any, of: tuple[Plan, ShardConfig, float]
+    ) -> Any:
+        """Calls `find` once per kind of plan; logs `what` and returns None if the trace fails."""
+        plan, config, samples = of
         recompute = config.activation_checkpointing
-        dtypes = {group.dtypes for unit in plan.units for group in unit.groups}
-        units = tuple(unit.name for unit in plan.units)
-        key = ("work", recompute, frozenset(dtypes), units, samples)
-        if key not in self._works:
+        dtypes = frozenset(group.dtypes for unit in plan.units for group in unit.groups)
+        key = (recompute, dtypes, units)
+        if (key, samples) in self._found:
+            return self._found[key, samples]
+        found = None
+        if recompute.kind is not RecomputeKind.OFFLOAD and samples == int(samples):
             plan = replace(plan, recompute=recomputed_modules(self._spec, recompute))
             try:
-                self._works[key] = self._find_work(plan, config, samples)
+                found = find(plan, config, key, int(samples))
             except Exception as error:  # noqa: BLE001  a model's own code runs here
                 said = (str(error).splitlines() or [""])[0]
-                logger.info("step time: not known, since a trace met %s", said)
-                self._works[key] = None
-        return self._works[key]
+                logger.info("%s, since a trace met %s", what, said)
+        self._found[key, samples] = found
+        return found
 
-    def _find_work(self, plan: Plan, config: ShardConfig, samples: float) -> Work | None:
-        if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
-            return None
-        work, blocks = self._work(int(samples), MOST_TRACED), repeated_blocks(self._spec)
+    def _find_work(self, plan: Plan, config: ShardConfig, _: Any, samples: int) -> Work:
+        work, blocks = self._work(samples, MOST_TRACED), repeated_blocks(self._spec)
         step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
         depth = 2 * step + len(blocks) % step
         if len(blocks) <= max(MOST_BLOCKS, depth):
@@ -122,16 +119,14 @@ class Tracer:
             found |= {blocks[at] + name[len(like) :]: found[name] for name in alike}
         return found
 
-    def _find(self, plan: Plan, config: ShardConfig, key: Any, samples: float) -> Peaks | None:
-        if config.activation_checkpointing.kind is RecomputeKind.OFFLOAD or samples != int(samples):
-            return None
+    def _find_peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks | None:
         blocks = repeated_blocks(self._spec)
         step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
         rest = len(blocks) % step
         if len(blocks) <= max(MOST_BLOCKS, 2 * step + rest):
-            return self._peaks(plan, config, (key, None), int(samples))
+            return self._peaks(plan, config, (key, None), samples)
         depths = (step + rest, 2 * step + rest)
-        ends = [self._peaks(plan, config, (key, depth), int(samples)) for depth in depths]
+        ends = [self._peaks(plan, config, (key, depth), samples) for depth in depths]
         return between(ends[0], ends[1], depths, len(blocks))
 
     def _pattern(self, blocks: Sequence[str]) -> int:
@@ -168,9 +163,9 @@ class Tracer:
         return self._traces[known]
 
     def _work(self, samples: int, most_chunks: int | None = None) -> Any:
-        """The recipe's forward and loss, as `PackedText` or a teacher has them.
+        """Forward and loss of the recipe, or of the student next to its teacher.
 
-        Larger chunks where there would be too many: they compute the same.
+        Chunks are larger if there would be more than `most_chunks`; they compute the same.
         """
         if self._taught is not None:
             return self._taught.work(samples, self._length)
@@ -180,8 +175,8 @@ class Tracer:
 
         def work(model: nn.Module) -> torch.Tensor:
             ids, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-            objective = WholeLogits() if size is None else NextToken(Head.of(model), size)
-            return objective.loss(model, {"input_ids": ids, "labels": labels})[0] * 1.0
+            objective = whole_logits_loss if size is None else next_token(Head.of(model), size)
+            return objective(model, {"input_ids": ids, "labels": labels})[0] * 1.0
 
         return work
 

@@ -12,10 +12,11 @@ from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, 
 from fullshard.observe.trackers import Names, Trackers
 from fullshard.run.console import RunConsole
 from fullshard.run.folder import RunFolder
+from fullshard.run.loop import Watcher
 
 
-class RunWatcher:
-    """A Watcher of the loop.
+class RunWatcher(Watcher):
+    """Keeps the last rows; on rank 0 it also shows and writes every row.
 
     Args:
         console: Console of rank 0; None on the others.
@@ -50,7 +51,16 @@ class RunWatcher:
         if console is not None:
             self.step, self.evaluation = keep_rows(folder.metrics, done)
             self._metrics = MetricsWriter(folder.metrics)
-            self._trackers = _trackers(config, folder, done)
+            training = config.training
+            names = Names(
+                project=training.project,
+                run=training.run_name or folder.path.name,
+                folder=folder.path,
+                logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
+                config=config.model_dump(mode="json"),
+                done=done,
+            )
+            self._trackers = Trackers(training.report_to, names)
 
     def __enter__(self) -> Self:
         if self.console is not None:
@@ -100,16 +110,3 @@ class RunWatcher:
         return self.console is not None and (
             self.evaluation is None or self.evaluation.step != step
         )
-
-
-def _trackers(config: RunConfig, folder: RunFolder, done: int) -> Trackers:
-    training = config.training
-    names = Names(
-        project=training.project,
-        run=training.run_name or folder.path.name,
-        folder=folder.path,
-        logging_dir=Path(training.logging_dir or folder.path / "tensorboard"),
-        config=config.model_dump(mode="json"),
-        done=done,
-    )
-    return Trackers(training.report_to, names)

@@ -37,22 +37,18 @@ class XlaOutlook:
     """A plan with activations.
 
     Attributes:
-        table: The plan.
+        plan: Plan of the state and its collectives.
         num_micro_batches: Number of micro-batches of a step.
         rows: Memory of a device at its fullest: state to the byte, the rest estimated.
         config: Configuration of the run.
         machine: What a rank runs on.
     """
 
-    table: ArraysPlan
+    plan: ArraysPlan
     num_micro_batches: int
     rows: tuple[MemoryRow, ...]
     config: RunConfig
     machine: Machine
-
-    @property
-    def plan(self) -> ArraysPlan:
-        return self.table
 
     @property
     def peak_bytes(self) -> int:
@@ -71,25 +67,13 @@ class XlaOutlook:
         """How far the plan is from XLA: bytes of the state, share of the peak, and whether
         the collectives are the same (None: they are not known).
         """
-        wanted = self.table.collectives(self.num_micro_batches)
+        wanted = self.plan.collectives(self.num_micro_batches)
         planned, found = {kind: c for kind, c in wanted.items() if c.count}, exact.collectives
         return {
-            "state_bytes": exact.arguments - self.table.state_bytes,
+            "state_bytes": exact.arguments - self.plan.state_bytes,
             "peak": self.peak_bytes / exact.peak - 1,
             "collectives": None if found is None else found == planned,
         }
-
-
-def table_of_run(config: RunConfig, model_config: PretrainedConfig, world_size: int) -> ArraysPlan:
-    """What a run holds and moves, the student's projection included.
-
-    Raises:
-        ConfigError: See `look`.
-    """
-    more = projection_shapes(config, DecoderConfig.of(model_config).hidden_size)
-    table = plan_table(model_config, config, world_size, more)
-    check_teacher(config, table)
-    return table
 
 
 def look(
@@ -139,7 +123,9 @@ def look(
         on_cpu=on_cpu,
         num_chunks=-(-tokens // chunk_size) if chunk_size else 0,
     )
-    table = table_of_run(config, model_config, world_size)
+    more = projection_shapes(config, decoder.hidden_size)
+    table = plan_table(model_config, config, world_size, more)
+    check_teacher(config, table)
     rows = at_peak(table, shape)
     return XlaOutlook(table, training.gradient_accumulation_steps, rows, config, machine)
 

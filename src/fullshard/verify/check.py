@@ -31,9 +31,8 @@ from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
+from fullshard.models.build import given_model_config
 from fullshard.models.config import (
-    config_from_folder,
-    config_from_settings,
     freeze,
     quiet_libraries,
     require_transformers,
@@ -77,7 +76,7 @@ DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedCheck:
     """A check that can be run.
 
     Attributes:
@@ -133,7 +132,7 @@ class Verdict:
 # ---- preparing -----------------------------------------------------------------------------------
 
 
-def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
+def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     """Shrink the model, fit the sharding to local ranks; writes nothing, starts nothing.
 
     Raises:
@@ -169,7 +168,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     plan = fs.plan(model, job.passes[0].sharding, world_size=world_size)
     _check_fault(fault, plan, model)
     program = (RANK_MODULE, world_size)
-    return Prepared(job, model, small.config, plan, small.changes, tuple(notes), program)
+    return PreparedCheck(job, model, small.config, plan, small.changes, tuple(notes), program)
 
 
 def _check_supported(config: RunConfig) -> None:
@@ -181,10 +180,7 @@ def _check_supported(config: RunConfig) -> None:
 
 def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
     """Of the user's whole model; tied where the fault needs it."""
-    if config.model.name_or_path is not None:
-        found = config_from_folder(config.model)
-    else:
-        found = config_from_settings(config.model.config or {})
+    found = given_model_config(config.model_copy(update={"distill": None}))
     text = found.get_text_config()
     if fault is Fault.LOST_TIE and not text.tie_word_embeddings:
         text.tie_word_embeddings = found.tie_word_embeddings = True
@@ -304,7 +300,7 @@ def _check_fault(fault: Fault | None, plan: Plan, model: nn.Module) -> None:
 # ---- running -------------------------------------------------------------------------------------
 
 
-def write(prepared: Prepared, folder: Path) -> None:
+def write(prepared: PreparedCheck, folder: Path) -> None:
     """Everything that the two sides read."""
     prepared.job.write(folder)
     prepared.config.save_pretrained(folder)
@@ -312,7 +308,7 @@ def write(prepared: Prepared, folder: Path) -> None:
     write_batches(folder, prepared.job, prepared.config.get_text_config().vocab_size)
 
 
-def run_sides(prepared: Prepared, folder: Path) -> tuple[LocalLaunch, LaunchResult]:
+def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, LaunchResult]:
     """Both sides, side by side; returns how the ranks ended.
 
     Raises:

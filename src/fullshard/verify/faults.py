@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,11 +154,12 @@ class _WrongDivisor(Injection):
             for out in outs:
                 out.mul_(world_size)
 
+        def reduce(real: Callable[[Tensors], Any], fulls: Tensors) -> _Landing:
+            return _Landing(real(fulls), multiply)
+
         for unit in engine.units:
-            real = unit.transport.reduce
-            reduce = partial(_reduced_and_changed, real, multiply)
-            wrapped: Any = _Wrapped(unit.transport, reduce=reduce)
-            unit.transport = wrapped
+            real: Any = unit.transport
+            unit.transport = _Wrapped(real, reduce=partial(reduce, real.reduce))
 
 
 class _MissedGather(Injection):
@@ -173,17 +175,10 @@ class _MissedGather(Injection):
             nonlocal missed
             if self.step == 1 and not missed:
                 missed = True
-                return _Nothing()
+                return SimpleNamespace(wait=lambda: None)
             return real.fetch(fulls)
 
         unit.transport = _Wrapped(real, fetch=fetch)
-
-
-class _Nothing:
-    """A gather that brings nothing."""
-
-    def wait(self) -> None:
-        """Return at once."""
 
 
 class _StaleSlot(Injection):
@@ -239,12 +234,6 @@ def _middle(units: Sequence[Unit]) -> Any:
 def _copy(sources: Tensors, targets: Tensors) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def _reduced_and_changed(
-    real: Callable[[Tensors], Any], change: Callable[[Tensors], None], fulls: Tensors
-) -> _Landing:
-    return _Landing(real(fulls), change)
 
 
 _INJECTIONS: dict[Fault, type[Injection]] = {

@@ -25,13 +25,12 @@ from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build, read_config
 from fullshard.engine.kept import tensors_in
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.stats import communication_seconds
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
 from fullshard.models.config import quiet_libraries
-from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
+from fullshard.observe.metrics import StepRow
 from fullshard.recipes.base import Batch, RankTeam, Seat, causal_lm_loss
-from fullshard.run.loop import Loop, LoopSettings
+from fullshard.run.loop import Loop, LoopSettings, Watcher
 from fullshard.run.on_torch import TorchTrainee
 from fullshard.run.optim import LossScaler
 from fullshard.run.schedule import Schedule
@@ -39,7 +38,7 @@ from fullshard.verify.faults import Injection, injection_of
 from fullshard.verify.job import WEIGHTS, Job, Pass
 
 
-class Record:
+class RankResults(Watcher):
     """What one rank computed; also the loop's watcher.
 
     Attributes:
@@ -62,19 +61,6 @@ class Record:
         self.facts["loss"].append(row.loss)
         self.facts["norm"].append(row.grad_norm)
         self.step += 1
-
-    def evaluated(self, row: EvalRow) -> None:
-        """There is nothing held out."""
-
-    def saved(self, row: SaveRow) -> None:
-        """Nobody asks how long it took."""
-
-    def misses_evaluation(self, step: int) -> bool:  # noqa: ARG002
-        """There is nothing held out."""
-        return False
-
-    def entered(self, phase: str, step: int) -> None:
-        """Hangs are named by the launcher's watchdog, which knows no phases here."""
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write down the pieces at every update, and the first module that makes a NaN."""
@@ -122,7 +108,7 @@ class _Batches:
     tokens_per_step = None
 
     def __init__(
-        self, batches: list[list[Batch]], first: int, record: Record, injection: Injection
+        self, batches: list[list[Batch]], first: int, record: RankResults, injection: Injection
     ) -> None:
         self._batches, self.first = batches, first
         self._record, self._injection = record, injection
@@ -145,7 +131,7 @@ class _Batches:
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
     """Train, save, load into a fresh model, train one step more; all of it written down."""
     device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
-    injection, record = injection_of(job.fault), Record()
+    injection, record = injection_of(job.fault), RankResults()
     model = _build(folder, job, choice, load_file(folder / WEIGHTS), device, injection)
     source = injection.source(rank, job.world_size)
     batches = _batches_of(folder, job, source, device)
@@ -192,25 +178,21 @@ def _train(
     optimizer: torch.optim.Optimizer,
     job: Job,
     recipe: _Batches,
-    record: Record,
+    record: RankResults,
     team: RankTeam,
 ) -> None:
     """The steps that are left of the job, or one more."""
     num_steps = max(1, job.num_steps - recipe.first)
     numbers = job.optimizer
     record.watch(model, optimizer)
-    config = engine_of(model).config
     settings = LoopSettings(
         num_steps=num_steps,
         eval_every=0,
         max_grad_norm=job.max_grad_norm,
         schedule=Schedule(LrSchedule.CONSTANT, numbers["learning_rate"], 0, num_steps),
-        grad_sync=config.grad_sync,
-        grad_reduction=config.grad_reduction,
     )
     scaler = LossScaler(optimizer, torch.device("cpu"), enabled=False)
-    seconds = partial(communication_seconds, model)
-    trainee = TorchTrainee(model, optimizer, seconds, lambda: (0, 0), scaler)
+    trainee = TorchTrainee(model, optimizer, lambda: (0, 0), scaler)
     Loop(trainee, recipe, settings, team, record).run()
 
 

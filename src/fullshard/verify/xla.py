@@ -39,7 +39,7 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.strategy import row_of
 from fullshard.run.on_xla import state_of, torch_weights
 from fullshard.saving import SaveSettings
-from fullshard.verify.check import Prepared, model_config_of, passes_of
+from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
 from fullshard.verify.faults import Fault, injection_of
 from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
 from fullshard.xla import optim, processes
@@ -61,7 +61,7 @@ EXACT, SINGLE = 1e-10, 1e-5
 MOST_DEVICES = 8
 
 
-def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
+def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
     """As `check.prepare`.
 
     Raises:
@@ -79,7 +79,9 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     world_size = _fit_devices(config, notes)
     depth = min(8, max(NUM_LAYERS, config.sharding.activation_checkpointing.every))
     small, model = shrink(full, Limits(num_layers=depth))
-    table = plan_table(small.config, _in_float64(config), world_size)
+    in_float64 = ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)
+    wide = config.model_copy(update={"sharding": in_float64})
+    table = plan_table(small.config, wide, world_size)
     job = Job(
         passes=_passes(config.sharding, table),
         world_size=world_size,
@@ -92,7 +94,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> Prepared:
     )
     table = replace(table, model_kind=type(model).__name__)
     program = (RANK_MODULE, 1)
-    return Prepared(job, model, small.config, table, small.changes, tuple(notes), program)
+    return PreparedCheck(job, model, small.config, table, small.changes, tuple(notes), program)
 
 
 def _fit_devices(config: RunConfig, notes: list[str]) -> int:
@@ -112,12 +114,6 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
     if asked not in (None, fitting):
         notes.append(f"{fitting} devices instead of {asked}.")
     return fitting
-
-
-def _in_float64(config: RunConfig) -> RunConfig:
-    return config.model_copy(
-        update={"sharding": ShardConfig.of(config.sharding, master_dtype=DType.FLOAT64)}
-    )
 
 
 def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
@@ -158,7 +154,7 @@ def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class Record:
+class DeviceResults:
     """What every device computed, in the form that verify's other ranks leave it."""
 
     def __init__(self, placed: XlaPlan, job: Job) -> None:
@@ -212,7 +208,7 @@ def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, list[list[in
 def run_pass(folder: Path, job: Job, choice: Pass) -> None:
     """Train, save, load into a fresh state, train one step more; all of it written down."""
     jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
-    decoder = _decoder(folder)
+    decoder = DecoderConfig.of(read_config(folder, "model"))
     placed = _planned(decoder, ShardConfig.of(choice.sharding), job.frozen)
     tx = _optimizer(placed, job)
     step = train_step(
@@ -222,7 +218,7 @@ def run_pass(folder: Path, job: Job, choice: Pass) -> None:
         max_grad_norm=job.max_grad_norm,
         num_micro_batches=job.num_micro_batches,
     )
-    batches, record = _batches_of(folder, job), Record(placed, job)
+    batches, record = _batches_of(folder, job), DeviceResults(placed, job)
     dtype = getattr(torch, choice.master_dtype)
     weights = {name: value.to(dtype) for name, value in load_file(folder / WEIGHTS).items()}
     state = state_of(placed, weights, seeing(tx))
@@ -242,7 +238,11 @@ def run_pass(folder: Path, job: Job, choice: Pass) -> None:
 
 
 def _train(
-    state: State, step: Step, batches: Batches, steps: Sequence[int], kept: tuple[Job, Record]
+    state: State,
+    step: Step,
+    batches: Batches,
+    steps: Sequence[int],
+    kept: tuple[Job, DeviceResults],
 ) -> State:
     job, record = kept
     for at in steps:
@@ -250,10 +250,6 @@ def _train(
         state, metrics = step(state, batches[at], learning_rate=rate)
         record.keep(at, state, metrics)
     return state
-
-
-def _decoder(folder: Path) -> DecoderConfig:
-    return DecoderConfig.of(read_config(folder, "model"))
 
 
 def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str]) -> XlaPlan:

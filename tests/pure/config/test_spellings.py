@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import pytest
 
+from fullshard.config import values
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import (
     SPELLINGS,
@@ -147,8 +150,11 @@ def test_what_means_no_strategy_is_refused(value):
         parse(Strategy, value, "a.b")
 
 
-def test_each_enum_has_a_table_and_no_table_shadows_its_own_words():
-    for enum_cls, table in SPELLINGS.items():
+def test_each_enum_takes_its_own_words_and_no_table_shadows_them():
+    for enum_cls in (
+        kind for kind in StrEnum.__subclasses__() if kind.__module__ == values.__name__
+    ):
+        table = SPELLINGS.get(enum_cls, {})
         own = {member.value for member in enum_cls}
         assert not own & set(table), enum_cls
         for word, member in table.items():

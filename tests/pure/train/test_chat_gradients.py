@@ -15,8 +15,7 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import ConfigError
 from fullshard.models.small import check_documents
-from fullshard.recipes.base import Seat
-from fullshard.recipes.sft.recipe import Chats
+from fullshard.recipes.base import RowBatches, Seat
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "vocab_size": 300}
@@ -74,7 +73,7 @@ def test_any_split_of_a_step_gives_the_gradient_of_its_examples_alone(
     shape = BatchShape.of_batch(len(data.train), 2, world_size)
     order = SampleOrder(len(data.train), shape, seed=1)
     seats = [Seat(rank, world_size, torch.device("cpu")) for rank in range(world_size)]
-    recipes = [Chats(data, 2, order, seat) for seat in seats]
+    recipes = [RowBatches(data, 2, order, seat) for seat in seats]
     batches = list(itertools.chain.from_iterable(r.micro_batches(0) for r in recipes))
     assert any("position_ids" in batch for batch in batches) == packing
     model.zero_grad()

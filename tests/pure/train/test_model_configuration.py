@@ -14,6 +14,7 @@ from fullshard.config.schema import ModelConfig
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.errors import ConfigError
+from fullshard.models.build import with_fitting_length
 from fullshard.models.config import (
     build_model,
     check_model_folder,
@@ -24,7 +25,6 @@ from fullshard.models.config import (
 )
 from fullshard.models.generate import SamplingSettings
 from fullshard.run.generation import Request, generate
-from fullshard.run.prepare import with_fitting_length
 
 SETTINGS = {
     "model_type": "llama",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def test_tokenizer_gives_back_any_text_and_keeps_to_its_size(tmp_path):
     strange = "na\u00efve \u2028 tab\t  two spaces \U0001f600 \x00"
     encoder, as_json = encoder_of(tokenizer)
     for one in (text, strange):
-        (ids,) = encode(encoder, [(one, True)], [0])
+        ids = [*itertools.chain(*encode(encoder, [one, None], [0]))]
         assert ids[-1] == tokenizer.eos_token_id == 0
         assert tokenizer.decode(ids[:-1]) == one
         assert tokenizer(one, add_special_tokens=False)["input_ids"] == ids[:-1]
@@ -120,12 +121,12 @@ def test_long_documents_are_encoded_in_pieces_that_end_with_a_line(monkeypatch):
     text = seeded_text(40)
     tokenizer = train_tokenizer([text], 300)
     encoder, _ = encoder_of(tokenizer)
-    (whole,) = encode(encoder, [(text, True)], [0])
+    (whole,) = encode(encoder, [text], [0])
     monkeypatch.setattr("fullshard.data.tokenize.PIECE_CHARACTERS", 100)
-    pieces = list(encode(encoder, ((piece, False) for piece in cut(text)), [0]))
+    pieces = list(encode(encoder, cut(text), [0]))
     assert len(pieces) > 20
     assert all(tokenizer.decode(piece).endswith("\n") for piece in pieces)
-    assert [token for piece in pieces for token in piece] == whole[:-1]
+    assert [token for piece in pieces for token in piece] == list(whole)
 
 
 def test_text_is_read_in_pieces_and_a_character_is_never_cut(tmp_path, monkeypatch):

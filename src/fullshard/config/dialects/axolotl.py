@@ -122,7 +122,7 @@ AXOLOTL: Table = {
     "saves_per_epoch": _times_an_epoch("save"),
     **each("bf16 bfloat16", _precision("bf16")),
     **each("fp16 float16", _precision("fp16")),
-    "tf32": lost("matrix products of float32 follow torch's own setting", False, "auto"),
+    "tf32": _precision("tf32"),
     **each("datasets pretraining_dataset", _datasets),
     "test_datasets": lost("data.validation_fraction holds text out"),
     "dataset_prepared_path": no_effect("tokens lie in the run's folder"),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,19 +35,19 @@ class TopK:
     bounds: Any
 
     @classmethod
-    def load(cls, folder: Path) -> TopK:
-        """Maps a cache.
+    def load(cls, folder: Path, mode: Literal["r", "r+"] = "r") -> TopK:
+        """Maps a cache, to be read or (`r+`) to be written.
 
         Raises:
-            DataError: There is none, or it is not whole.
+            DataError: There is none, or it is not complete.
         """
-        if not (folder / FACTS).is_file():
+        if mode == "r" and not (folder / FACTS).is_file():
             raise DataError(
                 f"distill.cache: expected what `fullshard distill cache` wrote, got '{folder}' "
                 f"without {FACTS}. Write it first, or name its folder."
             )
         names = ("values", "ids", "bounds")
-        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names))
 
     @classmethod
     def create(cls, folder: Path, lengths: Any, top_k: int) -> None:
@@ -60,14 +60,6 @@ class TopK:
                 folder / f"{name}.npy", "w+", dtype=dtype, shape=(int(bounds[-1]), top_k)
             )
             made.flush()
-
-    @classmethod
-    def open(cls, folder: Path) -> TopK:
-        """Arrays to write into."""
-        values, ids = (
-            np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("values", "ids")
-        )
-        return cls(values, ids, np.load(folder / "bounds.npy"))
 
     def put(
         self,

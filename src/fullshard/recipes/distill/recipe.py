@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fullshard.config.schema import RunConfig
+from fullshard.config.schema import ModelConfig, RunConfig
 from fullshard.data.chat import is_chat
 from fullshard.data.dataset import DatasetFacts
+from fullshard.models.student import is_cut
 from fullshard.recipes.base import RecipeKind, RowBatches, Seat
-from fullshard.recipes.distill.logits import check_facts
+from fullshard.recipes.distill.logits import TopK, check_facts
 from fullshard.recipes.distill.teacher import (
     build_student,
+    build_teacher,
     check_teacher,
-    set_up,
+    cut_student,
     settings_of,
     write_cache,
 )
@@ -40,8 +42,19 @@ def _build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, folder: Path
 ) -> nn.Module:
     """The teacher is built first: the student may be cut out of it."""
-    config, teacher = set_up(config, folder, data, seat)
-    student, data.objective = build_student(config, teacher, model_config, seat)
+    settings = settings_of(config)
+    if settings.cache is not None:
+        teacher = TopK.load(Path(settings.cache))
+    else:
+        teacher = build_teacher(config, seat, folder)
+        if is_cut(settings):
+            place = folder / "student"
+            cut_student(config, teacher, data, place, seat)
+            whole = settings.model_copy(update={"experts": None, "layers": None})
+            model = ModelConfig(name_or_path=str(place))
+            config = config.model_copy(update={"model": model, "distill": whole})
+    student, distillation = build_student(config, teacher, model_config, seat)
+    data.objective = distillation.loss
     return student
 
 

@@ -12,19 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.schema import DistillConfig, ModelConfig, Offload, RunConfig, ShardConfig
+from fullshard.config.schema import DistillConfig, Offload, RunConfig, ShardConfig
 from fullshard.config.values import DistillLoss, DType, Home, Transport
-from fullshard.data.dataset import DatasetFacts
 from fullshard.data.order import evaluation_samples
 from fullshard.data.tokenizer import load_tokenizer
 from fullshard.engine.engine import engine_of
-from fullshard.engine.folder import INDEX
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.initial import has_weights_of
 from fullshard.errors import ConfigError
 from fullshard.models.build import build_sharded, given_model_config
 from fullshard.models.config import build_model, check_model_folder, config_from_folder
-from fullshard.models.student import choose, counting, is_cut, write_student
+from fullshard.models.student import choose, counting, write_student
 from fullshard.recipes.base import RankTeam, Recipe, RowBatches, Seat, inputs_of
 from fullshard.recipes.distill.logits import TopK, write_facts
 from fullshard.recipes.distill.loss import Distillation, Teacher
@@ -71,28 +69,6 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
             f"{len(ours):,}; they differ in {word!r}). Give the student the teacher's "
             "(data.tokenizer), or train on text that the teacher writes (fullshard sft)."
         )
-
-
-def set_up(
-    config: RunConfig, folder: Path, data: Recipe, seat: Seat
-) -> tuple[RunConfig, Teacher | TopK]:
-    """Build the teacher, and cut the student out of it where that is asked for. A collective.
-
-    Returns:
-        The configuration, whose model is where the student's weights come from; and what it learns
-        from, a model or the logits that one left.
-    """
-    settings = settings_of(config)
-    if settings.cache is not None:
-        return config, TopK.load(Path(settings.cache))
-    teacher = build_teacher(config, seat, folder)
-    if is_cut(settings):
-        student = folder / "student"
-        _cut(config, teacher, data, student, seat)
-        whole = settings.model_copy(update={"experts": None, "layers": None})
-        model = ModelConfig(name_or_path=str(student))
-        config = config.model_copy(update={"model": model, "distill": whole})
-    return config, teacher
 
 
 def build_student(
@@ -150,11 +126,13 @@ def teacher_sharding(
 
 
 @torch.no_grad()
-def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat) -> None:
+def cut_student(
+    config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat
+) -> None:
     """Measure the use of experts and write the student's folder, unless it is there."""
     settings, engine = settings_of(config), engine_of(teacher.model)
     team = RankTeam(engine.transport, seat)
-    if all(there for (there,) in team.exchange([(student / INDEX).is_file()])):
+    if all(there for (there,) in team.exchange([(student / "config.json").is_file()])):
         return
     with counting(teacher.model) as counts:
         for step in range(COUNTED_STEPS):
@@ -180,18 +158,18 @@ def _cut(config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat:
 
 
 @torch.no_grad()
-def write_cache(config: RunConfig, facts: DatasetFacts, data: RowBatches, seat: Seat) -> None:
+def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     """Keeps the teacher's largest logits of every training token. A collective."""
-    settings = settings_of(config)
+    settings, facts = settings_of(config), data.data.facts
     folder = cache_folder(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     teacher = build_teacher(config, seat, folder.parent)
     team = RankTeam(engine_of(teacher.model).transport, seat)
-    lengths = data.train_lengths
+    lengths = data.data.lengths
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
     team.exchange([0.0])  # nobody opens it before it is there
-    kept = TopK.open(folder)
+    kept = TopK.load(folder, "r+")
     per_device = config.training.per_device_eval_batch_size
     for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
         batch = data.train_rows(chosen)

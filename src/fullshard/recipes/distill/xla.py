@@ -55,10 +55,13 @@ class XlaTeaching:
         settings = settings_of(config)
         if settings.cache is not None:
             return cls(settings, student, None, Path(settings.cache))
-        decoder, table = _decoder(config), _table(config, student.plan.table, _default_dtype())
+        assert config.teacher is not None, "checked before"
+        default = DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16
+        decoder, table = _decoder(config), _table(config, student.plan.table, default)
         structure = jax.tree.structure(_shapes(decoder, settings))
+        folder = Path(config.teacher.name_or_path or "")
         placed = XlaPlan(table, student.plan.mesh, structure)
-        return cls(settings, student, Decoder(decoder, placed), _folder(config))
+        return cls(settings, student, Decoder(decoder, placed), folder)
 
     @property
     def loss(self) -> LossFn:
@@ -156,12 +159,3 @@ def _decoder(config: RunConfig) -> DecoderConfig:
             f"{error} `fullshard distill cache` with backend: torch keeps its logits, from which "
             "(distill.cache) backend: jax learns."
         ) from error
-
-
-def _folder(config: RunConfig) -> Path:
-    assert config.teacher is not None, "checked before"
-    return Path(config.teacher.name_or_path or "")
-
-
-def _default_dtype() -> DType:
-    return DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16

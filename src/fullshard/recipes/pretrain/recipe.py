@@ -1,51 +1,26 @@
-"""The recipe of pretraining: packed sequences, next-token loss."""
+"""The recipe of pre-training: next-token loss of packed sequences."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
 from fullshard.config.schema import RunConfig
-from fullshard.data.order import Indices, SampleOrder
-from fullshard.data.text import Dataset
 from fullshard.models.build import build_sharded
-from fullshard.recipes.base import IGNORED, Objective, RecipeKind, RowBatches, Seat, WholeLogits
-from fullshard.recipes.head import Head, NextToken, whole_logits
+from fullshard.recipes.base import (
+    Objective,
+    RecipeKind,
+    RowBatches,
+    Seat,
+    whole_logits_loss,
+)
+from fullshard.recipes.head import Head, next_token, whole_logits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class PackedText(RowBatches):
-    """Batches of one rank from packed sequences.
-
-    Args:
-        data: What is trained and evaluated on.
-        per_device_eval: Held-out sequences that a rank takes at a time.
-        order: Which samples each step sees.
-        seat: Rank and device.
-    """
-
-    def __init__(self, data: Dataset, per_device_eval: int, order: SampleOrder, seat: Seat) -> None:
-        super().__init__(len(data.held_out), per_device_eval, order, seat)
-        self._train, self._held_out = data.train, data.held_out
-        # Known: each sequence predicts all its tokens but the first.
-        self.tokens_per_step = self.samples_per_step * (data.train.length - 1)
-
-    @property
-    def train_lengths(self) -> Indices:
-        """Tokens of each row."""
-        return np.full(len(self._train), self._train.length, dtype=np.int64)
-
-    def _arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
-        sequences = self._held_out if held_out else self._train
-        ids = sequences.take(np.maximum(chosen, 0))
-        labels = np.where(chosen[:, None] < 0, IGNORED, ids)
-        return {"input_ids": ids, "labels": labels}
 
 
 def build(
@@ -66,8 +41,8 @@ def sharded(
 
     model = build_sharded(config, model_config, device, before)
     if whole_logits(model, config):
-        return model, WholeLogits()
-    return model, NextToken(Head.of(model), config.training.loss_chunk_size)
+        return model, whole_logits_loss
+    return model, next_token(Head.of(model), config.training.loss_chunk_size)
 
 
 KINDS = {"train": RecipeKind(build)}
