@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
@@ -11,11 +10,10 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench.cases import REFERENCE, Case, find_case
-from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.machine import Neighbours, Say
 from fullshard.bench.page import Page
 from fullshard.bench.ranks import run_ranks
 from fullshard.bench.statistics import largest_difference, paired_ratio
-from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 
@@ -50,13 +48,10 @@ class Job:
     num_checked: int = 3
 
 
-def run(
-    job: Job, *, command: str, timeout_s: float, wait: bool, say: Callable[[str], None]
-) -> Page:
+def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Page:
     """Runs the ranks and says what they found."""
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     say(job.case.describe())
-    with Neighbours() as neighbours:
+    with Neighbours(wait=wait, say=say) as neighbours:
         ranks = run_ranks(
             MEASURE, job, job.case.num_ranks, what="bench compile", timeout_s=timeout_s
         )
@@ -88,7 +83,15 @@ def run(
     ]
     title = f"Compiled blocks: {job.case.describe()}"
     return Page(
-        "compile", title, command, rows, COLUMNS, cells, METHOD, neighbours.share, became_idle
+        "compile",
+        title,
+        command,
+        rows,
+        COLUMNS,
+        cells,
+        METHOD,
+        neighbours.share,
+        neighbours.became_idle,
     )
 
 

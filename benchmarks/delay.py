@@ -158,7 +158,7 @@ class DelayTransport:
         self.gathers, self.reductions, self.outer = wires
         self.outer_waited_s = 0.0
         self.name, self.rank, self.scratch = inner.name, inner.rank, inner.scratch
-        self.home, self._mesh = inner.home, mesh
+        self.axes, self.home, self._mesh = inner.axes, inner.home, mesh
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         under_way = self.inner.fetch(fulls)
@@ -238,5 +238,5 @@ def delayed(engine: Engine, latency_s: float, bytes_per_s: float) -> DelayTransp
         unit.transport = late[id(unit.transport)]
     engine.transports.update({m: late[id(inner)] for m, inner in engine.transports.items()})
     whole = late[id(engine.transport)]
-    engine.transport = engine.gradients.transport = engine.norms._transport = whole
+    engine.transport = engine.gradients.transport = engine.norms.transport = whole
     return whole

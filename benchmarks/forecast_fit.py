@@ -31,8 +31,7 @@ from scipy.optimize import least_squares
 from fullshard.outlook import constants
 from fullshard.outlook.constants import FITTED, Constants, Familiarity
 from fullshard.outlook.memory import GIB, peak_memory
-from fullshard.outlook.published.rows import read_workload
-from fullshard.outlook.published.table import GRAVE, familiarity
+from fullshard.outlook.published import GRAVE, familiarity, read_workload
 from fullshard.outlook.speed import tokens_per_s
 from fullshard.outlook.workload import Workload
 
@@ -47,7 +46,33 @@ MEMORY = (
     "cached_share",
     "base_gib",
 )
-SPEED = tuple(name for name in Constants.bounds() if name not in MEMORY)
+# Physical bounds of the constants; fullshard/outlook/constants.py has their meaning.
+BOUNDS = {
+    "matmul_share": (0.6, 1.0),
+    "hopper_matmul": (0.6, 1.0),
+    "tpu_matmul_share": (0.5, 1.0),
+    "narrow_width": (0.0, 1000.0),
+    "expert_share": (0.2, 1.0),
+    "elementwise_passes": (0.3, 5.0),
+    "compiled_passes": (0.1, 1.0),
+    "xla_passes": (0.1, 1.0),
+    "logits_bytes": (6.0, 60.0),
+    "attention_share": (0.2, 1.0),
+    "hopper_attention": (0.3, 1.2),
+    "tuned_attention": (1.0, 2.5),
+    "link_share": (0.2, 1.0),
+    "fabric_share": (0.1, 1.0),
+    "overlap": (1.0, 8.0),
+    "wait_s": (1e-06, 0.001),
+    "launch_s": (3e-05, 0.003),
+    "fp8_speedup": (1.0, 2.0),
+    "logits_held": (10.0, 20.0),
+    "fused_logits": (2.0, 12.0),
+    "gathered_blocks": (1.0, 3.0),
+    "cached_share": (0.0, 1.5),
+    "base_gib": (0.0, 2.0),
+}
+SPEED = tuple(name for name in BOUNDS if name not in MEMORY)
 TRUST = {"speed": {"A": 1.0, "B": 0.7, "C": 0.2}, "memory": {"A": 1.0, "B": 1.0, "C": 0.2}}
 LOSS = {"speed": ("soft_l1", 0.08), "memory": ("cauchy", 0.06)}
 COVERED = 0.8  # of the rows, by their intervals
@@ -131,14 +156,12 @@ def fit(
     """
     held = held or {}
     names = [name for name in (SPEED if what == "speed" else MEMORY) if name not in held]
-    bounds = [Constants.bounds()[name] for name in names]
-    low = np.array([bound.low for bound in bounds])
-    high = np.array([bound.high for bound in bounds])
+    low, high = np.array([BOUNDS[name] for name in names]).T
     sizes = Counter(one.group for one in found)
     weights = np.array(
         [TRUST[what][one.row["reliability"]] * sizes[one.group] ** -0.4 for one in found]
     )
-    others = {name: getattr(start, name) for name in Constants.bounds()} | dict(held)
+    others = {name: getattr(start, name) for name in BOUNDS} | dict(held)
 
     def constants_at(point: np.ndarray) -> Constants:
         values = low + (high - low) * point
@@ -187,13 +210,13 @@ def spreads(what: str, found: Sequence[Sample], missed: np.ndarray) -> dict[Fami
 
 
 def write_constants(k: Constants) -> None:
-    """Put the values into constants.py, where their bounds and sources stand."""
+    """Writes the values into constants.py."""
     path = Path(constants.__file__)
     text = path.read_text(encoding="utf-8")
-    for name in Constants.bounds():
+    for name in BOUNDS:
         value = f"{getattr(k, name):.4g}"
         value = value if "." in value or "e" in value else f"{value}.0"
-        text = re.sub(rf"( {name}: float = _constant\(\s*)[^,\s]+,", rf"\g<1>{value},", text)
+        text = re.sub(rf"( {name}: float = )\S+", rf"\g<1>{value}", text)
     path.write_text(text, encoding="utf-8")
 
 
@@ -239,8 +262,8 @@ def main(words: Sequence[str]) -> int:
         moved = np.median(np.abs(before - after))
         print(f"{what}: {len(after)} rows, median error {np.median(np.abs(after)):.1%}")
         print(f"  predictions move by {moved:.2%} from the committed constants")
-    for name, bound in Constants.bounds().items():
-        print(f"  {name:<20}{getattr(k, name):>10.4g}   in [{bound.low:g}, {bound.high:g}]")
+    for name, (low, high) in BOUNDS.items():
+        print(f"  {name:<20}{getattr(k, name):>10.4g}   in [{low:g}, {high:g}]")
     if asked.write:
         write_constants(k)
     return 0

@@ -26,7 +26,7 @@ import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.delay import delayed, wire_of
 from benchmarks.host import OURS, PLAIN, REFERENCE, fake_group
-from fullshard.bench.idle import make_idle
+from fullshard.bench.calibrate import make_idle
 from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
 from fullshard.cli.bench import OutFlag, say, show

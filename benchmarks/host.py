@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -19,11 +19,10 @@ from torch import nn
 
 import fullshard as fs
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.idle import make_idle
-from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.calibrate import make_idle
+from fullshard.bench.machine import Neighbours, Say
 from fullshard.bench.page import Page
 from fullshard.bench.statistics import Estimate, median_of
-from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.engine.engine import engine_of
@@ -150,13 +149,10 @@ def overheads_us(
     }
 
 
-def run(
-    world: int, num_rounds: int, *, wait: bool, say: Callable[[str], None]
-) -> dict[str, object]:
+def run(world: int, num_rounds: int, *, wait: bool, say: Say) -> dict[str, object]:
     """Measures all units; returns the rows and what else a Page takes."""
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     rows: list[dict[str, object]] = []
-    with Neighbours() as neighbours, one_thread(), fake_group(world):
+    with Neighbours(wait=wait, say=say) as neighbours, one_thread(), fake_group(world):
         for num_linears, bias in UNITS:
             num_parameters = num_linears * (1 + bias)
             say(f"units of {num_parameters} parameters: {num_rounds} rounds")
@@ -174,7 +170,11 @@ def run(
                 for phase, values in zip(PHASES, phases, strict=True):
                     host = median_of([value / NUM_UNITS for value in values])
                     rows.append(_row(name, phase, num_parameters, host, world))
-    return {"rows": rows, "others_share": neighbours.share, "became_idle": became_idle}
+    return {
+        "rows": rows,
+        "others_share": neighbours.share,
+        "became_idle": neighbours.became_idle,
+    }
 
 
 def _row(

@@ -27,9 +27,8 @@ from benchmarks.timeline import (
 from fullshard.bench import ranks
 from fullshard.bench.cases import Case
 from fullshard.bench.figures import LEFT, WIDTH, bar_at, svg_of, text_at
-from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.machine import Neighbours, Say
 from fullshard.bench.page import Page
-from fullshard.bench.step import WAIT_LIMIT_S, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 
@@ -157,9 +156,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Page:
     """Measures every depth and returns the page, with one step's trace among its files."""
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     say(f"{job.case.describe()}: {job.num_rounds} rounds of prefetch depths {job.depths}")
-    with Neighbours() as neighbours:
+    with Neighbours(wait=wait, say=say) as neighbours:
         results = ranks.run_ranks(
             MEASURE,
             job,
@@ -189,7 +187,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
         cells=[_cells(row) for row in rows],
         method=METHOD,
         others_share=neighbours.share,
-        became_idle=became_idle,
+        became_idle=neighbours.became_idle,
         notes=[job.case.describe() + ".", *notes],
         drawings=_drawings(_trace(found[TRACED], results[0]["titles"])),
     )

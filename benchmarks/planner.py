@@ -37,8 +37,8 @@ from benchmarks.forecast_fit import (
     samples,
 )
 from benchmarks.times import summary
-from fullshard.outlook.constants import FITTED, Constants, Familiarity
-from fullshard.outlook.published.table import familiarity, predict, spread
+from fullshard.outlook.constants import FITTED, Familiarity
+from fullshard.outlook.published import familiarity, predict, spread
 from fullshard.outlook.workload import Compiler, Metric, Parallelism, Tuning, Workload
 
 TIMES = Path(__file__).parent / "results" / "time.json"
@@ -244,8 +244,7 @@ def ablation_lines() -> list[str]:
         whole = errors(what, found, FITTED)
         lines.append(f"| (all of {what}) | | {np.median(np.abs(np.exp(whole) - 1)):.1%} | |")
         for name in names:
-            start = Constants(**{n: getattr(FITTED, n) for n in Constants.bounds()})
-            k = fit(what, found, start, {name: NEUTRAL[name]})
+            k = fit(what, found, FITTED, {name: NEUTRAL[name]})
             missed = errors(what, found, k)
             moved = np.abs(missed - whole) > 0.02
             part = np.median(np.abs(np.exp(missed[moved]) - 1)) if moved.any() else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Annotated
 
@@ -12,10 +12,9 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from benchmarks.host import PLAIN, Block, Stack, one_thread, overheads_us, shard_ours
-from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.machine import Neighbours, Say
 from fullshard.bench.page import Page
 from fullshard.bench.statistics import bootstrap, median_of
-from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.schema import ShardConfig
@@ -103,21 +102,22 @@ def bookkeeping_us(worlds: Sequence[int], num_rounds: int) -> dict[int, list[flo
     }
 
 
-def run(
-    worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Callable[[str], None]
-) -> dict[str, object]:
+def run(worlds: Sequence[int], num_rounds: int, *, wait: bool, say: Say) -> dict[str, object]:
     """Measures both; returns the rows and what else a Page takes.
 
     Raises:
         ConfigError: transformers, whose Llama is planned, is not installed.
     """
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     rows = []
-    with Neighbours() as neighbours, one_thread():
+    with Neighbours(wait=wait, say=say) as neighbours, one_thread():
         for name, measure in ((PLANNING, planning_us), (BOOKKEEPING, bookkeeping_us)):
             say(f"{name}: {num_rounds} rounds of {', '.join(map(str, worlds))} ranks")
             rows += rows_of(name, measure(worlds, num_rounds))
-    return {"rows": rows, "others_share": neighbours.share, "became_idle": became_idle}
+    return {
+        "rows": rows,
+        "others_share": neighbours.share,
+        "became_idle": neighbours.became_idle,
+    }
 
 
 def rows_of(name: str, times: dict[int, list[float]]) -> list[dict[str, object]]:

@@ -17,9 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
-from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.machine import Neighbours
 from fullshard.bench.page import Page
-from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.load import load_config
@@ -189,9 +188,9 @@ def run(
     say: Callable[[str], None],
 ) -> Page:
     """Plans and measures every case."""
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if options.wait else True
     rows: list[dict[str, Any]] = []
-    with Neighbours() as neighbours, tempfile.TemporaryDirectory(prefix="bench-time-") as folder:
+    measured_beside = Neighbours(wait=options.wait, say=say)
+    with measured_beside as neighbours, tempfile.TemporaryDirectory(prefix="bench-time-") as folder:
         for at, case in enumerate(cases):
             outlook = planned(case, calibration)
             if outlook.times is None:
@@ -213,7 +212,7 @@ def run(
         [_cells(row) for row in rows],
         METHOD,
         neighbours.share,
-        became_idle,
+        neighbours.became_idle,
         notes=(summary([row["error"] for row in rows]),),
     )
 

@@ -19,10 +19,9 @@ import typer
 
 from benchmarks.command import JsonFlag, command_line, run_script
 from fullshard.bench import ranks
-from fullshard.bench.machine import Neighbours, wait_until_idle
+from fullshard.bench.machine import Neighbours, Say
 from fullshard.bench.page import Page
 from fullshard.bench.statistics import Estimate, largest_difference, paired_ratio
-from fullshard.bench.step import WAIT_LIMIT_S, Say
 from fullshard.cli.bench import OutFlag, WaitFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.errors import ConfigError, FullshardError
@@ -149,10 +148,9 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
         raise ConfigError(
             "bench jax: expected jax, which is not installed. Run pip install 'fullshard[jax]'."
         )
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
     absent: dict[str, str] = {}
     say(f"{job.shape.describe()}: {job.num_rounds} rounds of {', '.join(job.engines)}")
-    with Neighbours() as neighbours:
+    with Neighbours(wait=wait, say=say) as neighbours:
         try:
             results = _run_ranks(job, timeout_s)
         except FullshardError:
@@ -160,7 +158,7 @@ def run(job: Job, *, command: str, timeout_s: float, wait: bool, say: Say) -> Pa
             job = replace(job, engines=(OURS, OURS_ONCE, ONE))
             say(f"once more without {AUTO}: its ranks did not end well")
             results = _run_ranks(job, timeout_s)
-    return page_of(job, results, absent, (neighbours.share, became_idle), command)
+    return page_of(job, results, absent, neighbours, command)
 
 
 def _run_ranks(job: Job, timeout_s: float) -> list[dict[str, Any]]:
@@ -172,7 +170,7 @@ def page_of(
     job: Job,
     results: Sequence[Mapping[str, Any]],
     absent: Mapping[str, str],
-    neighbours: tuple[float, bool],
+    neighbours: Neighbours,
     command: str,
 ) -> Page:
     """Rows and a page from what the ranks wrote.
@@ -181,7 +179,7 @@ def page_of(
         job: That they had.
         results: Results of every rank.
         absent: Engines that could not run, and why.
-        neighbours: Share of the cores that others used; whether they became idle.
+        neighbours: What other processes used meanwhile.
         command: As typed.
     """
     rows = rows_of(job, results)
@@ -194,8 +192,8 @@ def page_of(
         columns=COLUMNS,
         cells=[_cells(row) for row in rows],
         method=METHOD,
-        others_share=neighbours[0],
-        became_idle=neighbours[1],
+        others_share=neighbours.share,
+        became_idle=neighbours.became_idle,
         absent=absent,
         notes=notes,
         versions=describe_versions(("fullshard", "jax", "jaxlib", "optax")),

@@ -22,7 +22,7 @@ from fullshard.bench.step_rank import timed
 from fullshard.launch import rendezvous
 from fullshard.models.config import config_from_settings
 from fullshard.run.on_xla import COORDINATOR
-from fullshard.xla import optim, processes
+from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.plan import Tree, XlaPlan, plan
@@ -47,7 +47,7 @@ class Trainee:
         mesh = make_mesh(1, 1, devices=jax.local_devices()) if alone else make_mesh(1, None)
         strategy = "full_shard" if alone else ENGINES[name]
         placed = plan(decoder.shapes(), {"strategy": strategy}, mesh, blocks=BLOCKS)
-        tx = optim.adamw((0.9, 0.95), 1e-8, placed.map(lambda _: 0.0))
+        tx = opt_state.adamw((0.9, 0.95), 1e-8, placed.map(lambda _: 0.0))
         self._state = init(placed, partial(_weights, placed), tx, jax.random.key(SEED))
         if name in PEERS.values():
             self._step: Train = auto_step(decoder, placed, tx, LEARNING_RATE)

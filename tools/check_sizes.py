@@ -27,13 +27,17 @@ EXEMPT = ("src/fullshard/compat/",)
 # number when code goes, never raise one without a line in docs/log.md that says what it bought.
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
-    "bench": 2_030,
-    "config": 4_082,
-    "cli": 2_099,
-    "engine + transport": 7_486,
-    "planner + outlook": 4_402,
-    "data + models + recipes + run + verify": 8_626,
-    "in all": 40_646,
+    "bench": 1_931,
+    "config": 3_795,
+    "cli": 1_886,
+    "engine + transport": 6_993,
+    "planner + outlook": 4_292,
+    "data + models + recipes + run + verify": 8_290,
+    "observe + launch": 3_005,
+    "compat + integrations": 2_690,
+    "xla + jax + xla_state": 2_496,
+    "checkpoint + formats": 2_323,
+    "in all": 38_752,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,7 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 from fullshard.cli.app import invoke
-from fullshard.observe.report import gather, render
+from fullshard.observe.chart import render
+from fullshard.observe.report import gather
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -41,8 +42,9 @@ def main(run: Path) -> int:
         page = folder / "plan.html"
         invoke(["plan", str(ROOT / PLAN[0]), *PLAN[1:], "--out", str(page)])
         pages = {"plan": page.read_text(encoding="utf-8")}
-        facts = gather(run) | {"environment": [], "sample": ""}  # whose machine, and a long text
-        pages["report"] = render("report.html.j2", facts)
+        facts = gather(run) | {"sample": ""}  # a long text
+        facts["record"].pop("environment", None)  # whose machine
+        pages["report"] = render("report.html.j2", **facts)
         for title, text in pages.items():
             height = measured_height(text, folder)
             for scheme in ("light", "dark"):

@@ -16,13 +16,13 @@ from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
 from fullshard.config.values import Transport
-from fullshard.engine import clip, state, stats, whole
+from fullshard.engine import clip, full_state, state, stats
 from fullshard.engine import shard as engine_shard
 from fullshard.engine.model_spec import meta_model
 from fullshard.engine.owned import owned_optimizer
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, ShardedTensorError
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
@@ -96,7 +96,7 @@ def shard(
     ring = EventRing()
     is_path = isinstance(weights, str | PathLike)
     checkpoint = Path(weights) if is_path and loading.is_checkpoint(weights) else None
-    given = engine_shard.Given(sample, None if checkpoint else weights, whole=True)
+    given = engine_shard.Given(sample, None if checkpoint else weights)
     topology = _topology(settings, mesh)
     engine = engine_shard.shard_model(model, settings, topology, ring, given)
     watchdog.watch(ring, [unit.title for unit in engine.plan.units])
@@ -211,7 +211,7 @@ def full_optimizer_state_dict(
         optimizer: Elementwise optimizer of its parameters.
         rank0_only: Return {} on all other ranks.
     """
-    return whole.full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
+    return full_state.full_optimizer_state_dict(model, optimizer, rank0_only=rank0_only)
 
 
 def load_full_state(
@@ -234,7 +234,7 @@ def load_full_state(
     Raises:
         CheckpointError: Names or groups differ; nothing was changed.
     """
-    whole.load_full_state(model, state, optimizer, optimizer_state, from_rank0=from_rank0)
+    full_state.load_full_state(model, state, optimizer, optimizer_state, from_rank0=from_rank0)
 
 
 def save(

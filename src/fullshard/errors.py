@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -181,3 +181,40 @@ def untrusted(
         why = (str(getattr(caught, "strerror", None) or caught).strip().splitlines() or [""])[0]
         got = f"{type(caught).__name__}: {why}"[:300]
         raise error(f"{origin}: expected {expected}; got {got}. {advice}") from caught
+
+
+def raise_together(tell: Callable[[Any], list[Any]], rank: int, do: Callable[[], Any]) -> Any:
+    """Returns what `do` returns; if it fails on one rank, it raises on all. A collective.
+
+    Args:
+        tell: Collective that returns the values of all ranks, in rank order.
+        rank: This rank.
+        do: Not a collective.
+
+    Raises:
+        FullshardError: This rank's error, or the one of the first rank that failed.
+    """
+    result = error = None
+    try:
+        result = do()
+    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must raise too
+        error = caught
+        if isinstance(caught, OSError) and not ran_out_of_memory(caught):
+            place, why = caught.filename or "files of the run", caught.strerror or caught
+            advice = "Make room, or correct the path or its permissions, and start again."
+            error = CheckpointError(f"{place}: expected to read or write, got {why}. {advice}")
+            error.__cause__ = caught
+    found = tell(None if error is None else _for_other_ranks(error, rank))
+    if error is not None:
+        raise error
+    for failure in filter(None, found):
+        raise failure[0](failure[1])
+    return result
+
+
+def _for_other_ranks(error: Exception, rank: int) -> tuple[type[FullshardError], str]:
+    """Type and message that the other ranks raise."""
+    if isinstance(error, FullshardError):
+        return type(error), str(error)
+    kind = OutOfMemoryError if ran_out_of_memory(error) else EngineError
+    return kind, f"rank {rank}: {type(error).__name__}: {error}"

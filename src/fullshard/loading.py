@@ -1,7 +1,7 @@
-"""fs.load: each rank reads the ranges that it holds, whoever wrote them in whatever slices.
+"""fs.load: each rank reads its ranges, independent of the slices in the files.
 
-the newest complete checkpoint ---> is it damaged? (each rank looks at a share of the files)
-Checkpoint ---> Held ---> model, optimizer          checked as a whole before the first write
+the newest complete checkpoint ---> is it damaged? (each rank checks a share of the files)
+Checkpoint ---> Held ---> model, optimizer          checked completely before the first write
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.format import AVERAGE, OWN, Kind, StoredTensor, key_of
-from fullshard.checkpoint.read import Checkpoint, first_whole
+from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.checkpoint.retain import Found, candidates
 from fullshard.config.values import nearest
-from fullshard.engine.agreement import agree, tell
+from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
@@ -39,27 +39,28 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS
+from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, ranks_of
 
 logger = logging.getLogger(__name__)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Give a model and an optimizer what a checkpoint holds. A collective.
+    """Loads a checkpoint into a model and an optimizer. A collective.
 
     Returns:
-        What was saved beside: "step" and the caller's values.
+        "step" and the values that the caller of `save` passed.
 
     Raises:
-        CheckpointError: None is complete and undamaged, or it is of another model; names tensors.
+        CheckpointError: No checkpoint is complete and undamaged, or it is of another model; the
+            error names tensors.
     """
     engine = engine_of(model)
     agree(engine, SAVES.wait)
-    return load_found(choose(engine, path), model, optimizer)
+    return load_found(choose(ranks_of(engine), path), model, optimizer)
 
 
 def is_checkpoint(path: str | PathLike[str]) -> bool:
-    """Whether `load` finds something complete there."""
+    """Whether `load` would find a complete checkpoint."""
     try:
         return any(found.manifest is not None for found in candidates(Path(path)))
     except CheckpointError:
@@ -69,23 +70,23 @@ def is_checkpoint(path: str | PathLike[str]) -> bool:
 def load_found(
     found: Found, model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
-    """As `load`, from a checkpoint that was chosen."""
+    """As `load`, from a given checkpoint."""
     engine = engine_of(model)
     refuse_other_axes(engine, "fs.load", "Use model.load_state_dict, which takes whole tensors.")
     return agree(engine, lambda: _load_from(found, engine, model, optimizer))
 
 
 def check_loads(found: Found, model: nn.Module, kind: str) -> None:
-    """Whether a model that is not sharded yet, maybe on meta, can be given what a checkpoint holds.
+    """Checks that a checkpoint fits a model that is not sharded yet and may be on meta.
 
     Args:
         found: The checkpoint; its tensors are not read.
-        model: With all its tensors.
-        kind: `kind_of` its optimizer.
+        model: The unsharded model.
+        kind: Kind of its optimizer, from `kind_of`.
 
     Raises:
-        CheckpointError: It is of another model or optimizer. A damaged one passes: `load` will
-            take an older one.
+        CheckpointError: It is of another model or optimizer. A damaged checkpoint passes: `load`
+            uses an older one.
     """
     seen = {id(v): (n, v) for n, v in reversed(model.state_dict(keep_vars=True).items())}
     wanted = [
@@ -100,21 +101,6 @@ def check_loads(found: Found, model: nn.Module, kind: str) -> None:
             return
         _keys_of(checkpoint, wanted)
         _check_kind(checkpoint, kind)
-
-
-def choose(engine: Engine, path: Path) -> Found:
-    """The newest complete and undamaged checkpoint, the same on all ranks. A collective.
-
-    Raises:
-        CheckpointError: There is none; says what was skipped and why.
-    """
-
-    def look() -> list[Found]:
-        return candidates(path) if engine.rank == 0 else []
-
-    found = tell(engine, agree(engine, look))[0]
-    seat = (engine.rank, engine.plan.mesh.world_size)
-    return first_whole(path, found, seat, partial(tell, engine))
 
 
 def _load_from(
@@ -144,7 +130,7 @@ def _read_tensors(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[OptimizerState | None, dict[str, Any]]:
-    """Fill shards and optimizer states; returns the states, and values that modules place."""
+    """Fills shards and optimizer states; returns the states, and values that modules load."""
     wanted = model_tensors(model)
     keys = _keys_of(checkpoint, wanted)
     states = None if optimizer is None else _optimizer_of(checkpoint, engine, model, optimizer)
@@ -162,7 +148,7 @@ def _read_tensors(
 
 
 def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
-    """Fill a held tensor; straight from the file where dtype and device allow it."""
+    """Fills a tensor; directly from the file if dtype and device allow it."""
     local, dtype = held.local, DTYPES[checkpoint.index.tensors[key].dtype]
     with torch.no_grad():
         if local.device.type == "cpu" and local.dtype is dtype and local.is_contiguous():
@@ -174,10 +160,10 @@ def read_into(checkpoint: Checkpoint, key: str, held: Held) -> None:
 
 
 def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
-    """Under which key each of the model's tensors is saved.
+    """Keys of the model's tensors in the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint has others, or of other shapes.
+        CheckpointError: The checkpoint has other tensors or shapes.
     """
     there = checkpoint.index.names(Kind.MODEL)
     keys: list[str] = []
@@ -209,7 +195,7 @@ def _keys_of(checkpoint: Checkpoint, wanted: list[Held]) -> list[str]:
 
 
 def _check_kind(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
-    """The saved optimizer, which is of this kind."""
+    """The saved optimizer; raises if it is of another kind."""
     saved = checkpoint.state.get("optimizer")
     if saved is None or saved["class"] != kind:
         has = "no optimizer's" if saved is None else saved["class"]
@@ -223,7 +209,7 @@ def _check_kind(checkpoint: Checkpoint, kind: str) -> dict[str, Any]:
 def _optimizer_of(
     checkpoint: Checkpoint, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> OptimizerState:
-    """The states of this rank's slices, yet to be read, into the memory of those of before."""
+    """Tensors for the states of this rank's slices, not yet read; reuses existing memory."""
     kind = kind_of(optimizer)
     saved = _check_kind(checkpoint, kind)
     groups = _value(checkpoint, engine, GROUPS, saved["groups"])
@@ -262,26 +248,26 @@ def _optimizer_of(
 
 
 def _owned_state(stored: StoredTensor, names: tuple[str, str], device: torch.device) -> Held:
-    """A whole tensor of an owner's, yet to be read."""
+    """A whole tensor of an owned optimizer, not yet read."""
     local = torch.empty(stored.numel, dtype=DTYPES[stored.dtype], device=device)
     return Held(names, stored.shape, 0, stored.numel, local, whole=True)
 
 
 def _new_state(param: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """(count,) elements to read into, where the parameter's states live."""
+    """(count,) uninitialized elements in the home of the parameter's states."""
     if isinstance(param, ShardedParameter):
         return param.new_state(dtype)
     return torch.empty(count, dtype=dtype, device=param.device)
 
 
 def _own_state(checkpoint: Checkpoint, engine: Engine, key: str, of: Held) -> list[Held]:
-    """A state that only the rank that wrote it can read; empty where it had none."""
+    """A state that only the rank that wrote it can read; empty if the rank had none."""
     wrote, there = checkpoint.index.world_size, engine.plan.mesh.world_size
     if wrote != there:
         raise CheckpointError(
             f"checkpoint '{checkpoint.path}': expected {wrote} ranks and the same strategy, "
-            f"because {key} was saved as each rank had it; there are {there}. Its shape is not its "
-            "parameter's, so nobody can cut it anew."
+            f"because {key} was saved per rank; there are {there} ranks. Its shape differs from "
+            "its parameter's, so it cannot be cut again."
         )
     own = checkpoint.read_own(key, engine.rank, (of.start, of.stop))
     if own is None:
@@ -295,7 +281,7 @@ _LEFT_OUT = object()
 
 
 def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any:
-    """A value of state.json; one that was each rank's own only where there are as many ranks."""
+    """A value of state.json; a value per rank needs the same number of ranks."""
     get_tensor = partial(state_tensor, checkpoint, engine.rank)
     if not (isinstance(coded, dict) and set(coded) == {OWN}):
         return checkpoint.value(name, coded, get_tensor)
@@ -315,7 +301,7 @@ def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any
 
 
 def state_tensor(checkpoint: Checkpoint, rank: int, path: str) -> torch.Tensor:
-    """A tensor that stands in state.json, as this rank saved it."""
+    """A tensor in state.json, as this rank saved it."""
     key = key_of(Kind.STATE, path)
     stored = checkpoint.index.tensors[key]
     dtype = DTYPES[stored.dtype]

@@ -1,13 +1,18 @@
-"""fs.save: what the engine holds, written slice by slice.
+"""fs.save: writes the engine's state slice by slice.
 
 model, optimizer ---> Held ---> (staging) ---> Piece ---> this rank's files
-the caller's values ---> JSON, once where all ranks have the same
+the caller's values ---> JSON, once if they are equal on all ranks
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import json
 import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +25,7 @@ import xxhash
 from torch import nn
 
 from fullshard.checkpoint import commit
-from fullshard.checkpoint.background import Saves
-from fullshard.checkpoint.examine import remove, superfluous
+from fullshard.checkpoint.commit import Ranks
 from fullshard.checkpoint.files import Piece, Written, write_tensors
 from fullshard.checkpoint.format import (
     CONFIG,
@@ -34,6 +38,7 @@ from fullshard.checkpoint.format import (
     kind_of,
     step_name,
 )
+from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.agreement import agree, tell
@@ -51,13 +56,17 @@ from fullshard.engine.state import (
     optimizer_state,
     tied_names,
 )
-from fullshard.errors import CheckpointError, PreemptedError, ran_out_of_memory
+from fullshard.errors import (
+    CheckpointError,
+    FullshardError,
+    OutOfMemoryError,
+    PreemptedError,
+    ran_out_of_memory,
+)
 
-# What is saved beside what the caller gives.
+# Names of values that are saved in addition to the caller's.
 RANDOM, EXTRA = "$random", "$extra"
 GROUPS, SCALARS = "$optimizer.groups", "$optimizer.scalars"
-
-SAVES = Saves()
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +78,20 @@ class SaveSettings:
     """How a checkpoint is saved.
 
     Attributes:
-        step: Its step; None: the folder itself is the checkpoint.
-        wait: Return when it is complete.
-        keep: Complete checkpoints to keep in the folder, this one among them; None: all.
-        texts: Further files by name.
+        step: Step of the checkpoint; None: the folder itself is the checkpoint.
+        wait: Whether to return only once it is complete.
+        keep: Number of complete checkpoints to keep in the folder, including this one; None: all.
+        texts: Contents of further files by name.
     """
 
     step: int | None = None
     wait: bool = True
     keep: int | None = None
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def target(self, folder: Path) -> Path:
+        """The checkpoint's own folder."""
+        return folder if self.step is None else folder / step_name(self.step)
 
 
 def save(
@@ -88,23 +101,21 @@ def save(
     state: Mapping[str, Any],
     settings: SaveSettings,
 ) -> Path:
-    """Save what every rank holds. A collective: it returns when the ranks' state is safe to change.
+    """Saves the state of all ranks. A collective; afterwards the state may be changed.
 
     Raises:
-        CheckpointError: On every rank, if any cannot write; checkpoints of before are untouched.
+        CheckpointError: On every rank, if any cannot write; older checkpoints are untouched.
     """
     engine = engine_of(model)
     refuse_other_axes(engine, "fs.save", "Save fs.full_state_dict(model).")
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
-    target = folder / step_name(settings.step) if settings.step is not None else folder
     stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
     states = agree(engine, lambda: _states_of(model, optimizer))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
     parts = agree(engine, lambda: _Parts.of(model, states, state, stage))
     pieces, document = parts.joined(engine, settings.step)
-    place = _open_place(engine, target.resolve(), settings)  # links stay, and so may the caller
     texts = {
         STATE: document,
         PLAN: engine.plan.to_json(),
@@ -112,8 +123,33 @@ def save(
         **settings.texts,
     }
     documents = commit.Documents(settings.step, texts, tied_names(model))
-    seat = (engine.rank, engine.plan.mesh.world_size)
-    work = partial(write_files, seat, place, pieces, documents, settings.keep)
+    return write(ranks_of(engine), settings.target(folder), pieces, documents, settings)
+
+
+def ranks_of(engine: Engine) -> Ranks:
+    """The processes of an engine."""
+    world_size = engine.plan.mesh.world_size
+    return Ranks(engine.rank, world_size, partial(tell, engine), partial(agree, engine))
+
+
+def write(
+    ranks: Ranks,
+    target: Path,
+    pieces: list[Piece],
+    documents: commit.Documents,
+    settings: SaveSettings,
+) -> Path:
+    """Writes a checkpoint, here or on a thread of its own; returns its folder. A collective.
+
+    Args:
+        ranks: The processes that save together.
+        target: Folder of the checkpoint.
+        pieces: Slices that this rank writes.
+        documents: Step, further files and tied names.
+        settings: Whether to wait, and how many checkpoints to keep.
+    """
+    place = _open_place(ranks, target.resolve(), settings)  # links stay, and so may the caller
+    work = partial(_write_files, ranks, place, pieces, documents, settings.keep)
     if settings.wait:
         work()
     else:
@@ -133,8 +169,7 @@ def _check_step(step: Any) -> None:
 
 
 def _configuration(model: nn.Module) -> dict[str, str]:
-    """config.json and generation_config.json of a Hugging Face model: to export it, nothing else
-    is needed."""
+    """config.json and generation_config.json of a Hugging Face model, which an export needs."""
     texts: dict[str, str] = {}
     for name in ("config", "generation_config"):
         to_json = getattr(getattr(model, name, None), "to_json_string", None)
@@ -147,7 +182,7 @@ def _configuration(model: nn.Module) -> dict[str, str]:
 
 
 class _Staging:
-    """Copies on the host of what is saved while training goes on; kept for the next save."""
+    """Host copies of state that is saved during training; reused by the next save."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
@@ -172,12 +207,12 @@ def _as_it_is(_key: str, local: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one rank has to save, before the ranks have compared their values.
+    """What one rank saves, before the ranks have compared their values.
 
     Attributes:
         pieces: Slices of model and optimizer.
-        kind: The optimizer's class; empty where there is none.
-        values: What the caller gave, and what else is no tensor of model or optimizer, by name.
+        kind: Class of the optimizer; empty without one.
+        values: The caller's and further values that are not tensors of model or optimizer, by name.
     """
 
     pieces: list[Piece]
@@ -202,29 +237,29 @@ class _Parts:
         return cls(pieces, kind, {n: Values(n, v) for n, v in {**values, **state}.items()})
 
     def joined(self, engine: Engine, step: int | None) -> tuple[list[Piece], str]:
-        """What this rank writes, and state.json: values that differ are each rank's own.
+        """The slices that this rank writes, and state.json; each rank saves values that differ.
 
         Raises:
-            CheckpointError: The ranks gave values of other names.
+            CheckpointError: The names of the values differ between ranks.
         """
         digests = {name: value.digest() for name, value in self.values.items()}
-        told = tell(engine, digests)
-        for rank, other in enumerate(told):
-            if set(other) != set(told[0]):
+        found = tell(engine, digests)
+        for rank, other in enumerate(found):
+            if set(other) != set(found[0]):
                 raise CheckpointError(
-                    f"fs.save: expected the same state on every rank; got {sorted(told[0])} on "
+                    f"fs.save: expected the same state on every rank; got {sorted(found[0])} on "
                     f"rank 0 and {sorted(other)} on rank {rank}. Pass the same names on all."
                 )
         coded: dict[str, Any] = {}
         pieces = list(self.pieces)
         for name, value in self.values.items():
-            if all(other[name] == digests[name] for other in told):
+            if all(other[name] == digests[name] for other in found):
                 coded[name] = value.coded
                 pieces += value.pieces if engine.rank == 0 else []
             else:
                 coded[name] = {OWN: name}
                 pieces += value.as_own(name)
-        facts = {"step": step, "world_size": len(told), "extra": coded.pop(EXTRA)}
+        facts = {"step": step, "world_size": len(found), "extra": coded.pop(EXTRA)}
         if self.kind:
             groups, scalars = coded.pop(GROUPS), coded.pop(SCALARS)
             facts["optimizer"] = {"class": self.kind, "groups": groups, "scalars": scalars}
@@ -233,7 +268,7 @@ class _Parts:
 
 
 class Values:
-    """A value as JSON, with the tensors in it."""
+    """A value as JSON, and its tensors."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.pieces: list[Piece] = []
@@ -241,14 +276,14 @@ class Values:
         self.coded = encode(value, name, self._keep)
 
     def digest(self) -> str:
-        """Of everything in it."""
+        """Digest of the value and its tensors."""
         digest = xxhash.xxh3_128(json.dumps(self.coded).encode())
         for piece in self.pieces:
             digest.update(piece.data())
         return digest.hexdigest()
 
     def as_own(self, name: str) -> list[Piece]:
-        """The pieces that hold it as one rank's affair."""
+        """Slices that store the value for this rank only."""
         data = json.dumps(self.coded).encode()
         key = key_of(Kind.STATE, name, OWN)
         text = Piece(key, "U8", (len(data),), 0, len(data), lambda: memoryview(data), opaque=True)
@@ -295,37 +330,36 @@ def _piece(kind: Kind, held: Held, stage: Stage) -> Piece:
     )
 
 
-def _open_place(engine: Engine, target: Path, settings: SaveSettings) -> commit.Place:
-    """The folder aside, which all ranks see. A collective."""
+def _open_place(ranks: Ranks, target: Path, settings: SaveSettings) -> commit.Place:
+    """Makes the temporary folder, which all ranks see. A collective."""
 
-    def claim() -> commit.Place | None:
-        if engine.rank != 0:
+    def claim() -> str | None:
+        if ranks.rank != 0:
             return None
         if settings.step is not None:
             SAVES.claim_folder(target.parent)
         tidy(target)
-        return commit.claim(target)
+        return commit.claim(target).token
 
-    place = tell(engine, agree(engine, claim))[0]
-    assert place is not None
+    place = commit.Place(target, ranks.tell(ranks.agree(claim))[0])
     try:
-        agree(engine, partial(commit.join, place, engine.rank))
+        ranks.agree(partial(commit.join, place, ranks.rank))
     except CheckpointError:
-        if engine.rank == 0:
+        if ranks.rank == 0:
             commit.abandon(place)
         raise
     return place
 
 
-def write_files(
-    seat: tuple[int, int],
+def _write_files(
+    ranks: Ranks,
     place: commit.Place,
     pieces: list[Piece],
     documents: commit.Documents,
     keep: int | None,
 ) -> None:
-    """Write this rank's files, and see the checkpoint complete. No collective: see commit.py."""
-    rank, world_size = seat
+    """Writes this rank's files and completes the checkpoint. Not a collective: see commit.py."""
+    rank = ranks.rank
     outcome: list[Written] | CheckpointError = []
     stopped: BaseException | None = None
     try:
@@ -344,11 +378,112 @@ def write_files(
         if rank != 0:
             commit.await_verdict(place, rank)
             return
-        commit.conclude(place, world_size, documents)
+        commit.conclude(place, ranks.world_size, documents)
     except CheckpointError as error:
         raise stopped or error from error
     if keep is not None and documents.step is not None:
         try:
             remove(superfluous(place.target.parent, keep, documents.step))
-        except CheckpointError as error:  # this one is complete: no reason to end a run
+        except CheckpointError as error:  # the new checkpoint is complete, so the run continues
             logger.warning("older checkpoints stay: %s", error)
+
+
+class Saves:
+    """The saves of this process; at most one is in progress.
+
+    It also locks the folders into which this process saves steps: a second run there would count
+    and remove the checkpoints of the first.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: FullshardError | None = None
+        self._claims: dict[Path, int] = {}
+        self._at_exit_set = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save is in progress."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Runs `work` on a thread; the next call of `wait` raises its error."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                work()
+            except FullshardError as error:
+                self._error = error
+            except Exception as error:  # noqa: BLE001  whatever it is, the caller must hear of it
+                kind = OutOfMemoryError if ran_out_of_memory(error) else CheckpointError
+                self._error = kind(f"saving: {type(error).__name__}: {error}")
+                self._error.__cause__ = error
+
+        self._thread = threading.Thread(target=run, name="fullshard-save", daemon=True)
+        if not self._at_exit_set:
+            self._at_exit_set = True
+            atexit.register(self._at_exit)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises the error of a finished save; does not wait.
+
+        Raises:
+            FullshardError: The save failed: CheckpointError, or OutOfMemoryError.
+        """
+        if not self.under_way:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until no save is in progress.
+
+        Raises:
+            FullshardError: The last one failed: CheckpointError, or OutOfMemoryError.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def claim_folder(self, folder: Path) -> None:
+        """Locks a folder of steps for this process until it ends.
+
+        Raises:
+            CheckpointError: Another process has locked it, or the folder cannot be created.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            key = folder.resolve()
+            if key in self._claims:
+                return
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint '{folder}': expected a folder to write into; {error.strerror}. "
+                "Name another."
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"checkpoint '{folder}': expected a folder of one run; another process saves its "
+                "steps there. Name another folder, or end that run."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        self._claims[key] = descriptor
+
+    def _at_exit(self) -> None:
+        try:
+            self.wait()
+        except FullshardError as error:
+            logger.error("%s", error)
+            sys.stdout.flush()
+            os._exit(error.exit_code)  # an exit handler cannot set the exit code otherwise
+
+
+SAVES = Saves()

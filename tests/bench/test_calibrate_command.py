@@ -11,10 +11,10 @@ from benchmarks import times
 from benchmarks.times import find_cases, summary
 
 from fullshard.bench.calibrate import crowded, host_of
-from fullshard.bench.ceilings import TINY, attentions, passes, products, updates
+from fullshard.bench.kernels import TINY, KernelTimer
 from fullshard.engine.tracing import KINDS
 from fullshard.errors import ConfigError
-from fullshard.outlook.calibration import Ceilings, Host, Table, read_calibration
+from fullshard.outlook.calibration import Ceilings, HostOverhead, Table, read_calibration
 from support import forked as subprocess
 
 
@@ -25,24 +25,18 @@ def run(*words: str, timeout: float = 500.0) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_kind_of_operation_has_a_table_on_a_whole_grid(dtype):
-    def meet():
-        return None
-
+    timer = KernelTimer(TINY, lambda: None)
     with torch.no_grad():
-        found = {
-            **products(dtype, TINY, meet),
-            **attentions(dtype, TINY, meet),
-            **passes(dtype, TINY, meet),
-        }
+        found = timer.tables(dtype)
     assert {f"matmul {layout}" for layout in ("nn", "nt", "tn")} <= set(found)
     assert {*KINDS.values(), "add", "add rows", "copy rows", "norm"} <= set(found)
     assert all(Table(tuple(points)).is_whole for points in found.values())
     assert all(seconds >= 0 for points in found.values() for _, seconds in points)
-    assert [size for size, _ in updates(TINY, meet)] == [(n,) for n in TINY.updates]
+    assert [size for size, _ in timer.updates()] == [(n,) for n in TINY.updates]
 
 
 def test_the_host_is_what_is_left_of_tiny_models():
-    bare = Ceilings(1, {}, {}, Host())
+    bare = Ceilings(1, {}, {}, HostOverhead())
     measured = {"forward": 1.0, "backward": 2.0, "step 2": 10.0, "step 6": 26.0}
     found = host_of(bare, measured, {"cores": 2})
     assert found.forward_s > 0
@@ -51,18 +45,20 @@ def test_the_host_is_what_is_left_of_tiny_models():
     left = 26.0 - 10.0 - 4 * (1.0 + 2.0) / 6
     assert found.unit_s == pytest.approx(left / 8, rel=0.25)
     fast = dict.fromkeys(measured, 0.0)
-    assert host_of(bare, fast, {"cores": 2}) == Host()
+    assert host_of(bare, fast, {"cores": 2}) == HostOverhead()
 
 
 def test_ranks_that_share_a_core_take_turns():
-    whole = Ceilings(2, {"add float32": Table((((1,), 3.0),))}, {}, Host(1.0, 2.0, 3.0, 4.0))
+    whole = Ceilings(
+        2, {"add float32": Table((((1,), 3.0),))}, {}, HostOverhead(1.0, 2.0, 3.0, 4.0)
+    )
     messages = {"direct fetch": Table((((1,), 5.0),))}
     found = crowded(whole, 6, messages)
     assert found.operations["add float32"].seconds((1,)) == pytest.approx(9.0)
     assert (found.num_ranks, found.transfers, found.host) == (
         6,
         messages,
-        Host(3.0, 6.0, 9.0, 12.0),
+        HostOverhead(3.0, 6.0, 9.0, 12.0),
     )
 
 

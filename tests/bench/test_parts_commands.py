@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from benchmarks import scale
 
-from fullshard.bench.comm_rank import resolve
+from fullshard.bench.comm import resolve
 from fullshard.bench.page import Page
 from fullshard.errors import ConfigError
 from support import forked as subprocess

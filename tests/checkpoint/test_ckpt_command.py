@@ -209,7 +209,7 @@ def test_a_mistyped_folder_is_told_its_neighbour(fullshard, run_dir):
 
 LIMITED = """
 import resource, sys
-import psutil, torch, fullshard.checkpoint.examine, fullshard.formats.convert
+import psutil, torch, fullshard.checkpoint.read, fullshard.formats.export
 from fullshard.cli.app import run
 most = psutil.Process().memory_info().vms + (int(sys.argv.pop(1)) << 20)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))

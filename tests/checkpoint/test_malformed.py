@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fullshard as fs
-from fullshard.checkpoint.examine import find_damage, remove
 from fullshard.checkpoint.format import Manifest
+from fullshard.checkpoint.read import find_damage, remove
 from fullshard.checkpoint.retain import checkpoints_in, newest_complete, tidy
 from fullshard.errors import FullshardError
 from fullshard.formats.detect import open_source

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.checkpoint.examine import remove, superfluous
+from fullshard.checkpoint.read import remove, superfluous
 from support.scripts import error_of
 
 

@@ -20,11 +20,11 @@ from torch import nn
 
 import fullshard as fs
 from fullshard import saving
-from fullshard.checkpoint.background import Saves
 from fullshard.errors import CheckpointError, OutOfMemoryError
 from fullshard.formats.dcp import write_dcp
 from fullshard.formats.detect import open_source
 from fullshard.formats.ours import write_checkpoint
+from fullshard.saving import Saves
 from support.models import perturbed
 from support.scripts import Tiny, error_of
 
@@ -43,7 +43,8 @@ def at_call(number: int, do: Callable[[str], None]) -> Iterator[list[str]]:
             made.append(name)
             if len(made) == number:
                 do(name)
-            return kept[name](*args, **kwargs)
+            # No power fails here: what was written is read back, also when a process was killed.
+            return None if name == "fsync" else kept[name](*args, **kwargs)
 
         return call
 

@@ -32,14 +32,15 @@ def python(code, *words):
     )
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS)])
-def test_help_imports_nothing_heavy(words):
+def test_help_imports_nothing_heavy():
+    every = [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)]
     code = (
-        "import sys; from fullshard.cli.app import run; code = run(sys.argv[1:]);"
-        f"heavy = [name for name in {HEAVY} if name in sys.modules];"
-        "sys.exit(f'imported {heavy}' if heavy else code)"
+        "import sys; from fullshard.cli.app import run\n"
+        f"for words in {every}:\n"
+        "    assert run(words) == 0, words\n"
+        f"    assert not {set(HEAVY)} & set(sys.modules), words\n"
     )
-    done = python(code, *words)
+    done = python(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,6 +92,24 @@ def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
     )
     os.close(writing)
     assert done.stderr == ""
+
+
+def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    full = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "fullshard", "config", "schema", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    told = {}
+    for place in (writing, full):
+        done = subprocess.run(
+            command, env=environment, stdout=place, stderr=subprocess.PIPE, text=True, check=False
+        )
+        os.close(place)
+        told[place] = done.returncode, done.stderr
+    assert told[writing] == (1, "")
+    assert told[full][0] == 3
+    assert told[full][1].startswith("WillNotFitError: disk: expected room to write")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +167,8 @@ def test_a_mistyped_command_line_is_one_block_with_the_way_out(capfd, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "words", [["--json", "distill", "teecher=x"], ["plan", "--json", "--nodes", "0"]]
+    "words",
+    [["--json", "distill", "teecher=x"], ["plan", "--json", "--nodes", "0"], ["ckpt", "--json"]],
 )
 def test_with_json_an_error_is_one_object_on_stdout_too(fullshard, words):
     done = fullshard(*words)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.cli.words import load
+from fullshard.cli.arguments import load
 from fullshard.recipes.distill.command import job
 
 

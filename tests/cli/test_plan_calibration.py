@@ -26,7 +26,8 @@ from fullshard.run.outlook import model_of, view_of
 ROOT = Path(__file__).parents[2]
 # Every operation of the trace that is no product takes this, whatever its size; products nothing.
 SECONDS = 1e-3
-SMALL = "model.config.num_hidden_layers=2"  # of the main job: each layer is traced in turn
+# Of the main job: each layer is traced, and micro-batches of one sample once.
+SMALL = ("model.config.num_hidden_layers=2", "per_device_train_batch_size=1")
 WHOLE = "model.config.num_hidden_layers=4"  # as the main job has them
 
 
@@ -50,7 +51,7 @@ def plan(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(ROOT)
 
     def plan(*words):
-        outcome = invoke(["plan", SMALL, *map(str, words)])
+        outcome = invoke(["plan", *SMALL, *map(str, words)])
         said = capfd.readouterr()
         result = json.loads(json.dumps(outcome.result))
         return result, said.out + said.err, outcome.exit_code
@@ -89,7 +90,7 @@ def test_recompute_and_more_samples_cost_what_the_trace_says(plan, file):
 
 def time_of_a_run() -> float | None:
     """What `fullshard train` notes as planned."""
-    config = load_config(None, [SMALL]).config
+    config = load_config(None, [*SMALL]).config
     return view_of(config, model_of(config), Topology(2)).outlook.step_time_s
 
 

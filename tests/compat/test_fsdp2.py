@@ -188,7 +188,7 @@ def test_gradient_sync_setters(ranks):
 
 
 def between_steps() -> None:
-    """What users change between steps is adopted: see engine/adopt.py."""
+    """What users change between steps is taken over: see compat/recut.py."""
     model, reference = bottom_up(build()), build()
     wanted = [losses[rank()] for losses in train_alone(reference, steps=1)]
     assert abs(train(model, steps=1)[0] - wanted[0]) < 2e-6

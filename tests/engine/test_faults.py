@@ -211,12 +211,12 @@ def lost_gradient(engine, note):
     gradients, unit = engine.gradients, engine.units[UNIT]
     collect = gradients.collect
 
-    def loses(of, group, member):
-        if of is unit and member is group.members[0]:
+    def loses(of, member):
+        if of is unit and member is member.group.members[0]:
             lost = member.target if member.compute.grad is None else member.compute.grad
             lost.zero_()  # where it was written, or where autograd put it
             note()
-        return collect(of, group, member)
+        return collect(of, member)
 
     if is_last_rank():
         gradients.collect = loses

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.engine.kept import MOST_ITEMS, Kept, own_modules
+from fullshard.engine.attributes import MAX_ITEMS, ModuleTensors, own_modules
 from fullshard.errors import SlotError
 from support.models import perturbed
 from support.parity import whole_gradients
@@ -184,11 +184,11 @@ def test_a_gradient_that_comes_while_the_slot_is_anothers_is_an_error(ranks):
 def test_what_may_hold_tensors_is_looked_at_and_nothing_else():
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     inner = module[1]
-    kept = Kept(own_modules(module, {id(inner)}))
+    kept = ModuleTensors(own_modules(module, {id(inner)}))
     module.late, inner.other, module.name, module.history = None, torch.ones(1), "x", []
     assert kept.values() == []
     module.late = loss = torch.ones(1)  # no new attribute: it was None
-    module.history.extend([0.0] * (MOST_ITEMS + 1))
+    module.history.extend([0.0] * (MAX_ITEMS + 1))
     assert [value is loss for value in kept.values()] == [True]
     module.more = parts = [loss]
     assert [id(value) for value in kept.values()] == [id(loss), id(parts)]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from fullshard.config.values import DType, Strategy
 from fullshard.errors import ConfigError
-from fullshard.integrations.settings import sharding_of
+from fullshard.integrations.accelerator import sharding_of
 from support import forked as subprocess
 
 pytestmark = pytest.mark.timeout(300)  # two runs before the first test, each with its own limit

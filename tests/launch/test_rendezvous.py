@@ -153,6 +153,16 @@ def test_an_address_that_nobody_answers_is_named_within_the_timeout(monkeypatch)
         assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize(("rank", "error"), [("0", ConfigError), ("1", HangError)])
+def test_a_name_that_no_host_can_have_is_named(rank, error, monkeypatch):
+    place = {"MASTER_ADDR": "a..b", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}
+    ranks = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (place | ranks).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=r"MASTER_ADDR.*a\.\.b.*label empty"):
+        rendezvous.init_process_group(timeout_s=0.5)
+
+
 @pytest.mark.parametrize(
     ("task", "visible", "device"),
     [({"SLURM_LOCALID": "3"}, 1, "cuda:0"), ({"SLURM_LOCALID": "3"}, 4, "cuda:3")],

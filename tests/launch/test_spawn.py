@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigError
-from fullshard.launch import memory_kill
+from fullshard.launch import supervise
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
 from support import forked
 from support.processes import assert_all_end, read_pids
@@ -138,7 +138,7 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
 def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monkeypatch, capfd):
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom_kill 3\n")
-    monkeypatch.setattr(memory_kill, "_SYSTEM", counter)
+    monkeypatch.setattr(supervise, "_SYSTEM", counter)
     assert run("die_without_memory", counter) == 4
     err = capfd.readouterr().err
     assert "OutOfMemoryError: rank 1: expected to reach its end, but it was killed by" in err
@@ -202,9 +202,11 @@ def test_a_launch_leaves_no_folder_and_no_handler_behind(run, tmp_path, monkeypa
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_launch_of_no_process_is_refused(tmp_path):
-    launch = LocalLaunch("support.launch_job", (), 0, tmp_path / "logs")
-    with pytest.raises(ConfigError, match=r"launch.num_processes: expected an integer >= 1, got 0"):
+@pytest.mark.parametrize("number", [0, 1_000_000])
+def test_a_launch_of_no_process_or_of_too_many_is_refused(number, tmp_path):
+    launch = LocalLaunch("support.launch_job", (), number, tmp_path / "logs")
+    words = rf"launch.num_processes: expected an integer >= 1 and <= \S+, .*, got {number:,}"
+    with pytest.raises(ConfigError, match=words):
         launch_local_ranks(launch)
 
 

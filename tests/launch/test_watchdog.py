@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, print_failure
+from support import forked
 from support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,8 @@ def test_a_run_without_a_fault_is_left_alone(run):
 
 
 def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
-    result, err, report = run("sleep")
+    with forked.launching():
+        result, err, report = run("sleep")
     assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
     assert (
         "expected every rank to move on within 5 s, but rank 1 is in the user's code, step 3"
@@ -64,7 +66,8 @@ def test_a_rank_that_sleeps_in_its_data_is_named_with_the_line(run):
 
 
 def test_garbage_in_the_side_store_does_not_end_the_watch(run):
-    result, err, _ = run("garbage")
+    with forked.launching():
+        result, err, _ = run("garbage")
     assert (result.exit_code, result.failure.rank, result.failure.type) == (5, 1, "HangError")
     assert "in read_batch" in err
 
@@ -107,7 +110,7 @@ def test_a_rank_with_fewer_batches_is_named_before_the_timeout(run):
     result, err, _ = run("fewer")
     assert result.exit_code == 5
     assert "rank 1 waits in a collective of hang_job.py" in err
-    assert "which rank 0 has not come to; that one waits in gather of layers.0, step 4" in err
+    assert "which rank 0 has not issued; that rank waits in gather of layers.0, step 4" in err
     assert "ranks with different numbers of batches" in err
 
 

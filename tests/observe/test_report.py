@@ -116,15 +116,15 @@ def test_what_was_planned_stands_beside_what_was_measured(run):
     (run / "run.json").write_text(json.dumps(record))
     before = page_of(run)
     for what, planned, measured in (
-        ("memory of a rank", "150.0 MiB", "200.0 MiB"),
-        ("a step", "400 ms", "500 ms"),
-        ("tokens a second", "1,250", "1,000"),
-        ("communication not hidden", "50 ms", "100 ms"),
+        ("memory per rank", "150.0 MiB", "200.0 MiB"),
+        ("step time", "400 ms", "500 ms"),
+        ("tokens per second", "1,250", "1,000"),
+        ("exposed communication", "50 ms", "100 ms"),
     ):
         cells = "".join(f'<td class="num">{value}</td>' for value in (planned, measured))
         assert f"<td>{what}</td>{cells}" in before
     assert before.count("</i>planned</span>") == 2  # throughput and communication
-    assert "Training stands still" not in before
+    assert "Pause of training" not in before
     writer = MetricsWriter(run / "metrics.jsonl")
     writer.write(SaveRow(10, 0.25))
     writer.close()

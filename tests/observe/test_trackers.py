@@ -34,4 +34,4 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_have_all_rows(
     trackers.close(is_good=False)
     assert shown == [(step, {"eval/loss": 0.5}) for step in (1, 2, 3)]
     assert ended == ["finished"]
-    assert caplog.text.count("wandb failed and is left out (RuntimeError: no disk)") == 1
+    assert caplog.text.count("wandb failed and is disabled (RuntimeError: no disk)") == 1

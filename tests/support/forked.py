@@ -38,6 +38,7 @@ import pytest
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
 PR_SET_CHILD_SUBREAPER = 36
 RANK_ENTRY = "fullshard.launch.rank_entry"
+TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
 def server() -> Any:
@@ -66,14 +67,14 @@ class Popen(subprocess.Popen):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         # As subprocess orders them: cwd, env; both ends of three pipes; the process group.
-        cwd, env, (*pipes,), group = rest[4], rest[5], rest[9:15], rest[-1]
+        cwd, env, (*pipes,), own_session, group = rest[4], rest[5], rest[9:15], *rest[-2:]
         ours, theirs = multiprocessing.Pipe()
         environment = dict(os.environ if env is None else env)
         job = (
             [os.fspath(word) for word in args[1:]],
             environment,
             str(cwd or Path.cwd()),
-            group,
+            0 if own_session else group,  # a group of its own is all that tests need of a session
             os.getpid(),
             theirs,
         )
@@ -109,7 +110,7 @@ def run(command: list[str], *, timeout: float, **options: Any) -> CompletedProce
 
 @contextlib.contextmanager
 def launching() -> Iterator[None]:
-    """Ranks and references that fullshard starts are forked."""
+    """Ranks and references that fullshard starts are forked, and torchrun's workers."""
     from fullshard.launch import spawn
     from fullshard.verify import check as verify
 
@@ -117,6 +118,8 @@ def launching() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (spawn, verify):
             patch.setattr(module, "subprocess", names)
+        if (torchrun := sys.modules.get(TORCHRUN)) is not None:
+            patch.setattr(torchrun, "Popen", Popen)
         yield
 
 

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.distributed
 import torch.distributed.fsdp
+import torch.distributed.run
 import torch.utils.checkpoint
 import transformers.models.llama.modeling_llama
 

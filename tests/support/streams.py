@@ -227,12 +227,12 @@ class Played(TorchDispatchMode):
 
         queue(ended)
 
-    def _gradient_hook(self, unit: Any, group: int, member: int) -> Any:
-        hook, stream = gradient_hook(unit, group, member), self.now
+    def _gradient_hook(self, member: Any) -> Any:
+        hook, stream = gradient_hook(member), self.now
 
         def on_leaf(*args: Any) -> None:
-            alive = unit_of()
-            gradient = alive and alive.groups[group].members[member].compute.grad
+            alive = member_of()
+            gradient = alive and alive.compute.grad
             if gradient is not None:
                 self.join(stream, self.now)
                 self.keep(gradient, stream)
@@ -240,7 +240,7 @@ class Played(TorchDispatchMode):
             with self.on(stream):
                 hook(*args)
 
-        unit_of = weakref.ref(unit)
+        member_of = weakref.ref(member)
         return on_leaf
 
     def watch(self, model: torch.nn.Module) -> None:

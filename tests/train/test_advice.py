@@ -14,7 +14,7 @@ from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config, model_on_meta
 from fullshard.outlook.memory import Fit
 from fullshard.outlook.predict import Machine, Outlook, look
-from fullshard.outlook.search import Advice, advise
+from fullshard.outlook.search import PlanAdvice, advise
 from fullshard.planner.homes import Place
 from fullshard.planner.mesh import Topology
 from fullshard.recipes.registry import Command
@@ -29,7 +29,7 @@ SHARES = (0.85, 0.6, 0.4)
 AUTO = ["strategy=auto", "per_device_train_batch_size=auto", "train_batch_size=8"]
 
 
-def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[Advice]]:
+def told(words: list[str], memory_bytes: int) -> tuple[Outlook, list[PlanAdvice]]:
     """What `fullshard plan` says of a configuration on a device of this size."""
     config = load_config(None, words).config
     model = model_on_meta(config, given_model_config(config))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fullshard.data import tokenize
+from fullshard.data.arrays import _map
 from fullshard.data.dataset import load_facts
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
@@ -83,6 +84,59 @@ def test_what_a_killed_start_has_tokenized_is_not_tokenized_again(tmp_path, toke
     assert len(made) == len(dataset.train.sources[0])
 
 
+def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
+    text = tmp_path / "a.txt"
+    text.write_text(seeded_text(100))
+    expected = tokens(make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer))
+    (part,) = (tmp_path / "cache").rglob("*.npy")
+    part.unlink()
+    part.write_bytes(b"\0" * 200)
+    _map.cache_clear()
+    assert tokens(make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)) == expected
+
+
+def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenizer, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text(seeded_text(100))
+    make = tokenize.make
+
+    def changing(*args):
+        text.write_text(seeded_text(90))
+        make(*args)
+
+    monkeypatch.setattr(tokenize, "make", changing)
+    refused(text, "files that stay as they are, got .*a.txt' or one after it", tokenizer=tokenizer)
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+    source = Source.at(text)
+    text.unlink()
+    with pytest.raises(DataError, match=r"a.txt': expected a file that can be read"):
+        make_dataset([source], NO_HOLD_OUT, tokenizer)
+
+
+def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenizer):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype="uint16"))
+    made = make_dataset([Source.at(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer)
+    made.save(tmp_path / "data")
+    _, facts, read = load_facts(tmp_path / "data")
+    for change in (lambda: np.save(tmp_path / "a.npy", np.arange(9)), (tmp_path / "a.npy").unlink):
+        change()
+        _map.cache_clear()
+        with pytest.raises(DataError, match=r"a.npy': expected the tokens that were there"):
+            tokens(Dataset.load(tmp_path / "data", facts, read))
+
+
+def test_a_source_with_too_few_tokens_is_named_with_its_own_count(tmp_path, tokenizer):
+    rng = np.random.default_rng(0)
+    for name, count in (("a", 31), ("b", 9)):
+        np.save(tmp_path / f"{name}.npy", rng.integers(0, 200, count, "uint16"))
+    sources = [Source.at(tmp_path / f"{name}.npy") for name in "ab"]
+    with pytest.raises(DataError, match=r"16 training tokens in '.*b.npy' .*, got 9\. "):
+        make_dataset(sources, NO_HOLD_OUT, tokenizer)
+    (tmp_path / "c.txt").write_text("one line\n" * 50)
+    most = DatasetSettings(16, 0.9999, 300)
+    refused(tmp_path / "c.txt", "lower .* data.validation_fraction", most, tokenizer)
+
+
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(seeded_text(100))
     made = make_dataset([Source.at(tmp_path / "a.txt")], DatasetSettings(16, 0.2, 300), tokenizer)
@@ -122,13 +176,18 @@ def megatron(path: Path, ids: np.ndarray, code: int) -> None:
     path.with_suffix(".idx").write_bytes(header + lengths + pointers)
 
 
-@pytest.mark.parametrize("form", ["npy", "nanogpt", "uint32", "megatron", "llm.c"])
+@pytest.mark.parametrize(
+    "form", ["npy", "big-endian npy", "nanogpt", "uint32", "megatron", "llm.c"]
+)
 def test_arrays_of_tokens_are_mapped_where_they_lie(form, tmp_path, tokenizer):
     ids = np.random.default_rng(0).integers(0, 300, 100)
     file, settings = tmp_path / "a.bin", NO_HOLD_OUT
     match form:
         case "npy":
             np.save(file := tmp_path / "a.npy", ids.astype(np.int32))
+        case "big-endian npy":
+            np.save(file := tmp_path / "a.npy", ids.astype(">u2"))
+            settings = DatasetSettings(16, 0.0, 300, dtype="uint16")
         case "nanogpt":
             ids.astype(np.uint16).tofile(file)
         case "uint32":
@@ -165,7 +224,7 @@ def test_arrays_that_cannot_be_tokens_of_this_tokenizer_are_refused(tmp_path, to
         tokenizer=tokenizer,
     )
     wide = DatasetSettings(16, 0.0, 300, dtype="uint32")
-    refused(tmp_path / "c.npy", "expected .u1, which the header .* got uint32", wide, tokenizer)
+    refused(tmp_path / "c.npy", "expected uint8, which the header .* got uint32", wide, tokenizer)
     np.save(tmp_path / "d.npy", np.zeros((3, 4), np.int32))
     refused(tmp_path / "d.npy", "one axis of integers", tokenizer=tokenizer)
     (tmp_path / "e.bin").write_bytes(b"123")

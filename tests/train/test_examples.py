@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support import forked as subprocess
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAID = {
@@ -18,9 +19,8 @@ SAID = {
 
 
 def test_the_walk_through_a_plan_runs_in_one_process():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "plan_walk.py")], capture_output=True, text=True, check=True
-    )
+    walk = [sys.executable, str(EXAMPLES / "plan_walk.py")]
+    done = subprocess.run(walk, capture_output=True, text=True, check=True, timeout=100)
     assert "168,313,856 parameters in 11 units" in done.stdout
     assert "depth 2: " in done.stdout
 
@@ -32,8 +32,7 @@ def test_a_tutorial_runs_on_two_ranks(name):
     # Standalone: torchrun's default port may be another test's.
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*run, "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*words, str(EXAMPLES / name)], capture_output=True, text=True, check=False
-    )
+    job = [*words, str(EXAMPLES / name)]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     assert SAID[name] in done.stdout

@@ -46,7 +46,7 @@ def watch_wholes(optimizer: Any, seen: list[int]) -> None:
 
 def kept(words: list[str]) -> tuple[int, int, int, int]:
     """Bytes of an optimizer's states on this rank after a step, and the plan's of the largest; of
-    whole tensors during the step, and the plan's."""
+    whole tensors during the step, and the plan's. The first rank alone plans."""
     config = load_config(None, [f"model.config={json.dumps(ODD_LLAMA)}", *words]).config
     model = build_sharded(config, given_model_config(config), torch.device("cpu"))
     optimizer = build_optimizer(model, config.training)
@@ -60,6 +60,8 @@ def kept(words: list[str]) -> tuple[int, int, int, int]:
         Average(optimizer, config.training.ema_decay).update()
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = memory_of(states)
+    if dist.get_rank() > 0:
+        return held, 0, max(seen), 0
     memory = look_at(config, dist.get_world_size(), Machine(None, None)).plan.memory
     planned = [r.num_bytes for r in memory if r.name.startswith(("optimizer", "average"))]
     wholes = [r.num_bytes for r in memory if r.name == WHOLES]
@@ -91,10 +93,10 @@ def test_states_are_planned_to_the_byte(ranks, optim, world_size, words):
 def test_an_owners_update_makes_no_more_than_is_planned(optim):
     """By torch's allocator, on the squares for which it makes the most."""
     settings = load_config(None, [f"optim={optim}"]).config.training
-    weight = nn.Parameter(torch.randn(1024, 1024))
-    weight.grad = torch.randn(1024, 1024)
+    weight = nn.Parameter(torch.randn(768, 768))
+    weight.grad = torch.randn(768, 768)
     if optim == "muon":
-        optimizer: Any = torch.optim.Muon([weight], lr=1e-3)
+        optimizer: Any = torch.optim.Muon([weight], lr=1e-3, ns_steps=1)  # each makes the same
     else:
         optimizer = Adafactor([weight], lr=1e-3, relative_step=False, scale_parameter=False)
     optimizer.step()

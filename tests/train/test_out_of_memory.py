@@ -45,7 +45,7 @@ def test_an_allocation_that_fails_is_answered_with_the_plans_table_and_the_guilt
     *_, told = said.partition("what would help:\n")
     assert told.splitlines()
     assert all(
-        re.match(r"  \S+=\S+( \S+=\S+)*: fits: .* a device", line) for line in told.splitlines()
+        re.match(r"  \S+=\S+( \S+=\S+)*: fits: .* per device", line) for line in told.splitlines()
     )
 
 

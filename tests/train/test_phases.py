@@ -16,7 +16,7 @@ import fullshard as fs
 from fullshard.checkpoint.format import Kind
 from fullshard.config.load import load_config
 from fullshard.models.build import given_model_config
-from fullshard.outlook.memory import Source, checkpoint_bytes
+from fullshard.outlook.memory import WeightsSource, checkpoint_bytes
 from fullshard.outlook.predict import Machine
 from fullshard.recipes.pretrain.recipe import sharded
 from fullshard.run.optim import build_optimizer
@@ -93,11 +93,11 @@ def stored_bytes(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "source"), [("none", Source.INITIAL), ("block", Source.FOLDER)]
+    ("recompute", "source"), [("none", WeightsSource.INITIAL), ("block", WeightsSource.FOLDER)]
 )
 def test_each_phase_takes_what_the_plan_says(ranks, tmp_path, recompute, source):
     folder = None
-    if source is Source.FOLDER:
+    if source is WeightsSource.FOLDER:
         from transformers import AutoModelForCausalLM
 
         folder = str(tmp_path / "model")

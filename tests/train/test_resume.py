@@ -190,7 +190,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
     config = write(tmp_path)
     finish(config, "max_steps=4")
     said = finish(config, "max_steps=8", "seed=1", code=2)
-    assert "training.seed: expected what it was in the run that goes on" in said
+    assert "training.seed: expected the value of the run that resumes" in said
     said = finish(config, "max_steps=4")
     assert f"the older run in {tmp_path / 'run'} is now in {tmp_path / 'run.1'}" in said
 
@@ -207,7 +207,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
         (("model.config.num_hidden_layers=3", "max_steps=26"), 2, "model: expected what it was"),
-        (("max_steps=26", "freeze=*.layers.0.*"), 2, "freeze: expected what it was in the run"),
+        (("max_steps=26", "freeze=*.layers.0.*"), 2, "freeze: expected the value of the run"),
         (("--resume", "RUN", "output_dir=NEW"), 0, "a new run begins with the model and optimizer"),
         (("--resume", "RUN", "model.config.num_hidden_layers=3"), 7, "it has no such tensor"),
         (("--resume", "RUN", "model.config.num_hidden_layers=1"), 7, "it also has model.layers.1."),

@@ -89,13 +89,12 @@ def in_jax(case, shard, folder, batches):
     import fullshard.jax as fj
     from fullshard.config.values import DType
     from fullshard.run.on_xla import state_of
-    from fullshard.xla import optim
+    from fullshard.xla import opt_state
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.distill import PROJECTION, distillation
+    from fullshard.xla.distill import PROJECTION, distillation, teacher_table
     from fullshard.xla.head import Decoder, next_token
     from fullshard.xla.plan import XlaPlan
     from fullshard.xla.step import Given, eval_step, train_step
-    from fullshard.xla.teacher import teacher_table
 
     loss, alpha, dtype, cached = case
     settings, (_, configs) = settings_of(loss, alpha), models_of(loss, dtype)
@@ -108,7 +107,7 @@ def in_jax(case, shard, folder, batches):
         more = {f"{PROJECTION}.weight": projection(torch, dtype).weight.detach()}
         shapes[PROJECTION] = {"weight": jax.ShapeDtypeStruct((48, 32), dtype)}
     plan = fj.plan(shapes, sharding, mesh, blocks=BLOCKS)
-    tx = optim.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
+    tx = opt_state.adamw((0.9, 0.999), EPSILON, plan.map(lambda _: 0.1))
     state = state_of(plan, more, tx, params)
     student, teacher, given = Decoder(own, plan), None, None
     if not cached:
@@ -185,14 +184,13 @@ def compiled(chunk_size, micro_batches=1):
     import fullshard.jax as fj
     from fullshard.config.schema import DistillConfig
     from fullshard.config.values import DType
-    from fullshard.xla import optim
+    from fullshard.xla import opt_state
     from fullshard.xla.aot import abstract_state
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
-    from fullshard.xla.distill import distillation
+    from fullshard.xla.distill import distillation, teacher_table
     from fullshard.xla.head import Decoder
     from fullshard.xla.plan import XlaPlan
     from fullshard.xla.step import Given, train_step
-    from fullshard.xla.teacher import teacher_table
     from support import decoders
 
     own, other = (
@@ -208,7 +206,7 @@ def compiled(chunk_size, micro_batches=1):
         other.shapes(),
         placed.shardings,
     )
-    tx = optim.adamw((0.9, 0.999), 1e-8, plan.map(lambda _: 0.0))
+    tx = opt_state.adamw((0.9, 0.999), 1e-8, plan.map(lambda _: 0.0))
     settings = DistillConfig(chunk_size=chunk_size)
     step = train_step(
         plan,

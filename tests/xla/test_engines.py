@@ -49,7 +49,7 @@ def in_jax(folder, strategy, replicate, shard):
     import jax
 
     import fullshard.jax as fj
-    from fullshard.xla import optim
+    from fullshard.xla import opt_state
     from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
     from support import decoders
 
@@ -58,7 +58,7 @@ def in_jax(folder, strategy, replicate, shard):
     settings = {"strategy": strategy, "master_dtype": "float64"}
     plan = fj.plan(config.shapes(), settings, mesh, blocks=BLOCKS)
     decay = plan.map(lambda _: NUMBERS["decay"])
-    tx = optim.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
+    tx = opt_state.adamw(NUMBERS["betas"], NUMBERS["epsilon"], decay)
     state = fj.load(plan, folder, tx)
     step = fj.train_step(plan, loss_fn(config, plan), tx, max_grad_norm=NUMBERS["norm"])
     losses = []

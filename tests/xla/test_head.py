@@ -13,7 +13,7 @@ def trained(shard, tied, chunk_size):
     import numpy as np
 
     import fullshard.jax as fj
-    from fullshard.xla import optim
+    from fullshard.xla import opt_state
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
     from fullshard.xla.head import Decoder, next_token
     from support import decoders
@@ -25,7 +25,7 @@ def trained(shard, tied, chunk_size):
     plan = fj.plan(decoder.shapes(), {"master_dtype": "float64"}, mesh, blocks=BLOCKS)
     numbers = np.random.default_rng(0)
     weights = jax.tree.map(lambda s: numbers.normal(0, 0.1, s.shape), decoder.shapes())
-    tx = optim.sgd()
+    tx = opt_state.sgd()
     state = fj.init(plan, lambda _: weights, tx)
     ids = numbers.integers(0, VOCABULARY, (6, LENGTH))
     labels = np.where(numbers.random(ids.shape) < 0.3, -100, ids)
@@ -53,7 +53,7 @@ def temporary():
     import jax.numpy as jnp
 
     import fullshard.jax as fj
-    from fullshard.xla import optim
+    from fullshard.xla import opt_state
     from fullshard.xla.aot import abstract_state
     from fullshard.xla.decoder import BLOCKS, DecoderConfig
     from fullshard.xla.head import Decoder, next_token
@@ -65,7 +65,7 @@ def temporary():
     plan = fj.plan(
         decoder.shapes(), {}, fj.make_mesh(1, 2, devices=jax.devices()[:2]), blocks=BLOCKS
     )
-    tx = optim.sgd()
+    tx = opt_state.sgd()
     ids = jax.ShapeDtypeStruct((4, 65), jnp.int32, sharding=plan.batch_sharding())
     sizes = {}
     for chunk_size in (0, 16):

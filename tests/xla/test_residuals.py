@@ -15,8 +15,8 @@ def kept():
     import jax.numpy as jnp
 
     import fullshard.jax as fj
+    from fullshard.xla.aot import kept_for_backward, without_devices
     from fullshard.xla.decoder import BLOCKS, DecoderConfig, loss_fn
-    from fullshard.xla.residuals import kept_for_backward, without_devices
     from support import decoders
 
     decoder = DecoderConfig.of(decoders.config_of("llama"))

@@ -114,13 +114,13 @@ def test_every_strategy_on_every_mesh(devices, case):
 
 def exchanged(*case):
     """The same with messages as between CPU processes."""
-    from fullshard.xla import wire
+    from fullshard.xla import gather
 
-    real, wire.over_gloo = wire.over_gloo, lambda: True
+    real, gather.over_gloo = gather.over_gloo, lambda: True
     try:
         return trained(*case)
     finally:
-        wire.over_gloo = real
+        gather.over_gloo = real
 
 
 @pytest.mark.parametrize(

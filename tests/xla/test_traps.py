@@ -218,7 +218,7 @@ def clipped_like_torch():
     import torch
 
     import fullshard.jax as fj
-    from fullshard.xla import optim
+    from fullshard.xla import opt_state
 
     generator = np.random.default_rng(0)
     first, xs = generator.normal(size=(8, 4)), generator.normal(size=(50, 8, 8))
@@ -230,7 +230,7 @@ def clipped_like_torch():
         theirs.step()
         theirs.zero_grad()
     plan = fj.plan({"w": first}, None, fj.make_mesh(1, 2, devices=jax.devices()[:2]))
-    tx = optim.adamw((0.9, 0.95), 1e-8, {"w": 0.1})
+    tx = opt_state.adamw((0.9, 0.95), 1e-8, {"w": 0.1})
 
     def loss(params, batch):
         return jnp.tanh(batch["x"] @ params["w"]).sum(), jnp.asarray(len(batch["x"]))

@@ -1,166 +1,327 @@
-"""`fullshard bench calibrate`: what this machine reaches, for `fullshard plan` to count with."""
+"""`fullshard bench calibrate`: measures the speed of this machine, for `fullshard plan` to use.
+
+Ranks measure kernels (`bench/kernels.py`), messages, and the host time of tiny models.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from fullshard.bench.machine import IDLE_SHARE, Neighbours, wait_until_idle
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.bench.comm import TimedExchange, plan_buffer, resolve
+from fullshard.bench.kernels import TINY, KernelTimer, Sizes, Tables
+from fullshard.bench.machine import Neighbours, Say
+from fullshard.bench.page import busy_sentence
 from fullshard.bench.ranks import run_ranks
-from fullshard.bench.step import WAIT_LIMIT_S
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
+from fullshard.engine.engine import Engine, engine_of
+from fullshard.errors import ConfigError
 from fullshard.launch.machine import describe_machine, describe_versions
-from fullshard.outlook.calibration import Calibration, Ceilings, Host, Table, to_json
+from fullshard.models.build import build_sharded, given_model_config
+from fullshard.models.config import build_model
+from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Table, to_json
+from fullshard.planner.mesh import Mesh
+from fullshard.recipes.base import causal_lm_loss
+from fullshard.run.optim import build_optimizer
+from fullshard.transport import make_transport
+from fullshard.transport.base import Axes
+from fullshard.transport.fake import FakeTransport
 
 if TYPE_CHECKING:
-    from fullshard.bench.ceilings import Sizes
     from fullshard.planner.plan import Plan
     from fullshard.planner.tracing import Work
 
-MEASURE = "fullshard.bench.calibrate_rank:measure"
 DEFAULT_RANKS = (1, 2, 4)
 DEPTHS = (2, 6)  # blocks of the tiny models that show the host's time
+DTYPES = (torch.float32, torch.bfloat16)
+SETTLED = 256  # numbers in the reduction that ends a backward: about two per parameter
+WARM_UP, HOST_STEPS = 5, 40
 
 
 @dataclass(frozen=True)
-class Job:
+class CalibrationJob:
     """What the ranks measure.
 
     Attributes:
-        is_tiny: Few small sizes, which show only that it runs.
-        has_kernels: Whether kernels and the host are measured, too.
-        depths: Depths of the tiny models.
+        is_tiny: Measure few small sizes, as a test of the command.
+        has_kernels: Measure kernels and the host too, not only messages.
     """
 
     is_tiny: bool = False
     has_kernels: bool = True
-    depths: tuple[int, ...] = DEPTHS
-
-    @property
-    def sizes(self) -> Sizes:
-        """Of the tables."""
-        from fullshard.bench.ceilings import TINY, Sizes
-
-        return TINY if self.is_tiny else Sizes()
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to measure."""
-
-    ranks: tuple[int, ...] = DEFAULT_RANKS
-    is_tiny: bool = False
-    wait: bool = False
-    timeout_s: float = 3600.0
+# ---- on a rank -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Found:
-    """What was measured, and how busy others were meanwhile."""
-
-    calibration: Calibration
-    others_share: float
-    became_idle: bool
-
-    def to_json(self, command: str) -> str:
-        """The file that `fullshard plan` reads."""
-        about = {
-            "versions": describe_versions(("fullshard", "torch")),
-            "others_share": round(self.others_share, 3),
-            "command": command,
-        }
-        return to_json(self.calibration, about)
+def measure(job: CalibrationJob) -> dict[str, Any]:
+    """Returns the tables of this rank, and the seconds of tiny models."""
+    sizes = TINY if job.is_tiny else Sizes()
+    found: dict[str, Any] = {"transfers": transfers(sizes)}
+    if job.has_kernels:
+        found |= {"operations": operations(sizes), "host": host_seconds()}
+    return found
 
 
-def to_dict(found: Found) -> dict[str, object]:
-    """What `--json` prints: the highest rate of products, and what the host takes."""
+def operations(sizes: Sizes) -> Tables:
+    """Returns tables of operations by kind and dtype."""
+    timer = KernelTimer(sizes, dist.barrier)
+    found: Tables = {}
+    with torch.no_grad():
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            found |= {f"{kind} {name}": points for kind, points in timer.tables(dtype).items()}
+            gc.collect()
+    found["update float32"] = timer.updates()
+    return found
+
+
+def transfers(sizes: Sizes) -> Tables:
+    """Returns tables of each transport's messages: wall seconds, and with "cpu" processor ones."""
+    world = dist.get_world_size()
+    found: Tables = {}
+    if world == 1:
+        return found
+
+    def note(name: str, num_bytes: int, work: Callable[[], Any]) -> None:
+        wall_s, cpu_s = _timed(work, sizes.num_rounds)
+        found.setdefault(name, []).append(((num_bytes,), wall_s))
+        found.setdefault(f"{name} cpu", []).append(((num_bytes,), max(cpu_s, 1e-9)))
+
+    for name in ("direct", "shared", "c10d"):
+        try:
+            config = resolve(name, world)
+        except ConfigError:  # not on this system
+            continue
+        for num_bytes in sizes.transfers:
+            plan = plan_buffer(num_bytes, config, world)
+            exchange = TimedExchange(make_transport(config, Mesh(1, world)), plan)
+            note(f"{name} fetch", num_bytes, exchange.fetch)
+            note(f"{name} reduce", num_bytes, exchange.reduce)
+        transport = make_transport(config, Mesh(1, world))
+        few = torch.ones(SETTLED, dtype=torch.float64)
+        note(f"{name} settle", few.nbytes, lambda t=transport, v=few: t.all_reduce(v))
+    replicas = make_transport(resolve("direct", world), Mesh(world, 1))
+    for num_bytes in sizes.transfers:
+        values = torch.ones(num_bytes // 4)
+        note("direct replicas", num_bytes, lambda v=values: list(replicas.sum_replicas(v)))
+    return found
+
+
+def _timed(work: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Median wall seconds, and median processor seconds of this rank."""
+    walls, processors = [], []
+    for turn in range(-2, rounds):
+        dist.barrier()
+        start, used = time.perf_counter(), time.process_time()
+        work()
+        if turn >= 0:
+            walls.append(time.perf_counter() - start)
+            processors.append(time.process_time() - used)
+    return median(walls), median(processors)
+
+
+def host_seconds() -> dict[str, float]:
+    """Returns processor seconds of a tiny model's passes without an engine, and of sharded steps.
+
+    The keys are `forward`, `backward`, and `step N` for the model of N blocks.
+    """
+    config = host_config(DEPTHS[-1])
+    ids = torch.randint(given_model_config(config).vocab_size, (1, config.training.max_seq_length))
+    model = build_model(given_model_config(config), None, torch.float32, 0)
+    forward_s, backward_s = _median_laps(lambda lap: _plain_step(model, ids, lap), 2)
+    found = {"forward": forward_s, "backward": backward_s}
+    for depth in DEPTHS:
+        (found[f"step {depth}"],) = _median_laps(_sharded_step(host_config(depth), ids), 1)
+    return found
+
+
+def _median_laps(step: Callable[[Callable[[], None]], None], count: int) -> list[float]:
+    """Median processor seconds of each part of a step, which calls its argument after each part."""
+    laps: list[list[float]] = []
+    for _ in range(WARM_UP + HOST_STEPS):
+        clock = [time.thread_time()]
+        step(lambda clock=clock: clock.append(time.thread_time()))
+        laps.append([end - start for start, end in pairwise(clock)])
+    return [median(lap[at] for lap in laps[WARM_UP:]) for at in range(count)]
+
+
+def _plain_step(model: nn.Module, ids: torch.Tensor, lap: Callable[[], None]) -> None:
+    loss, _ = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)
+    lap()
+    loss.backward()
+    lap()
+    model.zero_grad()
+
+
+def _sharded_step(config: RunConfig, ids: torch.Tensor) -> Callable[[Callable[[], None]], None]:
+    """Returns a whole step, as the training loop runs it; messages cost nothing."""
+    model = build_sharded(config, given_model_config(config), torch.device("cpu"))
+    make_idle(engine_of(model))
+    optimizer = build_optimizer(model, config.training)
+    limit = config.training.max_grad_norm or math.inf
+
+    def step(lap: Callable[[], None]) -> None:
+        loss, count = causal_lm_loss(model(input_ids=ids, use_cache=False).logits, ids)
+        (loss * (1 / count)).backward()
+        fs.clip_grad_norm_(model, limit)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        lap()
+
+    return step
+
+
+class _IdleTransport(FakeTransport):
+    """Messages that cost nothing; a fake transport's cost grows with the number of peers."""
+
+    def fetch(self, fulls: Sequence[torch.Tensor]) -> Any:  # noqa: ARG002
+        return _IdleMessage(())
+
+    def reduce(self, fulls: Sequence[torch.Tensor]) -> Any:
+        return _IdleMessage(fulls)
+
+
+class _IdleMessage:
+    """A message that has arrived when it is sent."""
+
+    def __init__(self, fulls: Sequence[torch.Tensor]) -> None:
+        self._fulls = fulls
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def land(self, outs: Sequence[torch.Tensor]) -> None:
+        for full, out in zip(self._fulls, outs, strict=True):
+            out.copy_(full[: out.numel()])
+
+
+def make_idle(engine: Engine) -> None:
+    """Makes the engine's messages cost nothing, so that a step shows the engine's own time."""
+    mesh = engine.plan.mesh
+    transport = _IdleTransport(Axes(mesh, 0, tuple(range(mesh.shard)), (0,)))
+    for owner in (engine, engine.gradients, *engine.units):
+        owner.transport = transport
+    engine.transports.update(dict.fromkeys(engine.transports, transport))
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def run(
+    ranks: Sequence[int], *, is_tiny: bool, wait: bool, timeout_s: float, say: Say
+) -> tuple[Calibration, Neighbours]:
+    """Measures with every number of ranks.
+
+    Returns:
+        The calibration, and how busy other processes kept the machine.
+
+    Raises:
+        FullshardError: A rank failed; its own error has been shown.
+    """
+    machine = describe_machine()
+    cores = Calibration(machine, {}).cores
+    at_work = sorted({min(num_ranks, cores) for num_ranks in ranks})
+    found: dict[int, Ceilings] = {}
+    with Neighbours(wait=wait, say=say) as neighbours:
+        for num_ranks in [*at_work, *sorted(set(ranks) - set(at_work))]:
+            has_kernels = num_ranks in at_work
+            say(f"{num_ranks} rank(s): {'kernels, the host, ' * has_kernels}messages")
+            job, what = CalibrationJob(is_tiny, has_kernels), f"bench calibrate: {num_ranks} ranks"
+            measured = run_ranks(
+                f"{__name__}:measure", job, num_ranks, what=what, timeout_s=timeout_s
+            )
+            if has_kernels:
+                found[num_ranks] = _ceilings(num_ranks, measured, machine)
+            else:
+                messages = _tables([rank["transfers"] for rank in measured])
+                found[num_ranks] = crowded(found[cores], num_ranks, messages)
+    hosts = {num_ranks: found[num_ranks] for num_ranks in dict.fromkeys(ranks)}
+    return Calibration(machine, hosts), neighbours
+
+
+def file_text(calibration: Calibration, neighbours: Neighbours, command: str) -> str:
+    """Returns the file that `fullshard plan` reads."""
+    about = {
+        "versions": describe_versions(("fullshard", "torch")),
+        "others_share": round(neighbours.share, 3),
+        "command": command,
+    }
+    return to_json(calibration, about)
+
+
+def to_dict(calibration: Calibration, neighbours: Neighbours) -> dict[str, object]:
+    """Returns what `--json` prints: the highest rate of matmuls, and the host's times."""
     rows = [
         {
             "num_ranks": num_ranks,
-            **{f"matmul_{dtype}_flops": _best(host, dtype) for dtype in ("float32", "bfloat16")},
-            **{f"host_{name}": getattr(host.host, name) for name in Host.__slots__},
+            **{f"matmul_{dtype}_flops": _best(found, dtype) for dtype in ("float32", "bfloat16")},
+            **{f"host_{name}": getattr(found.host, name) for name in HostOverhead.__slots__},
         }
-        for num_ranks, host in found.calibration.hosts.items()
+        for num_ranks, found in calibration.hosts.items()
     ]
-    return {"rows": rows, "absent": [], "others_share": found.others_share}
+    return {"rows": rows, "absent": [], "others_share": neighbours.share}
 
 
-def _best(host: Ceilings, dtype: str) -> float:
-    points = host.operations[f"matmul nn {dtype}"].points
-    return max(2 * prod(size) / seconds for size, seconds in points)
+def _best(found: Ceilings, dtype: str) -> float:
+    points = found.operations[f"matmul nn {dtype}"].points
+    return max(2 * math.prod(size) / seconds for size, seconds in points)
 
 
-def told(found: Found) -> str:
-    """The same in a few lines."""
+def summary(calibration: Calibration, neighbours: Neighbours) -> str:
+    """Returns the same in a few lines."""
     lines = [
-        f"{num_ranks} rank(s), each: products at {_best(host, 'float32') / 1e9:.1f} (float32) and "
-        f"{_best(host, 'bfloat16') / 1e9:.1f} (bfloat16) GFLOP/s; beside kernels "
-        f"{1e6 * host.host.forward_s:.1f} us an operation of forward, "
-        f"{1e6 * host.host.backward_s:.1f} us of backward, {1e6 * host.host.unit_s:.0f} us a unit"
-        for num_ranks, host in found.calibration.hosts.items()
+        f"{num_ranks} rank(s), each: matmuls at {_best(found, 'float32') / 1e9:.1f} (float32) and "
+        f"{_best(found, 'bfloat16') / 1e9:.1f} (bfloat16) GFLOP/s; overhead of the host "
+        f"{1e6 * found.host.forward_s:.1f} us per forward operation, "
+        f"{1e6 * found.host.backward_s:.1f} us per backward operation, "
+        f"{1e6 * found.host.unit_s:.0f} us per unit"
+        for num_ranks, found in calibration.hosts.items()
     ]
-    busy = "LOADED" if found.others_share >= IDLE_SHARE or not found.became_idle else "idle"
-    lines.append(f"Other processes used {found.others_share:.0%} of the cores meanwhile: {busy}.")
-    return "\n".join(lines)
+    busy = busy_sentence(neighbours.share, became_idle=neighbours.became_idle)
+    return "\n".join([*lines, busy])
 
 
-def run(options: Options, say: Callable[[str], None]) -> Found:
-    """Measures with every number of ranks.
-
-    Raises:
-        FullshardError: a rank failed; its own error has been shown.
-    """
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if options.wait else True
-    machine = describe_machine()
-    cores = Calibration(machine, {}).cores
-    asked = dict.fromkeys(options.ranks)
-    at_work = sorted({min(num_ranks, cores) for num_ranks in asked})
-    found: dict[int, Ceilings] = {}
-    with Neighbours() as neighbours:
-        for num_ranks in [*at_work, *sorted(set(asked) - set(at_work))]:
-            has_kernels = num_ranks in at_work
-            say(f"{num_ranks} rank(s): {'kernels, the host, ' * has_kernels}messages")
-            job = Job(options.is_tiny, has_kernels)
-            what = f"bench calibrate: {num_ranks} ranks"
-            ranks = run_ranks(MEASURE, job, num_ranks, what=what, timeout_s=options.timeout_s)
-            if has_kernels:
-                found[num_ranks] = _ceilings(num_ranks, ranks, machine)
-            else:
-                transfers = _tables([rank["transfers"] for rank in ranks])
-                found[num_ranks] = crowded(found[cores], num_ranks, transfers)
-    hosts = {num_ranks: found[num_ranks] for num_ranks in asked}
-    return Found(Calibration(machine, hosts), neighbours.share, became_idle)
-
-
-def crowded(whole: Ceilings, num_ranks: int, transfers: Mapping[str, Table]) -> Ceilings:
-    """Of more ranks than cores: each takes the turns of those that share its core.
+def crowded(whole: Ceilings, num_ranks: int, messages: Mapping[str, Table]) -> Ceilings:
+    """Returns the ceilings of more ranks than cores, which take turns on the cores.
 
     Args:
         whole: Measured with one rank per core.
-        num_ranks: More than that.
-        transfers: As they were measured with so many.
+        num_ranks: Number of ranks, above the number of cores.
+        messages: Tables measured with this number of ranks.
     """
     crowd = num_ranks / whole.num_ranks
-    operations = {
+    tables = {
         name: Table(tuple((size, crowd * seconds) for size, seconds in table.points))
         for name, table in whole.operations.items()
     }
-    host = Host(**{name: crowd * getattr(whole.host, name) for name in Host.__slots__})
-    return Ceilings(num_ranks, operations, transfers, host)
+    host = HostOverhead(
+        **{name: crowd * getattr(whole.host, name) for name in HostOverhead.__slots__}
+    )
+    return Ceilings(num_ranks, tables, messages, host)
 
 
 def _ceilings(
     num_ranks: int, ranks: Sequence[dict[str, Any]], machine: Mapping[str, object]
 ) -> Ceilings:
-    kernels = _tables([rank["operations"] for rank in ranks])
-    messages = _tables([rank["transfers"] for rank in ranks])
+    kernels, messages = (
+        _tables([rank[kind] for rank in ranks]) for kind in ("operations", "transfers")
+    )
     host = {name: fmean(rank["host"][name] for rank in ranks) for name in ranks[0]["host"]}
-    bare = Ceilings(num_ranks, kernels, messages, Host())
+    bare = Ceilings(num_ranks, kernels, messages, HostOverhead())
     return replace(bare, host=host_of(bare, host, machine))
 
 
@@ -177,11 +338,11 @@ def _tables(ranks: Sequence[Mapping[str, list[Any]]]) -> dict[str, Table]:
     }
 
 
-# ---- the host ------------------------------------------------------------------------------------
+# ---- host time -----------------------------------------------------------------------------------
 
 
 def host_config(depth: int) -> RunConfig:
-    """A Llama whose kernels take nearly no time."""
+    """Returns a Llama whose kernels take nearly no time."""
     model = {
         **{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64},
         **{"num_hidden_layers": depth, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -197,14 +358,15 @@ def host_config(depth: int) -> RunConfig:
     return load_config(None, [f"{key}={value}" for key, value in words.items()]).config
 
 
-def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str, object]) -> Host:
-    """What is left of a tiny model's time when its kernels' is taken off.
+def host_of(
+    bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str, object]
+) -> HostOverhead:
+    """Returns what remains of the tiny models' times after the time of their kernels.
 
     Args:
-        bare: The tables, without a host.
-        measured: Seconds of `forward` and `backward` of the deepest model without an engine, and
-            of `step 2` ... with one.
-        machine: Described.
+        bare: Tables of the kernels, without host times.
+        measured: See `host_seconds`.
+        machine: Description of the machine.
     """
     from fullshard.outlook.player import step_time
 
@@ -216,7 +378,7 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
         count = sum(sum(one.values()) for one in found)
         kernels = sum(times * bare.seconds(op) for one in found for op, times in one.items())
         passes[name] = max(0.0, measured[name] - kernels) / count
-    host = Host(passes["forward"], passes["backward"])
+    host = HostOverhead(passes["forward"], passes["backward"])
     calibration = Calibration(machine, {bare.num_ranks: replace(bare, host=host)})
     left, turns = [], []
     for depth in (depths[0], depths[-1]):
@@ -230,7 +392,7 @@ def host_of(bare: Ceilings, measured: Mapping[str, float], machine: Mapping[str,
 
 
 def _traced(depth: int, world_size: int) -> tuple[Plan, Work]:
-    """The plan of a tiny model on the ranks of a host, and what it computes."""
+    """The plan of a tiny model on the ranks of a host, and the operations of its step."""
     from fullshard.outlook.predict import Machine
     from fullshard.run.outlook import look_at
 

@@ -1,4 +1,4 @@
-"""What a benchmark measures: the model shapes and the engines, as data that imports no torch."""
+"""The model shapes and engines of `bench step`, as data that imports no torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fullshard.errors import ConfigError
 Kind = Literal["gpt", "moe", "lora"]
 Compute = Literal["float32", "bfloat16"]
 
-NUM_EXPERTS, NUM_CHOSEN = 8, 2  # of "moe": feed-forwards of a block, and those of one token
-ADAPTER_RANK = 8  # of "lora": on qkv and out of every block
+NUM_EXPERTS, NUM_CHOSEN = 8, 2  # "moe": experts per block, and experts per token
+ADAPTER_RANK = 8  # "lora": rank of the adapters on qkv and out of every block
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Case:
     """One model on one number of ranks.
 
     Attributes:
+        batch: Sequences per rank and step.
+        seq: Tokens per sequence.
         kind: "gpt"; "moe", whose feed-forwards are experts; "lora", a frozen GPT with adapters.
-        compute: the dtype of forward and backward; parameters and optimizer stay float32.
-        batch: sequences a rank and step.
-        seq: tokens a sequence.
+        compute: Dtype of forward and backward; parameters and optimizer are float32.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Case:
         return self.layers * block + 2 * self.vocab * width + 2 * width
 
     def describe(self) -> str:
-        """Says the shape in one line."""
+        """Returns the shape in one line."""
         return (
             f"{self.name}: {MODELS[self.kind]} of width {self.width} and {self.layers} blocks, "
-            f"{self.num_ranks} ranks, {self.batch} x {self.seq} tokens a rank, {self.compute}"
+            f"{self.num_ranks} ranks, {self.batch} x {self.seq} tokens per rank, {self.compute}"
         )
 
 
 MODELS: dict[Kind, str] = {
     "gpt": "GPT",
-    "moe": f"GPT with {NUM_CHOSEN} of {NUM_EXPERTS} experts a token",
+    "moe": f"GPT with {NUM_CHOSEN} of {NUM_EXPERTS} experts per token",
     "lora": f"frozen GPT with adapters of rank {ADAPTER_RANK}",
 }
 _109M = Case("109M", width=1024, layers=8, vocab=4096, batch=1, seq=128, num_ranks=2)
@@ -85,18 +85,18 @@ DEFAULT_CASES = ("29M", "109M", "29M-4", "109M-bf16", "moe", "lora")
 
 OURS, REFERENCE, FLOOR = "fullshard", "fsdp2", "floor"
 CORE = (OURS, REFERENCE, FLOOR)
-# A rank's bytes a parameter where nothing is sharded: AdamW's 16, or of a frozen base the weight
-# alone; and activations.
+# Bytes per parameter of an unsharded rank: AdamW's 16, or the weight of a frozen base; plus
+# activations.
 TRAINED_BYTES, FROZEN_BYTES = 20, 8
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One engine that takes part: a row of every table.
+    """One engine of the comparison.
 
     Attributes:
-        package: the import name that has to be installed.
-        trains: False for the floor, whose losses say nothing.
+        package: Import name of the package that it needs.
+        trains: False for the floor, whose losses mean nothing.
     """
 
     name: str
@@ -112,7 +112,7 @@ PEERS = {
         Peer("fullshard", "full_shard", "fullshard", "ours, (C) shared home"),
         Peer("fullshard-direct", "full_shard", "fullshard", "ours, (B) parts sent directly"),
         Peer("fullshard-c10d", "full_shard", "fullshard", "ours, (A) gloo's own collectives"),
-        Peer("fsdp2", "full_shard", "torch", "fully_shard a block, reshard_after_forward=True"),
+        Peer("fsdp2", "full_shard", "torch", "fully_shard per block, reshard_after_forward=True"),
         Peer("fsdp2-zero2", "shard_grad_op", "torch", "the same, reshard_after_forward=False"),
         Peer("fsdp1", "full_shard", "torch", "FullyShardedDataParallel, use_orig_params=True"),
         Peer("ddp", "no_shard", "torch", "DistributedDataParallel, gradient_as_bucket_view=True"),
@@ -151,13 +151,14 @@ def installed_peers(names: tuple[str, ...]) -> tuple[list[Peer], list[str]]:
 
 
 def groups_of(peers: Sequence[Peer], case: Case, budget_bytes: int) -> list[tuple[Peer, ...]]:
-    """Splits engines into groups that are alive at the same time without filling the memory.
+    """Divides engines into groups that fit into memory at the same time.
 
         all fit    [fullshard, fsdp2, floor, ddp, fsdp1]
         three fit  [fullshard, fsdp2, floor]  [fsdp2, ddp, fsdp1]
         no engine  none
 
-    Ours, FSDP2 and the floor share the first group; FSDP2, the pair of every ratio, is in all.
+    Ours, FSDP2 and the floor are in the first group. FSDP2 is in every group, since all ratios are
+    relative to it.
     """
     a_parameter = FROZEN_BYTES if case.kind == "lora" else TRAINED_BYTES
     engine_bytes = a_parameter * case.numel * case.num_ranks
@@ -179,7 +180,7 @@ def find_case(name: str) -> Case:
     """Looks up a case by name.
 
     Raises:
-        ConfigError: there is no such case.
+        ConfigError: There is no such case.
     """
     if name not in CASES:
         raise ConfigError(f"case: expected one of {', '.join(CASES)}, got {name!r}. Name one.")

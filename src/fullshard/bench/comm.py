@@ -1,44 +1,60 @@
-"""`fullshard bench comm`: what each transport takes for a flat buffer, beside a memory copy."""
+"""`fullshard bench comm`: the time of each transport for a flat buffer, beside a memory copy.
+
+A transport gets the plan of a model of one parameter, so that buffers are placed as the engine
+places them: a shared home has nothing to fetch.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
-from fullshard.bench.machine import Neighbours, available_bytes, wait_until_idle
+import torch
+import torch.distributed as dist
+
+from fullshard.bench.machine import Neighbours, Say, available_bytes
 from fullshard.bench.page import Page
 from fullshard.bench.ranks import run_ranks
-from fullshard.bench.statistics import paired_ratio
-from fullshard.bench.step import WAIT_LIMIT_S
-from fullshard.errors import ConfigError, WillNotFitError
+from fullshard.bench.statistics import paired_ratio, slowest
+from fullshard.config.schema import ShardConfig
+from fullshard.config.supported import check_supported
+from fullshard.config.values import DType
+from fullshard.engine.placing import Rings
+from fullshard.errors import ConfigError, VerifyError, WillNotFitError
+from fullshard.planner.mesh import Mesh, Topology
+from fullshard.planner.plan import Plan, make_plan
+from fullshard.planner.spec import ModelSpec, ModuleSpec, ParamSpec
+from fullshard.transport import Transport, make_transport, resolve_transport
 
-MEASURE = "fullshard.bench.comm_rank:measure_all"
 MIB = 2**20
+CPU = torch.device("cpu")
 TRANSPORTS = ("c10d", "direct", "shared")  # those that move bytes between processes
 COPY, FETCH, REDUCE = "copy", "fetch", "reduce"
 DEFAULT_MIB, DEFAULT_RANKS = (1, 16, 64), (2, 4)
-BUFFERS = 12  # a rank's at most: two to copy, a transport's slots and what it receives into
+BUFFERS = 12  # at most, per rank: two to copy, and the slots and receive buffers of a transport
 COLUMNS = ("ranks", "MiB", "what", "by", "ms", "GB/s", "to a copy [95 %]")
 METHOD = (
-    "The plan of a model of one float32 parameter says where buffers are. fetch: all ranks' parts "
-    "of the weights are there (all-gather; a shared home holds them, its ranks only wait for "
-    "each other). reduce: the own part of the sum of all ranks' gradients is there "
-    "(reduce-scatter). copy: torch.copy_ of as many bytes by every rank at once. GB/s is the "
-    "buffer's size by the time.",
-    "All take one turn a round, in an order that turns with every round; a turn begins at a "
+    "The buffers are those of a plan of a model with one float32 parameter. fetch: until all parts "
+    "of the weights have arrived (all-gather; in a shared home ranks only wait for each other). "
+    "reduce: until a rank has its part of the sum of all gradients (reduce-scatter). copy: "
+    "torch.copy_ of as many bytes by every rank at once. GB/s is the buffer's size by the time.",
+    "All take one turn per round, in an order that rotates with every round. A turn begins at a "
     "barrier and lasts until the slowest rank has its result. Times are medians, ratios medians "
-    "over the rounds of two times of one round, with a 95 % bootstrap interval. One thread a rank.",
-    "Results are compared with what they must be before anything is timed.",
+    "over the rounds of two times of one round, with a 95 % bootstrap interval. One thread per "
+    "rank.",
+    "Results are checked before anything is timed.",
 )
 
 
 @dataclass(frozen=True)
-class Job:
+class CommJob:
     """What one group of ranks measures.
 
     Attributes:
-        sizes: bytes of the flat buffers.
+        sizes: Bytes of the flat buffers.
     """
 
     transports: tuple[str, ...]
@@ -46,62 +62,180 @@ class Job:
     num_rounds: int
 
 
-def check(job: Job, worlds: Sequence[int]) -> None:
+def check(job: CommJob, worlds: Sequence[int]) -> None:
     """Refuses what cannot be measured here, before a rank starts.
 
     Raises:
-        ConfigError: there is no such transport.
-        WillNotFitError: the buffers of all ranks are larger than the memory that is left.
+        ConfigError: There is no such transport.
+        WillNotFitError: The buffers of all ranks are larger than the free memory.
     """
     unknown = [name for name in job.transports if name not in TRANSPORTS]
     if unknown:
         raise ConfigError(
-            f"transport: expected one of {', '.join(TRANSPORTS)}, got {unknown[0]!r}. Name one."
+            f"transport: expected one of {', '.join(TRANSPORTS)}, got {unknown[0]!r}."
         )
-    needed, there = BUFFERS * max(job.sizes) * max(worlds), available_bytes()
-    if needed > there:
+    needed, free = BUFFERS * max(job.sizes) * max(worlds), available_bytes()
+    if needed > free:
         raise WillNotFitError(
-            f"mib: expected at most {there // (BUFFERS * max(worlds) * MIB)} for {max(worlds)} "
+            f"mib: expected at most {free // (BUFFERS * max(worlds) * MIB)} for {max(worlds)} "
             f"ranks in the memory that is free, got {max(job.sizes) // MIB}. Ask for less."
         )
 
 
-def run(
-    job: Job, worlds: Sequence[int], *, timeout_s: float, wait: bool, say: Callable[[str], None]
-) -> dict[str, object]:
-    """Measures every number of ranks; returns the rows and what else a Page takes.
+# ---- on a rank -----------------------------------------------------------------------------------
+
+
+def resolve(name: str, world: int) -> ShardConfig:
+    """Returns the configuration in which the engine takes this transport here. A collective.
 
     Raises:
-        FullshardError: a rank failed; its own error has been shown.
+        ConfigError: The engine cannot take it, or takes another.
     """
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if wait else True
-    rows: list[dict[str, object]] = []
+    config = ShardConfig.of(None, transport=name, wrap="none")
+    check_supported(config)
+    kind = resolve_transport(config, Mesh(1, world), CPU)
+    if kind.value != name:
+        raise ConfigError(f"transport: expected {name}; the engine takes {kind.value} here.")
+    return config
+
+
+def plan_buffer(num_bytes: int, config: ShardConfig, world: int) -> Plan:
+    """Returns the plan of a model of one parameter."""
+    parameter = ParamSpec(("weight",), (num_bytes // 4,), DType.FLOAT32, trainable=True)
+    spec = ModelSpec("Buffer", (ModuleSpec("", "Buffer"),), (parameter,))
+    return make_plan(spec, config, Topology(world))
+
+
+class TimedExchange:
+    """The messages of one transport for a flat buffer of weights and one of gradients."""
+
+    def __init__(self, transport: Transport, plan: Plan) -> None:
+        self.transport, self.home = transport, transport.home
+        self.home.open_weights(plan.units)
+        group, world = plan.units[0].groups[0], plan.mesh.shard
+        rings = Rings(plan.rings, self.home.open_slots(plan.units, plan.rings), CPU, poison=False)
+        numel, weights = group.layout.numel, self.home.weights(0, 0)
+        self.is_shared = weights is not None
+        if weights is not None:
+            self.weights = weights.full
+        else:
+            assert group.slot is not None
+            self.weights = rings.view(group.slot, numel)
+        assert group.grad_slot is not None
+        self.gradients = rings.view(group.grad_slot, numel)
+        self.sums = torch.zeros(numel // world)
+        self.own = self.weights.chunk(world)[transport.rank]
+
+    def fetch(self) -> None:
+        """As at the beginning of a forward."""
+        self.home.publish()
+        if not self.is_shared:
+            self.transport.fetch([self.weights]).wait()
+
+    def reduce(self) -> None:
+        """As at the end of a unit's backward."""
+        self.home.claim(self.gradients)
+        self.transport.reduce([self.gradients]).land([self.sums])
+
+    def check(self, world: int) -> None:
+        """Checks that the bytes arrive.
+
+        Raises:
+            VerifyError: A part is not what its owner wrote, or a sum is not that of all ranks.
+        """
+        self.home.before_write()
+        self.own.fill_(self.transport.rank + 1)
+        self.fetch()
+        self.gradients.fill_(self.transport.rank + 1)
+        self.reduce()
+        parts = [float(part.sum()) / part.numel() for part in self.weights.double().chunk(world)]
+        found, total = float(self.sums.double().mean()), sum(range(1, world + 1))
+        if parts != list(range(1, world + 1)) or found != total:
+            raise VerifyError(
+                f"{self.transport.name}: expected parts 1 to {world} and their sum {total}, got "
+                f"{parts} and {found}."
+            )
+
+
+def measure_size(
+    num_bytes: int, configs: Sequence[ShardConfig], world: int, num_rounds: int
+) -> dict[str, list[float]]:
+    """Returns this rank's seconds by "transport operation" and round."""
+    source, target = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
+    turns: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
+    for config in configs:
+        transport = make_transport(config, Mesh(1, world))
+        exchange = TimedExchange(transport, plan_buffer(num_bytes, config, world))
+        exchange.check(world)
+        turns |= {
+            f"{transport.name} {FETCH}": exchange.fetch,
+            f"{transport.name} {REDUCE}": exchange.reduce,
+        }
+    times: dict[str, list[float]] = {key: [] for key in turns}
+    keys = list(turns)
+    for i in range(num_rounds):
+        first = i % len(keys)
+        for key in keys[first:] + keys[:first]:
+            dist.barrier()
+            start = time.perf_counter()
+            turns[key]()
+            times[key].append(time.perf_counter() - start)
+    return times
+
+
+def measure(job: CommJob) -> dict[str, Any]:
+    """Times every size on every transport that can be built here."""
+    world = dist.get_world_size()
+    configs, absent = [], {}
+    for name in job.transports:
+        try:
+            configs.append(resolve(name, world))
+        except ConfigError as error:
+            absent[name] = str(error)
+    sizes = [measure_size(size, configs, world, job.num_rounds) for size in job.sizes]
+    return {"absent": absent, "sizes": sizes}
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def run(
+    job: CommJob, worlds: Sequence[int], *, command: str, timeout_s: float, wait: bool, say: Say
+) -> Page:
+    """Measures every number of ranks.
+
+    Raises:
+        FullshardError: A rank failed; its own error has been shown.
+    """
+    rows: list[dict[str, Any]] = []
     absent: dict[str, str] = {}
-    with Neighbours() as neighbours:
+    with Neighbours(wait=wait, say=say) as neighbours:
         for world in worlds:
             say(f"{world} ranks: {job.num_rounds} rounds of {', '.join(job.transports)}")
             what = f"bench comm: {world} ranks"
-            results = run_ranks(MEASURE, job, world, what=what, timeout_s=timeout_s)
-            absent |= results[0]["absent"]
+            found = run_ranks(f"{__name__}:measure", job, world, what=what, timeout_s=timeout_s)
+            absent |= found[0]["absent"]
             for at, size in enumerate(job.sizes):
-                rows += rows_of(world, size, [result["sizes"][at] for result in results])
-    share = neighbours.share
-    return {"rows": rows, "absent": absent, "others_share": share, "became_idle": became_idle}
+                rows += _rows(world, size, [rank["sizes"][at] for rank in found])
+    return Page(
+        "comm",
+        "Transports beside a memory copy",
+        command,
+        rows,
+        COLUMNS,
+        [_cells(row) for row in rows],
+        METHOD,
+        neighbours.share,
+        neighbours.became_idle,
+        absent,
+    )
 
 
-def rows_of(
+def _rows(
     world: int, size: int, ranks: Sequence[dict[str, list[float]]]
 ) -> list[dict[str, object]]:
-    """Returns one row for everything that was timed at one size.
-
-    Args:
-        world: ranks.
-        size: bytes of the buffer.
-        ranks: seconds by "transport operation" and round, of each rank; the slowest counts.
-    """
-    times = {
-        key: [max(r) for r in zip(*(of[key] for of in ranks), strict=True)] for key in ranks[0]
-    }
+    """One row for everything that was timed at one size."""
+    times = slowest(ranks)
     return [
         {
             "name": key.split()[0],
@@ -117,26 +251,13 @@ def rows_of(
     ]
 
 
-def page_of(found: dict, command: str) -> Page:
-    """Returns the page of what `run` found."""
-    cells = [
-        (
-            str(row["num_ranks"]),
-            f"{row['num_bytes'] / MIB:g}",
-            row["operation"],
-            row["name"],
-            f"{row['time_s'] * 1e3:.2f}",
-            f"{row['bytes_per_s'] / 1e9:.2f}",
-            "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["ratio_to_copy"]),
-        )
-        for row in found["rows"]
-    ]
-    return Page(
-        "comm",
-        "Transports beside a memory copy",
-        command,
-        columns=COLUMNS,
-        cells=cells,
-        method=METHOD,
-        **found,
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(row["num_ranks"]),
+        f"{row['num_bytes'] / MIB:g}",
+        row["operation"],
+        row["name"],
+        f"{row['time_s'] * 1e3:.2f}",
+        f"{row['bytes_per_s'] / 1e9:.2f}",
+        "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["ratio_to_copy"]),
     )

@@ -29,8 +29,8 @@ class Setup:
     """What an engine is built from.
 
     Attributes:
-        prefetch: FSDP2's explicit prefetch distance, in blocks; 0 leaves it to FSDP2.
-        max_norm: Clip gradients to this norm, with torch's own function in every engine.
+        prefetch: FSDP2's explicit prefetch distance in blocks; 0: FSDP2 decides.
+        max_norm: Norm to which torch clips gradients in every engine; None: no clipping.
     """
 
     case: Case
@@ -55,7 +55,7 @@ class Setup:
 
 
 def train_step(model: nn.Module, setup: Setup) -> Step:
-    """Forward, backward and the update of a model that is ready."""
+    """Returns forward, backward and update of a sharded model."""
     optimizer = setup.adamw(model.parameters())
 
     def step(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def train_step(model: nn.Module, setup: Setup) -> Step:
 
 
 def shard_ours(setup: Setup, transport: str = "auto") -> nn.Module:
-    """fullshard, one unit a block."""
+    """Returns a model that fullshard shards, with one unit per block."""
     import fullshard as fs
 
     return fs.shard(
@@ -84,12 +84,12 @@ def shard_ours(setup: Setup, transport: str = "auto") -> nn.Module:
 
 
 def build_ours(setup: Setup, transport: str = "auto") -> Step:
-    """fullshard's training step."""
+    """Returns fullshard's training step."""
     return train_step(shard_ours(setup, transport), setup)
 
 
 def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
-    """torch's fully_shard on every block and the root, with explicit prefetch lists if asked."""
+    """Returns the step of torch's fully_shard on every block and the root."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -110,17 +110,17 @@ def build_fsdp2(setup: Setup, *, reshard_after_forward: bool = True) -> Step:
 
 
 def build_fsdp2_zero2(setup: Setup) -> Step:
-    """fully_shard that keeps the blocks gathered between forward and backward."""
+    """Returns the step of fully_shard with blocks gathered between forward and backward."""
     return build_fsdp2(setup, reshard_after_forward=False)
 
 
 def build_fsdp1(setup: Setup) -> Step:
-    """torch's FullyShardedDataParallel; without a device_id it looks for an accelerator."""
+    """Returns the step of torch's FullyShardedDataParallel; it needs a device_id for the CPU."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it announces its own end at every wrapped block
+        warnings.simplefilter("ignore")  # a deprecation warning for every wrapped block
         model = FullyShardedDataParallel(
             setup.model(),
             auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -132,13 +132,13 @@ def build_fsdp1(setup: Setup) -> Step:
 
 
 def build_ddp(setup: Setup) -> Step:
-    """torch's DistributedDataParallel: everything on every rank."""
+    """Returns the step of torch's DistributedDataParallel, which replicates everything."""
     model = nn.parallel.DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
     return train_step(model, setup)
 
 
 def build_deepspeed(setup: Setup, stage: int) -> Step:
-    """DeepSpeed ZeRO of a stage on its CPU accelerator, with torch's optimizer."""
+    """Returns the step of DeepSpeed ZeRO on its CPU accelerator, with torch's optimizer."""
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     model = setup.model()
@@ -147,7 +147,7 @@ def build_deepspeed(setup: Setup, stage: int) -> Step:
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,  # its default clips at 1
+        "gradient_clipping": 0.0,  # the default is 1
         "zero_optimization": {"stage": stage},
     }
     engine, *_ = deepspeed.initialize(
@@ -168,10 +168,10 @@ def build_deepspeed(setup: Setup, stage: int) -> Step:
 
 
 def build_floor(setup: Setup) -> Step:
-    """No engine at all: the whole model's forward and backward, 1/W of its optimizer, no messages.
+    """Returns a step without any engine: forward, backward, and 1/W of the optimizer.
 
-    No sharded engine can be faster on these processes: it must do the same arithmetic and move
-    gradients besides. Where compute is bfloat16, so is the model; the updated part is cast.
+    No sharded engine can be faster on these processes, since it does the same arithmetic and also
+    moves gradients. If compute is bfloat16, so is the model, and the updated part is cast.
     """
     model = setup.model().to(setup.compute)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -194,7 +194,7 @@ def build_floor(setup: Setup) -> Step:
     return step
 
 
-# Ours: a shared home; parts sent directly, as where ranks share no host; gloo's own collectives.
+# Ours: a shared home; direct messages, as between hosts; gloo's collectives.
 TRANSPORTS = {"fullshard": "auto", "fullshard-direct": "direct", "fullshard-c10d": "c10d"}
 
 BUILDERS: dict[str, Callable[[Setup], Step]] = {

@@ -1,7 +1,7 @@
-"""Drawings of what benchmarks found, as SVG files of their own.
+"""Drawings of benchmark results as SVG files.
 
-Each is made of the object that the command writes as JSON, so that a committed result can be drawn
-again.
+Each drawing is made from the JSON object that the command writes, so that committed results can be
+drawn again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ WIDTH, LEFT, ROW = 960.0, 150.0, 18.0
 
 
 def svg_of(height: float, parts: Iterable[str]) -> str:
-    """A whole file, WIDTH units wide."""
+    """Returns an SVG file, WIDTH units wide."""
     head = f'<svg viewBox="-8 0 {WIDTH + 8:g} {height:g}" role="img" xmlns="http://www.w3.org/2000/svg">'
     return "".join([head, f"<style>\n{STYLE}</style>", *parts, "</svg>\n"])
 
 
 def text_at(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """Words at a place."""
+    """Returns text at a place."""
     named = f' class="{kind}"' if kind else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def bar_at(kind: str, x: float, y: float, width: float, height: float, words: str) -> str:
-    """A bar of a kind in STYLE, which says its words where it is pointed at."""
+    """Returns a bar of a class of STYLE; its words are a tooltip."""
     return (
         f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" '
         f'height="{height:g}"><title>{escape(words)}</title></rect>'
@@ -41,12 +41,12 @@ def bar_at(kind: str, x: float, y: float, width: float, height: float, words: st
 
 
 def draw_comparison(title: str, rows: Sequence[Mapping[str, Any]], what: Mapping[str, str]) -> str:
-    """Bars of some quantities, one under the other.
+    """Returns bars of some quantities, one under the other.
 
     Args:
-        title: Above all.
-        rows: Each with a `name` and the quantities.
-        what: Words for each quantity, by its key in the rows.
+        title: Title of the drawing.
+        rows: Rows with a `name` and the quantities.
+        what: Title of each quantity, by its key in the rows.
     """
     parts, y = [text_at(0, 16, title, "title")], 34.0
     for key, words in what.items():
@@ -65,15 +65,16 @@ def draw_comparison(title: str, rows: Sequence[Mapping[str, Any]], what: Mapping
 
 
 def draw_ratios(rows: Sequence[Mapping[str, Any]], reference: str, ours: str, floor: str) -> str:
-    """Step times as shares of a reference's, engine by engine, case by case.
+    """Returns step times relative to a reference, engine by engine, case by case.
 
     Args:
-        rows: One per engine, with `case`, `name` and its ratio to the reference, with an interval.
-        reference, ours, floor: Names of engines: what is 1, whose bars stand out, and the line that
-            none can pass.
+        rows: One row per engine, with `case`, `name` and its ratio to the reference.
+        reference: Name of the engine whose step is 1.
+        ours: Name of the engine whose bars stand out.
+        floor: Name of the engine that is drawn as a line.
 
     Returns:
-        The file, or nothing where the reference did not run.
+        The SVG file; "" if the reference did not run.
     """
     found = [row for row in rows if row["ratio_to_fsdp2"]]
     if not found:

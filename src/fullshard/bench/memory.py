@@ -1,8 +1,8 @@
-"""Memory of this process as Linux counts it: proportional set size, sampled, and its high water.
+"""Memory of this process on Linux: proportional set size and resident set, with their peaks.
 
-Proportional set size counts a page that n processes share as 1/n, so that mappings shared by the
-ranks are counted once in all. Linux keeps no peak of it: it is sampled by a thread. The peak of the
-resident set (VmHWM) is exact, counts shared pages in full, and is reported beside it.
+The proportional set size counts a page that n processes share as 1/n, so mappings that ranks share
+count once in total. Linux keeps no peak of it, so a thread samples it. The peak of the resident set
+(VmHWM) is exact, but counts shared pages in full.
 """
 
 from __future__ import annotations
@@ -48,24 +48,22 @@ def resident_peak_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Gives freed heap pages back to the system, so that they are not taken for use."""
+    """Returns freed heap pages to the system, so that they do not count as used."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 class PeakSampler:
-    """Samples the proportional set size in a thread for as long as the context is open."""
+    """Samples the proportional set size in a thread while the context is open."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
-        self.num_samples = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
         while not self._stop.is_set():
             self.peak_bytes = max(self.peak_bytes, proportional_bytes())
-            self.num_samples += 1
             self._stop.wait(SAMPLE_EVERY_S)
 
     def __enter__(self) -> PeakSampler:

@@ -1,4 +1,4 @@
-"""The models of the benchmarks: plain GPTs, so that nothing but torch is measured."""
+"""The models of the benchmarks: plain GPTs that need only torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forwards of which every token takes the best few, by a learned router."""
+    """Feed-forwards of which a learned router selects a few per token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList([FeedForward(width) for _ in range(NUM_EXPERTS)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps (..., width) to the same shape; how many tokens an expert takes is in the data.
+        """Maps (..., width) to the same shape; the number of tokens per expert depends on the data.
 
-        An expert without tokens multiplies an empty matrix: its gradient is zero and not absent,
-        or ranks would reduce different sets of parameters.
+        An expert without tokens multiplies an empty matrix, so that its gradient is zero, not
+        absent. Otherwise ranks would reduce different sets of parameters.
         """
         tokens = x.flatten(0, -2)
         scores, chosen = self.router(tokens).topk(NUM_CHOSEN, dim=-1)
@@ -50,7 +50,7 @@ class Experts(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and the product of two narrow ones that is trained beside it."""
+    """A frozen linear layer plus the product of two narrow trained ones."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
 
 def add_adapters(model: GPT) -> None:
-    """Freezes the model and puts trained adapters on the attention of every block."""
+    """Freezes the model and adds trained adapters to the attention of every block."""
     model.requires_grad_(False)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -126,7 +126,7 @@ def build_model(case: Case, seed: int) -> GPT:
 
 
 def make_batches(case: Case, rank: int, num_batches: int) -> list[tuple[torch.Tensor, ...]]:
-    """Draws this rank's batches; equal ones would hide a missing reduction."""
+    """Draws this rank's batches, which differ so that a missing reduction shows."""
     generator = torch.Generator().manual_seed(1000 + rank)
     shape = (2, case.batch, case.seq)
     return [

@@ -13,39 +13,33 @@ from fullshard.launch.machine import describe_machine, describe_versions
 SCHEMA_VERSION = 1
 
 
-def provenance(
-    machine: Mapping[str, object], versions: Mapping[str, str], command: str
-) -> list[str]:
-    """Returns the lines that say where figures come from."""
-    return [
-        *(f"- {name}: {value}" for name, value in machine.items()),
-        "- " + ", ".join(f"{name} {value}" for name, value in versions.items()),
-        f"- command: `{command}`",
-        "",
-    ]
+def is_loaded(others_share: float, *, became_idle: bool) -> bool:
+    """Returns whether other processes used the machine too much for figures to count."""
+    return not became_idle or others_share >= IDLE_SHARE
 
 
-def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a Markdown table."""
-    ruler = ["---"] * len(columns)
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, ruler, *rows)]
+def busy_sentence(others_share: float, *, became_idle: bool) -> str:
+    """Says how much other processes used the machine."""
+    state = "LOADED" if is_loaded(others_share, became_idle=became_idle) else "idle"
+    return f"Other processes used {others_share:.0%} of the cores meanwhile: {state}."
 
 
 @dataclass(frozen=True)
 class Page:
-    """What one run of a command found.
+    """The result of one run of a command.
 
     Attributes:
-        name: of the files: `comm` gives comm.json and comm.md.
-        rows: for programs, one a figure.
-        columns: of the table for people.
-        cells: of that table.
-        method: how it was measured, in sentences.
-        others_share: share of all cores that other processes used meanwhile.
+        name: Stem of the files: `comm` gives comm.json and comm.md.
+        rows: Rows of the JSON object.
+        columns: Headings of the table.
+        cells: Rows of the table.
+        method: How the figures were measured, in sentences.
+        others_share: Share of all cores that other processes used meanwhile.
         became_idle: False if --wait gave up.
-        absent: what could not be measured, and why.
-        notes: sentences under the table.
-        drawings: SVG by file name.
+        absent: What could not be measured, with the reason.
+        notes: Sentences under the table.
+        drawings: SVG files by name.
+        more: Further members of the JSON object.
     """
 
     name: str
@@ -64,17 +58,18 @@ class Page:
     versions: Mapping[str, str] = field(
         default_factory=lambda: describe_versions(("fullshard", "torch"))
     )
+    more: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def loaded(self) -> bool:
         """Whether other processes used the machine meanwhile."""
-        return not self.became_idle or self.others_share >= IDLE_SHARE
+        return is_loaded(self.others_share, became_idle=self.became_idle)
 
     def to_dict(self) -> dict[str, object]:
         """Returns the object that `--json` prints and `--out` keeps."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "rows": [{**row, "loaded": self.loaded} for row in self.rows],
+            "rows": [{"loaded": self.loaded, **row} for row in self.rows],
             "absent": list(self.absent),
             "why_absent": dict(self.absent),
             "others_share": self.others_share,
@@ -82,17 +77,21 @@ class Page:
             "versions": dict(self.versions),
             "command": self.command,
             "method": list(self.method),
+            **self.more,
         }
 
     def to_markdown(self) -> str:
         """Returns the page for people."""
-        state = "LOADED" if self.loaded else "idle"
+        versions = ", ".join(f"{name} {value}" for name, value in self.versions.items())
         lines = [f"# {self.title}", ""]
-        lines += provenance(self.machine, self.versions, self.command)
-        lines += [*table_lines(self.columns, self.cells), ""]
-        sentences = [f"Absent: {name}. {why}" for name, why in self.absent.items()]
-        others = f"Other processes used {self.others_share:.0%} of the cores meanwhile: {state}."
-        for sentence in (*sentences, *self.notes, others):
+        lines += [f"- {name}: {value}" for name, value in self.machine.items()]
+        lines += [f"- {versions}", f"- command: `{self.command}`", ""]
+        table = (self.columns, ["---"] * len(self.columns), *self.cells)
+        lines += ["| " + " | ".join(cells) + " |" for cells in table]
+        lines.append("")
+        absent = [f"Absent: {name}. {why}" for name, why in self.absent.items()]
+        busy = busy_sentence(self.others_share, became_idle=self.became_idle)
+        for sentence in (*absent, *self.notes, busy):
             lines += [sentence, ""]
         lines += ["## Method", "", *(f"- {sentence}" for sentence in self.method)]
         return "\n".join(lines) + "\n"

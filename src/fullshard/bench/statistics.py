@@ -1,4 +1,4 @@
-"""Medians, paired ratios and their bootstrap intervals: arithmetic without torch or numpy."""
+"""Medians, paired ratios and their bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -28,13 +28,26 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Returns the times of the slowest rank by operation and round.
+
+    Args:
+        ranks: Each rank's times by operation and round.
+    """
+    return {
+        name: [max(turn) for turn in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in ranks[0]
+    }
+
+
 def bootstrap(num_rounds: int, statistic: Callable[[Sequence[int]], float]) -> Estimate:
     """Estimates a statistic of paired rounds by the percentile bootstrap.
 
-    Rounds are drawn whole, so that what disturbed one round disturbs both sides of a ratio.
+    Rounds are drawn as a whole, so that a disturbance of a round affects both sides of a ratio.
 
     Args:
-        statistic: maps indices of rounds (with repetition) to a number.
+        num_rounds: Number of measured rounds.
+        statistic: Maps indices of rounds (with repetition) to a number.
     """
     draw = random.Random(0)
     everything = range(num_rounds)
@@ -56,9 +69,9 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 def removed_share(
     ours: Sequence[float], theirs: Sequence[float], floor: Sequence[float]
 ) -> Estimate | None:
-    """Estimates how much of their overhead above the floor ours removes: 1 is all, 0 is none.
+    """Estimates the share of their overhead above the floor that ours removes: 1 is all.
 
-    None where their median does not lie above the floor's: there is no overhead to remove.
+    Returns None if their median is not above the floor's, because there is no overhead to remove.
     """
     if median(theirs) <= median(floor):
         return None
@@ -66,22 +79,22 @@ def removed_share(
     def statistic(rounds: Sequence[int]) -> float:
         base = median(floor[i] for i in rounds)
         overhead = median(theirs[i] for i in rounds) - base
-        # A resample may draw only rounds without overhead; it then says nothing about its share.
+        # A resample may contain only rounds without overhead, whose share is undefined.
         return 1 - (median(ours[i] for i in rounds) - base) / overhead if overhead > 0 else 0.0
 
     return bootstrap(len(ours), statistic)
 
 
 def largest_difference(losses: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:
-    """Returns for every engine the largest relative difference of a loss to the reference's.
+    """Returns every engine's largest relative difference of a loss to the reference's.
 
-    NaN where any of the losses is NaN.
+    The difference is NaN if any of the losses is NaN.
     """
     expected = losses[reference]
     found = {}
     for name, values in losses.items():
         pairs = zip(values, expected, strict=True)
         differences = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
-        # max() passes over a NaN that does not come first; a sum does not.
+        # max() ignores a NaN that does not come first; a sum does not.
         found[name] = max(differences) if isfinite(sum(differences)) else nan
     return found

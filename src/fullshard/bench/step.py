@@ -1,40 +1,81 @@
-"""`fullshard bench step`: runs the engines side by side and gathers what the ranks measured."""
+"""`fullshard bench step`: times a training step of several engines side by side.
+
+This module starts the ranks (`bench/step_rank.py`) and makes the page of what they measured.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from statistics import fmean, median
 
 import numpy as np
 
-from fullshard.bench import memory, ranks
-from fullshard.bench.cases import REFERENCE, Case, Compute, Peer, groups_of, unfit_of
-from fullshard.bench.machine import CpuClock, available_bytes, others_share, wait_until_idle
-from fullshard.bench.statistics import largest_difference
+from fullshard.bench.cases import FLOOR, OURS, REFERENCE, Case, Compute, Peer, groups_of, unfit_of
+from fullshard.bench.figures import draw_ratios
+from fullshard.bench.machine import CpuClock, Neighbours, Say, available_bytes, others_share
+from fullshard.bench.memory import can_measure
+from fullshard.bench.page import Page, busy_sentence, is_loaded
+from fullshard.bench.ranks import run_ranks
+from fullshard.bench.statistics import Estimate, largest_difference, paired_ratio, removed_share
+from fullshard.launch.machine import describe_versions
 
 MEASURE = "fullshard.bench.step_rank:measure"
-WAIT_LIMIT_S = 600.0
+MIB = 2**20
 # Losses of float32 runs differ by the order of sums; a wrong gradient shows at the third digit.
 # In bfloat16 another order of sums rounds a weight to its neighbour, 0.4 % away.
 LOSS_TOLERANCE: dict[Compute, float] = {"float32": 2e-5, "bfloat16": 5e-4}
 
-# Of the forecast of how long it takes: a group's start, untimed steps, a step over its products.
+# For the estimate of the duration: start of a group, untimed steps, a step relative to its matmuls.
 START_S, FIRST_STEPS, OVERHEAD = 15.0, 5, 1.2
 
-Say = Callable[[str], None]
+MEMORY_KEYS = ("memory_peak_bytes", "resident_peak_bytes", "build_peak_bytes")
+COLUMNS = (
+    "case",
+    "engine",
+    "strategy",
+    "step, ms",
+    "CPU, ms",
+    "tokens/s",
+    "to FSDP2 [95 %]",
+    "peak, MiB",
+    "resident, MiB",
+    "loss difference",
+)
+METHOD = (
+    "All engines run in the same processes, as many as fit into memory and FSDP2 always among "
+    "them. They take one step each per round, in an order that rotates with every round. A step is "
+    "timed from when every rank is ready until every rank has finished. Ratios are medians over "
+    "the rounds of paired step times, with a 95 % bootstrap interval. One thread per rank, fused "
+    "AdamW over the trained parameters, the same seeds; every rank has its own batches. FSDP2's "
+    "prefetch distance is the fastest of 0, 1 and 2 in a pilot.",
+    "Parameters, reduction and optimizer are float32. Where a case says bfloat16, forward and "
+    "backward compute in it: ours by param_dtype, FSDP2 and FSDP1 by their mixed precision; the "
+    "floor's model is bfloat16 and its updated part is cast once per step. Losses are float32; "
+    "those of the first steps must agree with FSDP2's within "
+    f"{LOSS_TOLERANCE['float32']:g}, in bfloat16 within {LOSS_TOLERANCE['bfloat16']:g}.",
+    "CPU is the processor time of one rank, all its threads. Other processes lengthen it far less "
+    "than the step.",
+    "The floor runs the same processes without any message and updates 1/W of the parameters; "
+    "removed = 1 - (ours - floor) / (FSDP2 - floor).",
+    "Memory is measured with each engine alone in fresh processes: the sampled peak of the "
+    "proportional set size during three steps, minus the size before the model was built, of the "
+    "rank with the largest figure. Resident counts shared pages in every rank.",
+)
 
 
 @dataclass(frozen=True)
-class Job:
+class StepJob:
     """What one group of ranks measures.
 
     Attributes:
+        engines: Names of the engines.
         mode: "time" (all engines in turn) or "memory" (one engine alone).
-        num_checked: first steps, whose losses are compared; they warm up as well.
-        num_rounds: timed steps of every engine.
+        num_rounds: Timed steps per engine.
+        num_checked: First steps, whose losses are compared; they also warm up.
         prefetch: FSDP2's prefetch distance by engine name; None: a pilot chooses it.
     """
 
@@ -49,32 +90,18 @@ class Job:
 
 
 @dataclass(frozen=True)
-class MemoryFigures:
-    """Peaks over the baseline, of the rank that needed most.
-
-    Attributes:
-        peak_bytes: proportional set size during the steps.
-        resident_peak_bytes: resident set during the steps, shared pages counted by every rank.
-        build_peak_bytes: proportional set size while the model was built and sharded.
-    """
-
-    peak_bytes: int
-    resident_peak_bytes: int
-    build_peak_bytes: int
-
-
-@dataclass(frozen=True)
 class EngineResult:
     """What was measured of one engine.
 
     Attributes:
-        times_s: one timed step a round; the same round of all engines is one pair.
-        paired_s: FSDP2's times in the same rounds, the other side of the ratio.
-        cpu_s: processor seconds of one rank and step: the median round, the mean of the ranks.
-        losses: the mean over the ranks in the first steps.
-        loss_difference: the largest relative one to FSDP2's losses; None where nothing is trained.
-        tolerance: the largest difference that the case's dtype explains.
-        prefetch: FSDP2's chosen distance, None elsewhere.
+        times_s: One timed step per round; the steps of one round are paired.
+        paired_s: FSDP2's times in the same rounds; None without FSDP2.
+        cpu_s: Processor seconds per rank and step: the median round, averaged over the ranks.
+        losses: Mean over the ranks in the first steps.
+        loss_difference: Largest relative difference to FSDP2's losses; None for the floor.
+        prefetch: FSDP2's chosen prefetch distance; None for other engines.
+        tolerance: Largest difference that the case's dtype explains.
+        memory: Peak bytes of the rank with most, by MEMORY_KEYS; empty if not measured.
     """
 
     peer: Peer
@@ -84,13 +111,18 @@ class EngineResult:
     losses: tuple[float, ...]
     loss_difference: float | None
     prefetch: int | None = None
-    memory: MemoryFigures | None = None
     tolerance: float = LOSS_TOLERANCE["float32"]
+    memory: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def has_equal_losses(self) -> bool:
-        """Whether it trains what the reference trains; not so where a loss is NaN."""
+        """Whether it trains the same as the reference; False if a loss is NaN."""
         return self.loss_difference is None or self.loss_difference <= self.tolerance
+
+    @property
+    def ratio(self) -> Estimate | None:
+        """Paired ratio of its step to FSDP2's; None without FSDP2."""
+        return None if self.paired_s is None else paired_ratio(self.times_s, self.paired_s)
 
 
 @dataclass(frozen=True)
@@ -98,23 +130,40 @@ class CaseResult:
     """What was measured of one case.
 
     Attributes:
-        others_share: share of all cores that other processes used during the timed rounds.
+        engines: Results by engine name, in the order of the table.
+        others_share: Share of all cores that other processes used during the timed rounds.
         became_idle: False if --wait gave up.
         pilot_s: FSDP2's best step by prefetch distance.
-        unfit: engines that cannot run this case, with the reason.
+        unfit: Engines that cannot run this case, with the reason.
     """
 
     case: Case
-    engines: tuple[EngineResult, ...]
+    engines: Mapping[str, EngineResult]
     others_share: float
     became_idle: bool
-    pilot_s: dict[str, float] = field(default_factory=dict)
-    unfit: dict[str, str] = field(default_factory=dict)
+    pilot_s: dict[str, float] = field(default_factory=dict[str, float])
+    unfit: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def loaded(self) -> bool:
+        """Whether other processes used the machine while this case was timed."""
+        return is_loaded(self.others_share, became_idle=self.became_idle)
+
+    @property
+    def removed(self) -> Estimate | None:
+        """Share of FSDP2's overhead above the floor that ours removes; None if one is missing."""
+        if not {OURS, REFERENCE, FLOOR} <= self.engines.keys():
+            return None
+        return removed_share(*(self.engines[name].times_s for name in (OURS, REFERENCE, FLOOR)))
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to measure."""
+class StepOptions:
+    """How to measure.
+
+    Attributes:
+        timeout_s: Limit for one group of ranks.
+    """
 
     num_rounds: int = 11
     measure_memory: bool = True
@@ -122,87 +171,16 @@ class Options:
     timeout_s: float = 1800.0
 
 
-def run_ranks(job: Job, timeout_s: float) -> list[dict]:
-    """Runs one group of ranks and returns what each of them measured.
-
-    Raises:
-        FullshardError: a rank failed; its own error has been shown.
-    """
-    what = f"bench step: the ranks of {job.case.name} ({job.mode}: {', '.join(job.engines)})"
-    return ranks.run_ranks(MEASURE, job, job.case.num_ranks, what=what, timeout_s=timeout_s)
+# ---- measure -------------------------------------------------------------------------------------
 
 
-def loss_differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns every engine's largest relative difference to FSDP2's losses, or to the first's."""
-    if not losses:
-        return {}
-    return largest_difference(losses, REFERENCE if REFERENCE in losses else next(iter(losses)))
-
-
-def loss_errors(result: CaseResult) -> list[str]:
-    """Returns a sentence for every engine that trains something else; its speed means nothing."""
-    return [
-        f"{result.case.name}: losses of {engine.peer.name}: expected those of the reference within "
-        f"{engine.tolerance:g}, got {list(engine.losses)}, which differ by "
-        f"{engine.loss_difference:.1e}. Do not compare its speed."
-        for engine in result.engines
-        if not engine.has_equal_losses
-    ]
-
-
-def _others_share(results: list[dict]) -> float:
-    start, end = (CpuClock(**reading) for reading in results[0]["clock"])
-    return others_share(start, end, sum(result["own_cpu_s"] for result in results))
-
-
-def _measure_memory(job: Job, timeout_s: float) -> MemoryFigures:
-    results = run_ranks(job, timeout_s)
-    return MemoryFigures(
-        peak_bytes=max(r["peak_bytes"] for r in results),
-        resident_peak_bytes=max(r["resident_peak_bytes"] for r in results),
-        build_peak_bytes=max(r["build_peak_bytes"] for r in results),
-    )
-
-
-def _time_group(
-    case: Case, group: Sequence[Peer], prefetch: dict[str, int] | None, options: Options
-) -> list[dict]:
-    """Times the engines of a group in turn."""
-    names = tuple(peer.name for peer in group)
-    job = Job(case, names, "time", options.num_rounds, prefetch=prefetch)
-    return run_ranks(job, options.timeout_s)
-
-
-def _engine_results(
-    case: Case, group: Sequence[Peer], results: list[dict]
-) -> dict[str, EngineResult]:
-    losses = {peer.name: results[0]["losses"][peer.name] for peer in group if peer.trains}
-    differences = loss_differences(losses)
-    found = {peer.name: _engine_result(peer, results, differences.get(peer.name)) for peer in group}
-    tolerance = LOSS_TOLERANCE[case.compute]
-    return {name: replace(engine, tolerance=tolerance) for name, engine in found.items()}
-
-
-def _engine_result(peer: Peer, results: list[dict], difference: float | None) -> EngineResult:
-    times_s = results[0]["times_s"]
-    return EngineResult(
-        peer=peer,
-        times_s=tuple(times_s[peer.name]),
-        paired_s=tuple(times_s[REFERENCE]) if REFERENCE in times_s else None,
-        cpu_s=fmean(median(result["cpu_times_s"][peer.name]) for result in results),
-        losses=tuple(results[0]["losses"][peer.name]),
-        loss_difference=difference,
-        prefetch=results[0]["prefetch"].get(peer.name),
-    )
-
-
-def expected_s(cases: Sequence[Case], peers: Sequence[Peer], options: Options) -> float:
-    """About how long the cases take here: 6 FLOPs per parameter and token at a product's speed."""
+def expected_s(cases: Sequence[Case], peers: Sequence[Peer], options: StepOptions) -> float:
+    """Estimates the duration: 6 FLOPs per parameter and token at the speed of a matmul here."""
     flops_per_s = _flops_per_s()
     total = 0.0
     for case in cases:
         num_engines = len(peers) - len(unfit_of(case, peers))
-        num_groups = len(groups_of(peers, case, available_bytes() * 6 // 10))
+        num_groups = len(_groups(case, peers))
         step_s = OVERHEAD * 6 * case.numel * case.tokens_per_step / flops_per_s
         total += num_groups * START_S + num_engines * (options.num_rounds + FIRST_STEPS) * step_s
         total += options.measure_memory * num_engines * (START_S + FIRST_STEPS * step_s)
@@ -210,7 +188,7 @@ def expected_s(cases: Sequence[Case], peers: Sequence[Peer], options: Options) -
 
 
 def _flops_per_s() -> float:
-    """Of a product of two matrices on all cores, by processor time; the best of five."""
+    """Speed of a matmul on all cores, by processor time; the best of five."""
     width = 1024
     matrix = np.ones((width, width), np.float32)
     times = []
@@ -221,25 +199,200 @@ def _flops_per_s() -> float:
     return len(os.sched_getaffinity(0)) * 2 * width**3 / min(times)
 
 
-def run_case(case: Case, peers: Sequence[Peer], options: Options, say: Say) -> CaseResult:
-    """Measures one case: engines in turn, group by group, then each alone for its memory."""
+def _groups(case: Case, peers: Sequence[Peer]) -> list[tuple[Peer, ...]]:
+    return groups_of(peers, case, available_bytes() * 6 // 10)
+
+
+def run_case(case: Case, peers: Sequence[Peer], options: StepOptions, say: Say) -> CaseResult:
+    """Measures one case: engines in turn, group by group, then each alone for its memory.
+
+    Raises:
+        FullshardError: A rank failed; its own error has been shown.
+    """
+
+    def on_ranks(job: StepJob) -> list[dict]:
+        what = f"bench step: the ranks of {case.name} ({job.mode}: {', '.join(job.engines)})"
+        return run_ranks(MEASURE, job, case.num_ranks, what=what, timeout_s=options.timeout_s)
+
     unfit = unfit_of(case, peers)
     peers = [peer for peer in peers if peer.name not in unfit]
-    became_idle = wait_until_idle(WAIT_LIMIT_S, say) if options.wait else True
+    neighbours = Neighbours(wait=options.wait, say=say)
+    memory = dict[str, dict[str, int]]()
+    measured: list[tuple[tuple[Peer, ...], list[dict]]] = []
+    prefetch = None
+    for group in _groups(case, peers):
+        names = tuple(peer.name for peer in group)
+        say(f"{case.describe()}: {options.num_rounds} rounds of {', '.join(names)}")
+        job = StepJob(case, names, "time", options.num_rounds, prefetch=prefetch)
+        measured.append((group, on_ranks(job)))
+        prefetch = measured[-1][1][0]["prefetch"]
+    for peer in peers if options.measure_memory and can_measure() else ():
+        say(f"{case.name}: memory of {peer.name}, alone")
+        ranks = on_ranks(StepJob(case, (peer.name,), "memory", 0, prefetch=prefetch))
+        memory[peer.name] = {key: max(rank[key] for rank in ranks) for key in MEMORY_KEYS}
     found: dict[str, EngineResult] = {}
-    prefetch, pilot_s, share = None, {}, 0.0
-    for group in groups_of(peers, case, available_bytes() * 6 // 10):
-        names = ", ".join(peer.name for peer in group)
-        say(f"{case.describe()}: {options.num_rounds} rounds of {names}")
-        results = _time_group(case, group, prefetch, options)
-        prefetch, pilot_s = results[0]["prefetch"], pilot_s or results[0]["pilot_s"]
-        share = max(share, _others_share(results))
-        found = _engine_results(case, group, results) | found  # FSDP2's row is the first group's
-    if options.measure_memory and memory.can_measure():
-        for peer in peers:
-            say(f"{case.name}: memory of {peer.name}, alone")
-            job = Job(case, (peer.name,), "memory", 0, prefetch=prefetch)
-            figures = _measure_memory(job, options.timeout_s)
-            found[peer.name] = replace(found[peer.name], memory=figures)
-    engines = tuple(found[peer.name] for peer in peers)
-    return CaseResult(case, engines, share, became_idle, pilot_s, unfit)
+    for group, ranks in measured:
+        found = _engine_results(case, group, ranks, memory) | found  # keeps FSDP2's first row
+    return CaseResult(
+        case,
+        {peer.name: found[peer.name] for peer in peers},
+        max((_others_share(ranks) for _, ranks in measured), default=0.0),
+        neighbours.became_idle,
+        next((ranks[0]["pilot_s"] for _, ranks in measured if ranks[0]["pilot_s"]), {}),
+        unfit,
+    )
+
+
+def _others_share(ranks: list[dict]) -> float:
+    start, end = (CpuClock(**reading) for reading in ranks[0]["clock"])
+    return others_share(start, end, sum(rank["own_cpu_s"] for rank in ranks))
+
+
+def _engine_results(
+    case: Case, group: Sequence[Peer], ranks: list[dict], memory: Mapping[str, dict[str, int]]
+) -> dict[str, EngineResult]:
+    first = ranks[0]
+    differences = loss_differences({p.name: first["losses"][p.name] for p in group if p.trains})
+    paired = first["times_s"].get(REFERENCE)
+    return {
+        peer.name: EngineResult(
+            peer=peer,
+            times_s=tuple(first["times_s"][peer.name]),
+            paired_s=paired and tuple(paired),
+            cpu_s=fmean(median(rank["cpu_times_s"][peer.name]) for rank in ranks),
+            losses=tuple(first["losses"][peer.name]),
+            loss_difference=differences.get(peer.name),
+            prefetch=first["prefetch"].get(peer.name),
+            tolerance=LOSS_TOLERANCE[case.compute],
+            memory=memory.get(peer.name, {}),
+        )
+        for peer in group
+    }
+
+
+def loss_differences(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns every engine's largest relative difference to FSDP2's losses, or to the first's."""
+    if not losses:
+        return {}
+    return largest_difference(losses, REFERENCE if REFERENCE in losses else next(iter(losses)))
+
+
+def loss_errors(result: CaseResult) -> list[str]:
+    """Returns a sentence for every engine whose losses differ; its speed means nothing."""
+    return [
+        f"{result.case.name}: losses of {name}: expected those of the reference within "
+        f"{engine.tolerance:g}, got {list(engine.losses)}, which differ by "
+        f"{engine.loss_difference:.1e}. Do not compare its speed."
+        for name, engine in result.engines.items()
+        if not engine.has_equal_losses
+    ]
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def rows_of(result: CaseResult) -> list[dict[str, object]]:
+    """Returns one JSON row for every engine of a case."""
+    return [
+        {
+            "name": name,
+            "strategy": engine.peer.strategy,
+            "step_time_s": median(engine.times_s),
+            "tokens_per_s": result.case.tokens_per_step / median(engine.times_s),
+            **(engine.memory or dict.fromkeys(MEMORY_KEYS)),
+            "case": result.case.name,
+            "num_ranks": result.case.num_ranks,
+            "cpu_step_s": engine.cpu_s,
+            "num_rounds": len(engine.times_s),
+            "ratio_to_fsdp2": engine.ratio.to_dict() if engine.ratio else None,
+            "loss_difference": _finite(engine.loss_difference),
+            "prefetch": engine.prefetch,
+            "equal_losses": engine.has_equal_losses,
+            "loaded": result.loaded,
+        }
+        for name, engine in result.engines.items()
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    """The value for JSON, which has no NaN and no infinity."""
+    return value if value is not None and isfinite(value) else None
+
+
+def _case_entry(result: CaseResult) -> dict[str, object]:
+    removed, engines = result.removed, result.engines.items()
+    return {
+        **asdict(result.case),
+        "others_share": result.others_share,
+        "loaded": result.loaded,
+        "removed_share": removed.to_dict() if removed else None,
+        "losses": {name: [_finite(loss) for loss in e.losses] for name, e in engines},
+        "times_s": {name: list(engine.times_s) for name, engine in engines},
+        "pilot_s": result.pilot_s,
+        "unfit": result.unfit,
+    }
+
+
+def _mib(engine: EngineResult, key: str) -> str:
+    return f"{engine.memory[key] / MIB:.0f}" if engine.memory else "-"
+
+
+def cells_of(result: CaseResult) -> list[tuple[str, ...]]:
+    """Returns a case's part of the table: one tuple per engine, in the order of COLUMNS."""
+    cells = []
+    for row, engine in zip(rows_of(result), result.engines.values(), strict=True):
+        difference = engine.loss_difference
+        prefetch = "" if engine.prefetch is None else f" (prefetch {engine.prefetch})"
+        cells.append(
+            (
+                result.case.name,
+                f"{engine.peer.name}{prefetch}",
+                engine.peer.strategy,
+                f"{median(engine.times_s) * 1e3:.1f}",
+                f"{engine.cpu_s * 1e3:.1f}",
+                f"{row['tokens_per_s']:.0f}",
+                str(engine.ratio or "-"),
+                _mib(engine, "memory_peak_bytes"),
+                _mib(engine, "resident_peak_bytes"),
+                "-" if difference is None else f"{difference:.1e}",
+            )
+        )
+    return cells
+
+
+def notes_of(result: CaseResult) -> list[str]:
+    """Returns the sentences about a case under the table."""
+    notes = [f"{result.case.describe()}.", *loss_errors(result)]
+    notes += [f"{name} is absent: {reason}." for name, reason in result.unfit.items()]
+    if result.removed:
+        notes.append(f"Removed share of FSDP2's overhead above the floor: {result.removed}.")
+    return [*notes, busy_sentence(result.others_share, became_idle=result.became_idle)]
+
+
+def page_of(results: Sequence[CaseResult], absent: Sequence[str], command: str) -> Page:
+    """Returns the page of all cases.
+
+    Args:
+        results: One result per case.
+        absent: Engines that are not installed.
+        command: The command as typed.
+    """
+    rows = [row for result in results for row in rows_of(result)]
+    packages = {engine.peer.package for result in results for engine in result.engines.values()}
+    drawing = draw_ratios(rows, REFERENCE, OURS, FLOOR)
+    return Page(
+        "step",
+        "Training step, side by side",
+        command,
+        rows,
+        COLUMNS,
+        [cells for result in results for cells in cells_of(result)],
+        METHOD,
+        max(result.others_share for result in results),
+        all(result.became_idle for result in results),
+        dict.fromkeys(absent, "It is not installed."),
+        [" ".join(notes_of(result)) for result in results],
+        {"step.svg": drawing} if drawing else {},
+        versions=describe_versions(tuple(sorted({"torch", *packages}))),
+        more={"cases": [_case_entry(result) for result in results]},
+    )

@@ -1,7 +1,6 @@
-"""One rank of `fullshard bench step`: `python -m fullshard.bench.step_rank FOLDER`.
+"""One rank of `fullshard bench step`.
 
-Reads job.json from the folder and writes rank_<k>.json into it. Engines run in turn, step by step,
-in one process group (mode "time"), or alone (mode "memory").
+Engines run in turn, step by step, in one process group (mode "time"), or alone (mode "memory").
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fullshard.bench.cases import CASES, Case
 from fullshard.bench.engines import BUILDERS, Setup, Step
 from fullshard.bench.machine import CpuClock
 from fullshard.bench.models import make_batches
-from fullshard.bench.step import Job
+from fullshard.bench.step import StepJob
 
 NUM_BATCHES = 4
 PREFETCHES = (0, 1, 2)
@@ -29,7 +28,7 @@ PILOT_STEPS = 3
 MEMORY_STEPS = 3
 
 
-def setup_of(job: Job, engine: str) -> Setup:
+def setup_of(job: StepJob, engine: str) -> Setup:
     """Returns what the engine is built from."""
     distance = (job.prefetch or {}).get(engine, 0)
     return Setup(job.case, job.seed, job.learning_rate, distance)
@@ -71,7 +70,7 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, cpu_s
 
 
-def choose_prefetch(job: Job, engine: str) -> dict[int, float]:
+def choose_prefetch(job: StepJob, engine: str) -> dict[int, float]:
     """Times FSDP2's prefetch distances and returns the best step of each, in the slowest rank."""
     times: dict[int, float] = {}
     for distance in PREFETCHES:
@@ -86,7 +85,7 @@ def choose_prefetch(job: Job, engine: str) -> dict[int, float]:
     return times
 
 
-def measure_time(job: Job) -> dict[str, object]:
+def measure_time(job: StepJob) -> dict[str, object]:
     """Runs the engines in turn and returns their step times, losses and settings."""
     pilot: dict[int, float] = {}
     if job.prefetch is None:
@@ -121,7 +120,7 @@ def measure_time(job: Job) -> dict[str, object]:
     }
 
 
-def warm_up_process(job: Job, engine: str) -> None:
+def warm_up_process(job: StepJob, engine: str) -> None:
     """Runs the engine on a tiny model first: its imports and the group's buffers are no model."""
     case = job.case
     like = replace(CASES["tiny"], num_ranks=case.num_ranks, kind=case.kind, compute=case.compute)
@@ -129,14 +128,14 @@ def warm_up_process(job: Job, engine: str) -> None:
     Feeder(tiny.case, BUILDERS[engine](setup_of(tiny, engine))).step()
 
 
-def measure(job: Job) -> dict[str, object]:
+def measure(job: StepJob) -> dict[str, object]:
     """Measures what a job asks for."""
     # Peers call what torch renamed, at every step: writing that down is no part of a step.
     warnings.simplefilter("ignore", FutureWarning)
     return measure_time(job) if job.mode == "time" else measure_memory(job)
 
 
-def measure_memory(job: Job) -> dict[str, object]:
+def measure_memory(job: StepJob) -> dict[str, object]:
     """Runs one engine alone and returns its peak over what the process held before it was built."""
     (engine,) = job.engines
     warm_up_process(job, engine)
@@ -152,9 +151,7 @@ def measure_memory(job: Job) -> dict[str, object]:
             feeder.step()
         dist.barrier()
     return {
-        "baseline_bytes": baseline,
-        "build_peak_bytes": build.peak_bytes - baseline,
-        "peak_bytes": steps.peak_bytes - baseline,
+        "memory_peak_bytes": steps.peak_bytes - baseline,
         "resident_peak_bytes": steps.resident_peak_bytes - resident,
-        "num_samples": steps.num_samples,
+        "build_peak_bytes": build.peak_bytes - baseline,
     }

@@ -1,5 +1,5 @@
-"""Bytes on disk: what a checkpoint is, how it is written, committed, found again and read.
+"""Checkpoints as bytes on disk: their format, and how they are written, committed, found and read.
 
-Nothing here knows an array library; engines hand in bytes and ask for bytes. The format for other
-programs: docs/checkpoints.md.
+This package uses no array library; engines pass and receive bytes. docs/checkpoints.md describes
+the format for other programs.
 """

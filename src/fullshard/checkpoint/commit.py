@@ -1,19 +1,19 @@
-"""A save over many ranks, of which a reader sees all or nothing.
+"""Commits a save of many ranks: a reader sees all of it or nothing.
 
     rank 0                                        rank k
-    claim: folder aside, a token      ----------> join: sees the folder, leaves a note in it
-    writes its files, notes "written"             writes its files, notes "written" or its error
+    claim: temporary folder, token    ----------> join: sees the folder, creates a note in it
+    writes its files and its note                 writes its files and its note, or its error
     waits for all notes
     index.json, COMPLETE.json, rename
-    leaves the verdict                ----------> reads it, takes its note away
+    writes the verdict                ----------> reads it, removes its note
 
-Everything goes through the file system, so a background thread may do it while the ranks' groups
-are busy with training. Notes have their space from the beginning: a full disk can still say so.
+All messages are files, so a background thread can save while the process groups are used by
+training. Notes are created with their full size, so that a full disk can still be reported.
 
 [Note: nothing half]
-Until its last file is there, a checkpoint lies in `.NAME.saving-TOKEN`, which no reader opens. A
-checkpoint of that name from before is moved aside and removed only once the new one stands; where
-a crash falls between these two, the next reader finds the one that is complete (`retain.py`).
+Until its last file is written, a checkpoint is in `.NAME.saving-TOKEN`, which no reader opens. An
+older checkpoint of the same name is renamed and removed only after the new one is complete. If a
+crash interrupts this, the next reader finds the complete one (`retain.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,15 @@ from fullshard.checkpoint.format import (
     INDEX,
     STATE,
     FileFacts,
+    Index,
     Manifest,
-    StoredSlice,
     StoredTensor,
     join_slices,
 )
 from fullshard.errors import CheckpointError, PreemptedError
 
 NOTE_BYTES = 4096
-PATIENCE_S = 1800.0  # for ranks that are alive but slow; dead ones are the launcher's affair
+PATIENCE_S = 1800.0  # for slow ranks; the launcher handles dead ones
 FAREWELL_S = 10.0
 POLL_S = (0.002, 0.1)
 SAVING, OLD, NOTES = "saving", "old", "notes"
@@ -50,11 +50,11 @@ SAVING, OLD, NOTES = "saving", "old", "notes"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one save happens.
+    """Paths of one save.
 
     Attributes:
-        target: The checkpoint's folder.
-        token: Tells this save from all others.
+        target: Folder of the checkpoint.
+        token: Unique identifier of this save.
     """
 
     target: Path
@@ -79,13 +79,34 @@ class Place:
         return self.notes / f"rank-{rank:05d}.json"
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that save or load together.
+
+    Attributes:
+        rank: This process.
+        world_size: Number of processes.
+        tell: Collective that returns the values of all ranks, in rank order.
+        agree: Collective that returns what a function returns; if it fails on one rank, it raises
+            on all.
+    """
+
+    rank: int
+    world_size: int
+    tell: Callable[[Any], list[Any]]
+    agree: Callable[[Callable[[], Any]], Any]
+
+
+ALONE = Ranks(0, 1, lambda value: [value], lambda do: do())
+
+
 @dataclass(frozen=True, slots=True)
 class Documents:
     """What the first rank adds to a checkpoint.
 
     Attributes:
-        step: Its step; None where it has none.
-        texts: Files by name.
+        step: Step of the checkpoint, or None.
+        texts: Contents of further files by name.
         tied: Further names of parameters: second name -> first name.
     """
 
@@ -95,12 +116,12 @@ class Documents:
 
 
 def beside(target: Path, what: str, token: str) -> Path:
-    """The hidden neighbour of a checkpoint's folder."""
+    """A hidden folder beside the folder of a checkpoint."""
     return target.with_name(f".{target.name}.{what}-{token}")
 
 
 def claim(target: Path) -> Place:
-    """Make the folder of a save. On the first rank alone.
+    """Creates the temporary folder of a save. Called on the first rank only.
 
     Raises:
         CheckpointError: It cannot be made.
@@ -125,7 +146,7 @@ def claim(target: Path) -> Place:
 
 
 def join(place: Place, rank: int) -> None:
-    """Leave an empty note.
+    """Creates an empty note.
 
     Raises:
         CheckpointError: This rank does not see the folder that the first rank made.
@@ -145,23 +166,25 @@ def join(place: Place, rank: int) -> None:
 
 
 def report(place: Place, rank: int, outcome: Sequence[Written] | CheckpointError) -> None:
-    """Tell the first rank what this one wrote, or why not."""
+    """Writes the note of this rank: what it wrote, or its error."""
     if isinstance(outcome, CheckpointError):
         _fill_note(place.note(rank), str(outcome))
         return
     try:
-        record = [asdict(written) for written in outcome]
-        write_text(place.record(rank), json.dumps(record))
+        files = {written.name: [written.facts.size, written.facts.checksum] for written in outcome}
+        tensors = {key: tensor for written in outcome for key, tensor in written.tensors.items()}
+        index = Index(world_size=0, tensors=tensors).to_json()
+        write_text(place.record(rank), json.dumps({"files": files, "index": index}))
         _fill_note(place.note(rank), "")
     except OSError as error:
         _fill_note(place.note(rank), str(failure(place.target, rank, error)))
 
 
 def conclude(place: Place, world_size: int, documents: Documents) -> None:
-    """Wait for all ranks, then make the checkpoint complete. On the first rank alone.
+    """Waits for all ranks, then completes the checkpoint. Called on the first rank only.
 
     Raises:
-        CheckpointError: Some rank could not write; nothing of this save is left.
+        CheckpointError: A rank could not write; the save is removed.
     """
     try:
         said = [_read_note(place.note(rank), place.target) for rank in range(world_size)]
@@ -185,10 +208,10 @@ def conclude(place: Place, world_size: int, documents: Documents) -> None:
 
 
 def await_verdict(place: Place, rank: int) -> None:
-    """Return when the first rank has made the checkpoint complete.
+    """Waits until the first rank has completed the checkpoint.
 
     Raises:
-        CheckpointError: It has not.
+        CheckpointError: The first rank could not complete it.
     """
     try:
         text = _read_note(place.verdict, place.target)
@@ -199,13 +222,13 @@ def await_verdict(place: Place, rank: int) -> None:
 
 
 def abandon(place: Place) -> None:
-    """Take away what a save that will not be finished has left."""
+    """Removes the files of a save that will not be finished."""
     for folder in (place.aside, place.notes):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def failure(target: Path, rank: int, error: BaseException) -> CheckpointError:
-    """What went wrong on a rank, as an error of ours."""
+    """Converts an error of a rank into a CheckpointError."""
     if isinstance(error, CheckpointError):
         return error
     what = f"{type(error).__name__}: {error}"
@@ -221,10 +244,9 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
     files: dict[str, FileFacts] = {}
     tensors: list[tuple[str, StoredTensor]] = []
     for rank in range(world_size):
-        for written in _read_record(place.record(rank)):
-            tensors += written.tensors.items()
-            names = {piece.file for t in written.tensors.values() for piece in t.slices}
-            files |= dict.fromkeys(names, written.facts)
+        record: Any = json.loads(place.record(rank).read_text())
+        files |= {name: FileFacts(*facts) for name, facts in record["files"].items()}
+        tensors += Index.from_json(record["index"], "a rank's record", whole=False).tensors.items()
     index = join_slices(tensors, documents.tied, world_size)
     for name, text in {**documents.texts, INDEX: index.to_json()}.items():
         files[name] = write_text(place.aside / name, text)
@@ -235,7 +257,7 @@ def _complete(place: Place, world_size: int, documents: Documents) -> None:
 
 
 def _put_in_place(place: Place) -> None:
-    """Rename; a folder of that name from before goes away afterwards."""
+    """Renames the temporary folder; removes an older checkpoint of that name afterwards."""
     old = beside(place.target, OLD, place.token)
     if place.target.exists():
         place.target.rename(old)
@@ -249,39 +271,21 @@ def _put_in_place(place: Place) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _read_record(path: Path) -> list[Written]:
-    record: list[Any] = json.loads(path.read_text())
-    return [
-        Written(
-            FileFacts(**entry["facts"]),
-            {
-                key: StoredTensor(
-                    tensor["dtype"],
-                    tuple(tensor["shape"]),
-                    tuple(StoredSlice(**piece) for piece in tensor["slices"]),
-                )
-                for key, tensor in entry["tensors"].items()
-            },
-        )
-        for entry in record
-    ]
-
-
 def _make_note(path: Path) -> None:
-    """An empty note that needs no more space when it is filled."""
+    """Creates an empty note of full size."""
     with path.open("xb") as file:
         file.write(b" " * NOTE_BYTES)
 
 
 def _fill_note(path: Path, error: str) -> None:
-    """`error` is empty where all is well. A note that is gone was given up."""
+    """Writes a note; `error` is empty on success. Ignores a note that was removed."""
     text = json.dumps({"error": error[: NOTE_BYTES // 8]}).encode()
     with suppress(FileNotFoundError), path.open("r+b") as file:
         file.write(text.ljust(NOTE_BYTES))
 
 
 def _read_note(path: Path, target: Path) -> str:
-    """Wait until a note is filled; returns its error, or an empty text."""
+    """Waits until a note is written; returns its error, or an empty text."""
     deadline, pause = time.monotonic() + PATIENCE_S, POLL_S[0]
     while time.monotonic() < deadline:
         try:
@@ -302,7 +306,7 @@ def _read_note(path: Path, target: Path) -> str:
 
 
 def _await_farewells(place: Place, world_size: int) -> None:
-    """The other ranks have read the verdict once their notes are gone."""
+    """Waits until the other ranks have read the verdict and removed their notes."""
     deadline = time.monotonic() + FAREWELL_S
     while time.monotonic() < deadline:
         if not any(place.note(rank).exists() for rank in range(1, world_size)):

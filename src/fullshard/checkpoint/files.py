@@ -1,4 +1,4 @@
-"""Files that are there for good once a call returns: tensors in safetensors, texts, folders."""
+"""Durable files: tensors in safetensors, texts, folders. They are on disk when a call returns."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fullshard.checkpoint.format import (
     name_in_file,
     natural,
 )
-from fullshard.config.regular import open_regular
+from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError, untrusted
 
-HASHED = 1 << 19  # bytes read and hashed at a time: they stay in a core's own cache
+HASHED = 1 << 19  # bytes read and hashed at a time: they fit in a core's own cache
 CHUNK = 16 << 20  # bytes written, and hashed, at a time: small enough to still be in the cache
 SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>: start, do not wait
 LARGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
-HEADER_ALIGNMENT = 64  # so that tensors begin where vector loads like them
+HEADER_ALIGNMENT = 64  # alignment of tensors for vector loads
 
 
 @cache
@@ -49,10 +49,10 @@ class Piece:
         key: See [Note: keys].
         dtype: As safetensors names it.
         shape: Global shape; of an opaque tensor its own.
-        start: First element, in row-major order; of an opaque tensor where its parameter's begins.
+        start: First element, in row-major order; for an opaque tensor, the first of its parameter.
         stop: One past the last.
-        data: Its bytes in one block; called when they are written.
-        opaque: Whether it is this rank's own affair.
+        data: Returns its bytes in one block; called when they are written.
+        opaque: Whether only this rank can read it (see [Note: keys]).
     """
 
     key: str
@@ -70,11 +70,11 @@ class Piece:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is anything to write: a rank may hold nothing of a tensor."""
+        """Whether there is anything to write: a rank may own no element of a tensor."""
         return self.opaque or self.start < self.stop or 0 in self.shape
 
     def shape_in_file(self) -> tuple[int, ...]:
-        """The tensor's own shape where it is whole."""
+        """The tensor's own shape if the slice is the whole tensor."""
         if self.opaque or self.stop - self.start == math.prod(self.shape):
             return self.shape
         return (self.stop - self.start,)
@@ -84,15 +84,15 @@ class Piece:
 class Written:
     """A file that a rank wrote, and the slices in it."""
 
+    name: str
     facts: FileFacts
     tensors: dict[str, StoredTensor]
 
 
 def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
-    """Write a safetensors file of slices, and have the disk keep it.
+    """Writes a safetensors file of slices and syncs it to disk.
 
-    The whole size is asked of the file system first, so that a full disk is known before the first
-    byte is written.
+    The full size is allocated first, so that a full disk is found before the first byte is written.
 
     Raises:
         OSError: The disk is full, or is not to be written.
@@ -123,11 +123,11 @@ def write_tensors(path: Path, pieces: Sequence[Piece], rank: int) -> Written:
             )
             tensors[piece.key] = StoredTensor(piece.dtype, piece.shape, (stored,))
             del data, chunk  # before the next one is read
-    return Written(FileFacts(size, whole.hexdigest()), tensors)
+    return Written(path.name, FileFacts(size, whole.hexdigest()), tensors)
 
 
 def write_text(path: Path, text: str) -> FileFacts:
-    """Write a small file under another name, have the disk keep it, then rename it."""
+    """Writes a small file under another name, syncs it, then renames it."""
     data = text.encode()
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with _new_file(aside, len(data)) as file:
@@ -137,7 +137,7 @@ def write_text(path: Path, text: str) -> FileFacts:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the disk keep a folder's entries."""
+    """Syncs the entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -146,7 +146,7 @@ def sync_folder(path: Path) -> None:
 
 
 def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: None) -> str:
-    """xxh3_128 of a file's bytes; `on_bytes` hears how many were read."""
+    """xxh3_128 of a file's bytes; `on_bytes` is called with the number of bytes read."""
     digest = xxhash.xxh3_128()
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         buffer = memoryview(bytearray(HASHED))
@@ -158,7 +158,7 @@ def checksum_of(path: Path, on_bytes: Callable[[int], None] = lambda _count: Non
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """An open safetensors file: where each tensor's bytes are.
+    """An open safetensors file, with the range of each tensor's bytes.
 
     Attributes:
         path: The file.
@@ -257,7 +257,7 @@ def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int, 
 
 @contextmanager
 def _new_file(path: Path, size: int) -> Generator[int]:
-    """A file of its own that the disk keeps once the block ends well; gone if it does not."""
+    """Creates a file that is synced at the end of the block, or removed if the block fails."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         if size:
@@ -272,10 +272,10 @@ def _new_file(path: Path, size: int) -> Generator[int]:
 
 
 def _begin_writeback(descriptor: int, offset: int, count: int) -> None:
-    """Have the disk begin with these bytes while the next ones are hashed and copied.
+    """Starts writing these bytes to disk while the next ones are hashed and copied.
 
-    Without it the kernel begins at fsync, when all bytes lie in the page cache. Only a hint: what
-    it answers does not matter, and a system that has no such call does without.
+    Without it the kernel starts at fsync, when all bytes are in the page cache. It is a hint: its
+    result is ignored, and systems without this call skip it.
     """
     start_writing = _sync_file_range()
     if start_writing is not None:

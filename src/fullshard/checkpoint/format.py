@@ -1,21 +1,20 @@
-"""What a checkpoint's folder holds.
+"""The files of a checkpoint.
 
     step-00000100/
       COMPLETE.json             step, every file's size and checksum; written last
-      index.json                every tensor: dtype, global shape, its slices and where they lie
-      state.json                step and whatever else is no tensor of the model or the optimizer
-      plan.json, config.json    what the run was, where the writer knows it
-      model-00000.safetensors   slices of parameters, and buffers; a file a writing rank
+      index.json                every tensor: dtype, global shape, its slices and their files
+      state.json                step and values that are not tensors of model or optimizer
+      plan.json, config.json    plan and configuration of the run, if the writer knows them
+      model-00000.safetensors   slices of parameters, and buffers; one file per writing rank
       optimizer-00000.safetensors
       state-00000.safetensors
 
 [Note: keys]
-A tensor's key says what it is: `model/<name>`, `optimizer/<name>/<state>`, `state/<path>`, with the
-original names of the unsharded model. Inside a file a slice stands under the key without its first
-word. A slice is the elements [start, stop) of the tensor in row-major order, stored as a vector; a
-slice that is the whole tensor has the tensor's own shape. Slices of a tensor do not overlap and
-leave nothing out. An *opaque* tensor is one rank's own affair: its slices belong to a rank each,
-and only the same number of ranks reads them again.
+Keys are `model/<name>`, `optimizer/<name>/<state>` and `state/<path>`, with the original names of
+the unsharded model. In a file, a slice has the key without its first word. A slice is the elements
+[start, stop) of the tensor in row-major order, stored as a vector; a slice that is the whole tensor
+has the tensor's own shape. The slices of a tensor cover it without overlap. The slices
+of an *opaque* tensor belong to one rank each, and only the same number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ COMPLETE, INDEX, STATE, PLAN, CONFIG = (
     "config.json",
 )
 
-AVERAGE = "ema"  # among a parameter's optimizer states: the average of its values
-OWN = "$rank"  # marks values of which each rank saved its own
+AVERAGE = "ema"  # optimizer state of a parameter: the average of its values
+OWN = "$rank"  # marks values that differ between ranks
 
 ITEMSIZE = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -50,7 +49,7 @@ ITEMSIZE = {
 
 
 class Kind(StrEnum):
-    """The first word of a key, and of the files that hold such tensors."""
+    """The first word of a key, and of the names of files with such tensors."""
 
     MODEL = "model"
     OPTIMIZER = "optimizer"
@@ -67,7 +66,7 @@ def kind_of(key: str) -> Kind:
 
 
 def name_in_file(key: str) -> str:
-    """Under which name a file holds the slice of a tensor."""
+    """The name of a tensor's slice in a file."""
     return key.partition("/")[2]
 
 
@@ -89,7 +88,7 @@ class StoredSlice:
         start: First element, in row-major order.
         stop: One past the last.
         checksum: xxh3_128 of the slice's bytes, hexadecimal.
-        rank: Whose slice it is, where the tensor is opaque; else -1.
+        rank: Rank of a slice of an opaque tensor; else -1.
     """
 
     file: str
@@ -105,8 +104,8 @@ class StoredTensor:
 
     Attributes:
         dtype: As safetensors names it.
-        shape: Global shape; of an opaque tensor that of each slice.
-        slices: In the order of their elements; of an opaque tensor, of their ranks.
+        shape: Global shape; for an opaque tensor, the shape of each slice.
+        slices: Slices in the order of their elements; for an opaque tensor, of their ranks.
     """
 
     dtype: str
@@ -122,7 +121,7 @@ class StoredTensor:
         return any(piece.rank >= 0 for piece in self.slices)
 
     def gap(self) -> tuple[int, int] | None:
-        """Elements that no slice holds or two do; None where all is well."""
+        """Range of elements in no slice or in two; None if there is none."""
         if self.opaque:
             return None
         end = 0
@@ -138,8 +137,8 @@ class Index:
     """All tensors of a checkpoint.
 
     Attributes:
-        world_size: Ranks of the run that wrote it.
-        tensors: By key.
+        world_size: Number of ranks that wrote it.
+        tensors: Tensors by key.
         tied: Further names of parameters: second name -> first name.
     """
 
@@ -180,8 +179,13 @@ class Index:
         )
 
     @classmethod
-    def from_json(cls, text: str | bytes, origin: str) -> Index:
-        """Parse index.json.
+    def from_json(cls, text: str | bytes, origin: str, *, whole: bool = True) -> Index:
+        """Parses index.json.
+
+        Args:
+            text: Content of the file.
+            origin: Name of the file, for errors.
+            whole: Whether it must contain every element of its tensors; False for one rank's part.
 
         Raises:
             CheckpointError: It is not such a file; names `origin`.
@@ -199,11 +203,12 @@ class Index:
                 for key, value in entries.items()
             }
             found = cls(natural(table["world_size"]), tensors, dict(table["tied"]))
-            found._check()
+            if whole:
+                found._check()
             return found
 
     def _check(self) -> None:
-        """Raises ValueError where a reader could not trust it."""
+        """Raises ValueError for an index that cannot be right."""
         for key, tensor in self.tensors.items():
             kind_of(key)
             if tensor.dtype not in ITEMSIZE or not tensor.slices or tensor.gap() is not None:
@@ -214,10 +219,10 @@ class Index:
 
 
 def natural(value: Any) -> int:
-    """A count of a file, where JSON could also have a flag, a fraction or a text.
+    """Checks that a JSON value is a count.
 
     Raises:
-        ValueError: It is none, or no file is as large.
+        ValueError: It is not an integer, negative, or larger than any file.
     """
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{str(value)[:40]} instead of a count")
@@ -225,7 +230,7 @@ def natural(value: Any) -> int:
 
 
 def _file_name(value: Any) -> str:
-    """The name of a file beside the one that names it."""
+    """Checks the name of a file in the same folder."""
     name = str(value)
     if value != name or not name.isprintable() or "/" in name or name in ("", ".", ".."):
         raise ValueError(f"{name[:40]!r} instead of the name of a file beside it")
@@ -241,7 +246,7 @@ def _slice(files: list[str], entry: list[Any]) -> StoredSlice:
 def join_slices(
     parts: Iterable[tuple[str, StoredTensor]], tied: Mapping[str, str], world_size: int
 ) -> Index:
-    """One index from what every rank wrote.
+    """Joins the indices of all ranks.
 
     Raises:
         CheckpointError: Ranks disagree about a tensor, or some of its elements were not written.
@@ -282,11 +287,11 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What COMPLETE.json says.
+    """Content of COMPLETE.json.
 
     Attributes:
-        step: Step of the checkpoint; None where it has none.
-        files: By name.
+        step: Step of the checkpoint, or None.
+        files: Size and checksum of each file by name.
     """
 
     step: int | None
@@ -299,7 +304,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes, origin: str) -> Manifest:
-        """Parse COMPLETE.json; the first ones that were written have no checksum of their own.
+        """Parses COMPLETE.json; files of the first versions have no checksum of their own.
 
         Raises:
             CheckpointError: It is not such a file, or of a later version; names `origin`.
@@ -326,5 +331,5 @@ class Manifest:
 
 
 def _checksum(table: Mapping[str, Any]) -> str:
-    """Of what COMPLETE.json says; every other file's checksum stands in it."""
+    """Checksum of COMPLETE.json itself; it contains the checksums of all other files."""
     return xxhash.xxh3_128_hexdigest(json.dumps(table, sort_keys=True).encode())

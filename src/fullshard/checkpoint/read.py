@@ -1,4 +1,4 @@
-"""Reads any range of any tensor of a checkpoint, whoever wrote it in whatever slices.
+"""Reads any range of any tensor of a checkpoint, independent of the slices in its files.
 
 wanted           |<--------- [start, stop) -------->|
 slices   |-- file 0 --|-- file 1 --|------ file 2 ------|-- file 3 --|
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from fullshard.checkpoint.commit import OLD, Ranks
 from fullshard.checkpoint.files import TensorFile, checksum_of
 from fullshard.checkpoint.format import (
     COMPLETE,
@@ -25,13 +27,15 @@ from fullshard.checkpoint.format import (
     ITEMSIZE,
     STATE,
     Index,
+    Kind,
     Manifest,
     StoredSlice,
+    kind_of,
     name_in_file,
 )
-from fullshard.checkpoint.retain import Found, unusable
+from fullshard.checkpoint.retain import Found, candidates, checkpoints_in, unusable
 from fullshard.checkpoint.values import GetTensor, decode
-from fullshard.config.regular import read_regular
+from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -42,12 +46,12 @@ class Checkpoint:
     """A complete checkpoint, open for reading.
 
     Attributes:
-        path: Its folder.
+        path: Folder of the checkpoint.
         manifest: Its files.
         index: Its tensors.
-        state: state.json.
-        bytes_read: How many bytes of tensors were read so far, as its only element.
-        checked: Whether all files have the bytes that were written; else `read` compares slices.
+        state: Content of state.json.
+        bytes_read: List with one element: the number of bytes of tensors read so far.
+        checked: Whether the checksums of all files were compared; else `read` compares slices.
     """
 
     path: Path
@@ -62,10 +66,10 @@ class Checkpoint:
     @classmethod
     @contextmanager
     def open(cls, found: Found, *, checked: bool = False) -> Generator[Checkpoint]:
-        """Read the index.
+        """Reads the index.
 
         Args:
-            found: Where it is.
+            found: The checkpoint.
             checked: Whether the caller has compared all checksums.
 
         Raises:
@@ -81,7 +85,7 @@ class Checkpoint:
             yield cls(path, found.manifest, index, state, checked=checked, _closing=closing)
 
     def text(self, name: str) -> str | None:
-        """A text file of the checkpoint, or None."""
+        """Content of a text file of the checkpoint; None if there is no such file."""
         if name not in self.manifest.files:
             return None
         return _read_text(self.path, name, self.manifest)
@@ -96,7 +100,7 @@ class Checkpoint:
             return decode(coded, get_tensor)
 
     def read(self, key: str, start: int, stop: int, out: memoryview) -> None:
-        """Fill `out` with elements [start, stop) of a tensor, in the dtype it is stored in.
+        """Fills `out` with elements [start, stop) of a tensor, in its stored dtype.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -123,23 +127,23 @@ class Checkpoint:
     def read_own(
         self, key: str, rank: int, held: tuple[int, int] | None = None
     ) -> tuple[tuple[int, ...], bytearray] | None:
-        """Shape and bytes of an opaque tensor as one rank wrote it; None where it wrote none.
+        """Shape and bytes of an opaque tensor as one rank wrote it; None if the rank wrote none.
 
         Args:
             key: Key of the tensor.
-            rank: Who wrote it.
-            held: The range of the parameter that the rank must have held then, where there is one.
+            rank: Rank that wrote it.
+            held: Range of the parameter that the rank must have owned, if it has a parameter.
 
         Raises:
-            CheckpointError: It held another range.
+            CheckpointError: The rank owned another range.
         """
         for piece in self.index.tensors[key].slices:
             if piece.rank == rank:
                 if held not in (None, (piece.start, piece.stop)):
                     raise CheckpointError(
                         f"{self.path}: expected the same strategy, because {key} belongs to "
-                        f"elements {piece.start:,} to {piece.stop:,} of its parameter and nobody "
-                        f"can cut it anew; this rank holds {held}. Load under the old strategy."
+                        f"elements {piece.start:,} to {piece.stop:,} of its parameter and cannot "
+                        f"be cut again; this rank holds {held}. Load under the old strategy."
                     )
                 name = name_in_file(key)
                 file = self._file(piece.file, name)
@@ -149,7 +153,7 @@ class Checkpoint:
         return None
 
     def damaged_tensors(self, file: str) -> list[str]:
-        """Keys whose slices in a file have other bytes than were written."""
+        """Keys of tensors whose slices in a file are damaged."""
         wrong: list[str] = []
         for key, tensor in self.index.tensors.items():
             for piece in tensor.slices:
@@ -162,7 +166,7 @@ class Checkpoint:
         return wrong
 
     def _compare(self, key: str, piece: StoredSlice, data: memoryview | bytearray) -> None:
-        """A slice's bytes with those that were written, at about memory's speed."""
+        """Compares the checksum of a slice."""
         if xxhash.xxh3_128_hexdigest(data) != piece.checksum:
             raise CheckpointError(
                 f"{self.path / piece.file}: expected the bytes of {key} that were written; they "
@@ -181,41 +185,42 @@ class Checkpoint:
         return self._files[name]
 
 
-def first_whole(
-    path: Path, found: Sequence[Found], seat: tuple[int, int], tell: Callable[[Any], list[Any]]
-) -> Found:
-    """The first checkpoint that can be read; each rank compares its share of files. A collective.
+def choose(ranks: Ranks, path: Path) -> Found:
+    """The newest complete and undamaged checkpoint, the same on all ranks. A collective.
+
+    Each rank compares the checksums of a share of the files.
 
     Args:
-        path: Where they were looked for.
-        found: The newest first, the same on all ranks.
-        seat: This rank, and the number of ranks.
-        tell: Gives what every rank says.
+        ranks: The processes that load together.
+        path: A checkpoint, or a folder of checkpoints.
 
     Raises:
-        CheckpointError: There is none; says what was skipped and why.
+        CheckpointError: There is none; names what was skipped and why.
     """
     skipped: list[str] = []
+    found: list[Found] = ranks.tell(
+        ranks.agree(lambda: candidates(path) if ranks.rank == 0 else [])
+    )[0]
     for entry in found:
         why = entry.why
         if entry.manifest is not None:
-            told: list[str] = tell(why_not(entry, *seat))
-            why = next((text for text in told if text), "")
+            reasons: list[str] = ranks.tell(why_not(entry, ranks.rank, ranks.world_size))
+            why = next((text for text in reasons if text), "")
             if not why:
                 return entry
         skipped.append(f"{entry.path.name}: {why}")
-        if seat[0] == 0 and len(found) > 1:
+        if ranks.rank == 0 and len(found) > 1:
             logger.warning("skipped checkpoint %s: %s", entry.path, why)
     raise unusable(path, skipped)
 
 
 def why_not(found: Found, rank: int = 0, num_ranks: int = 1) -> str:
-    """Why a complete checkpoint cannot be read; empty where it can.
+    """Why a complete checkpoint cannot be read; empty if it can.
 
     Args:
         found: A complete checkpoint.
-        rank: Ranks compare a share of the files each.
-        num_ranks: How many there are.
+        rank: This rank, which compares a share of the files.
+        num_ranks: Number of ranks.
     """
     assert found.manifest is not None
     try:
@@ -264,3 +269,162 @@ def _read_text(path: Path, name: str, manifest: Manifest) -> str:
                 "Take another checkpoint."
             )
         return data.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A damaged file.
+
+    Attributes:
+        file: Name of the file.
+        why: What is wrong with it.
+        tensors: Keys of its damaged tensors; empty if the damage is elsewhere.
+    """
+
+    file: str
+    why: str
+    tensors: list[str]
+
+
+def find_damage(found: Found, on_bytes: Callable[[int], None]) -> list[Damage]:
+    """Reads every byte of a complete checkpoint; `on_bytes` is called with the bytes read.
+
+    Raises:
+        CheckpointError: The index itself is damaged, or the checkpoint is not complete.
+    """
+    damages: list[Damage] = []
+    with Checkpoint.open(found) as checkpoint:
+        for name, facts in sorted(checkpoint.manifest.files.items()):
+            why, tensors = "its bytes are not those that were written", list[str]()
+            try:
+                if checksum_of(found.path / name, on_bytes) == facts.checksum:
+                    continue
+                tensors = checkpoint.damaged_tensors(name)
+            except OSError as error:  # a sector that the disk cannot read
+                why, tensors = error.strerror or str(error), _keys_in(checkpoint.index, name)
+            except CheckpointError:  # the table at its beginning
+                why = "its header is not what was written"
+                tensors = _keys_in(checkpoint.index, name)
+            damages.append(Damage(name, why, tensors))
+    return damages
+
+
+def superfluous(folder: Path, keep: int, newest: int | None = None) -> list[Found]:
+    """All complete checkpoints except the newest `keep`, and leftovers of interrupted saves.
+
+    A save in progress is newer than any complete checkpoint, and is kept. Damaged checkpoints and
+    folders that are not our checkpoints are kept too, and do not count.
+
+    Args:
+        folder: Folder of the step-* folders.
+        keep: Number to keep, at least 1: the last good checkpoint is never removed.
+        newest: Step that was just written: it is known to be undamaged, so no other is read. Later
+            steps (damaged, or of a run that resumed from an earlier step) do not count.
+
+    Raises:
+        CheckpointError: All are damaged.
+    """
+    assert keep >= 1, keep
+    found = checkpoints_in(folder)
+    complete = [
+        entry
+        for entry in found
+        if entry.manifest is not None and (newest is None or (entry.step or 0) <= newest)
+    ]
+    kept: list[Found] = []
+    going: list[Found] = []
+    damaged: list[str] = []
+    for entry in complete:
+        is_known = newest is not None and (kept or entry.step == newest)
+        if len(kept) == keep:
+            going.append(entry)
+        elif is_known or not (why := why_not(entry)):
+            kept.append(entry)
+        else:
+            damaged.append(f"{entry.path.name}: {why}")
+            logger.warning("%s stays, but does not count: %s", entry.path, why)
+    if damaged and not kept:
+        raise unusable(folder, damaged)
+    last = kept[0].step or 0 if kept else -1
+    return going + [entry for entry in found if entry.is_leftover and (entry.step or 0) <= last]
+
+
+def remove(found: Sequence[Found]) -> list[Path]:
+    """Removes checkpoints and returns their folders. Of a link, only the link is removed.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    for entry in found:
+        # Renamed first, so that no reader takes half a folder for a damaged checkpoint.
+        going = entry.path.with_name(f".{entry.path.name.lstrip('.')}.{OLD}-0")
+        with untrusted(entry.path, "to remove a checkpoint", advice="The others are untouched."):
+            if entry.path.is_symlink():
+                entry.path.unlink()
+                continue
+            shutil.rmtree(going, ignore_errors=True)
+            entry.path.rename(going)
+            shutil.rmtree(going, ignore_errors=True)
+    return [entry.path for entry in found]
+
+
+def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All facts about a checkpoint except tensor values, as JSON."""
+    index, state = checkpoint.index, checkpoint.state
+    optimizer = state.get("optimizer")
+    return {
+        "path": str(checkpoint.path),
+        "step": checkpoint.manifest.step,
+        "world_size": index.world_size,
+        "num_bytes": sum(facts.size for facts in checkpoint.manifest.files.values()),
+        "num_parameters_and_buffers": sum(
+            tensor.numel for key, tensor in index.tensors.items() if kind_of(key) is Kind.MODEL
+        ),
+        "files": {name: facts.size for name, facts in sorted(checkpoint.manifest.files.items())},
+        "tied": dict(index.tied),
+        "optimizer": None if optimizer is None else optimizer["class"],
+        "optimizer_states": _states_of(checkpoint),
+        "position": state["state"].get("position"),
+        "saved_beside": sorted(state["state"]),
+        "tensors": [
+            {
+                "name": name_in_file(key),
+                "kind": kind_of(key),
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "num_slices": len(tensor.slices),
+                "num_bytes": _num_bytes(index, key),
+                "opaque": tensor.opaque,
+            }
+            for key, tensor in index.tensors.items()
+        ],
+    }
+
+
+def _states_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """One row for each kind of optimizer state, summed over parameters."""
+    rows: dict[str, dict[str, Any]] = {}
+    for key, tensor in checkpoint.index.tensors.items():
+        if kind_of(key) is not Kind.OPTIMIZER:
+            continue
+        state = key.rpartition("/")[2]
+        first = {"name": state, "dtype": tensor.dtype, "num_tensors": 0, "num_bytes": 0}
+        row = rows.setdefault(state, {**first, "opaque": tensor.opaque})
+        row["num_tensors"] += 1
+        row["num_bytes"] += _num_bytes(checkpoint.index, key)
+    optimizer: dict[str, Any] = checkpoint.state.get("optimizer") or {}
+    scalars: dict[str, dict[str, Any]] = optimizer.get("scalars", {})
+    for states in scalars.values():
+        for state in states:
+            first = {"name": state, "dtype": "scalar", "num_tensors": 0, "num_bytes": 0}
+            rows.setdefault(state, {**first, "opaque": False})["num_tensors"] += 1
+    return list(rows.values())
+
+
+def _num_bytes(index: Index, key: str) -> int:
+    tensor = index.tensors[key]
+    return sum(piece.stop - piece.start for piece in tensor.slices) * ITEMSIZE[tensor.dtype]
+
+
+def _keys_in(index: Index, file: str) -> list[str]:
+    return [key for key, t in index.tensors.items() if any(p.file == file for p in t.slices)]

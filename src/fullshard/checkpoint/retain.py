@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has: the newest complete one, what was skipped and why.
+"""Finds the checkpoints of a folder: the newest complete one, and which are skipped and why.
 
 checkpoints/
   step-00000050/     complete
@@ -20,7 +20,7 @@ from stat import S_ISREG
 
 from fullshard.checkpoint.commit import NOTES, OLD, SAVING
 from fullshard.checkpoint.format import COMPLETE, Manifest
-from fullshard.config.regular import did_you_mean_path, read_regular
+from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ class Found:
     """A folder that is, or should be, a checkpoint.
 
     Attributes:
-        path: Its folder.
-        step: From its name; None where the name says none.
-        manifest: What its last file says; None where it is not complete.
+        path: Folder of the checkpoint.
+        step: Step in its name; None if the name contains none.
+        manifest: Its COMPLETE.json; None if it is not complete.
         why: Why it is not complete.
     """
 
@@ -49,7 +49,7 @@ class Found:
 
     @property
     def is_leftover(self) -> bool:
-        """Whether a crash left it: the run never had it as a checkpoint."""
+        """Whether it is the leftover of an interrupted save."""
         return self.manifest is None and self.path.name.startswith(".")
 
     @property
@@ -58,7 +58,7 @@ class Found:
 
 
 def look_at(path: Path) -> Found:
-    """What one folder is. Sizes are compared, checksums are not."""
+    """Examines one folder. Compares sizes, but not checksums."""
     match = _STEP.search(path.name)
     step = int(match[1]) if match else None
     last = path / COMPLETE
@@ -112,10 +112,10 @@ def checkpoints_in(folder: Path) -> list[Found]:
 
 
 def candidates(path: Path) -> list[Found]:
-    """What `load` may take: the checkpoint itself, or those of a folder or run, the newest first.
+    """Checkpoints that `load` may read: the path itself, or those of a folder or run, newest first.
 
     Raises:
-        CheckpointError: There is nothing of the kind.
+        CheckpointError: There is no checkpoint.
     """
     with untrusted(f"checkpoint '{path}'", "a checkpoint or a folder of step-* folders"):
         if (path / COMPLETE).is_file():
@@ -135,10 +135,10 @@ def candidates(path: Path) -> list[Found]:
 
 
 def newest_complete(path: Path) -> Found:
-    """The checkpoint itself, or what a restart would take, by names and sizes.
+    """The checkpoint itself, or the one that a restart loads, by names and sizes.
 
     Raises:
-        CheckpointError: None is complete; says why.
+        CheckpointError: None is complete; names the reasons.
     """
     found = candidates(path)
     complete = next((entry for entry in found if entry.manifest is not None), None)
@@ -147,8 +147,8 @@ def newest_complete(path: Path) -> Found:
     return complete
 
 
-def newest_told(path: Path) -> Found:
-    """As `newest_complete`; says which newer ones were skipped, and why."""
+def newest_with_warning(path: Path) -> Found:
+    """As `newest_complete`; warns about newer checkpoints that are skipped."""
     complete = newest_complete(path)
     for entry in candidates(path):
         if entry == complete:
@@ -159,7 +159,7 @@ def newest_told(path: Path) -> Found:
 
 
 def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
-    """Checkpoints are there, none of which can be read."""
+    """The error for a folder in which no checkpoint can be read."""
     reasons = "; ".join(reason.rstrip(".") for reason in skipped)
     return CheckpointError(
         f"checkpoint: expected a complete one in '{path}'; skipped {reasons}. Take "
@@ -168,10 +168,10 @@ def unusable(path: Path, skipped: Sequence[str]) -> CheckpointError:
 
 
 def tidy(target: Path) -> None:
-    """Remove what saves that a crash ended have left where `target` will be saved.
+    """Removes leftovers of interrupted saves beside `target`, where the next save will be.
 
-    Only who has the folder to itself may call it. Where a crash fell between the two renames of
-    [Note: nothing half], what it left is the last good checkpoint, and gets its name back.
+    The caller must have the folder to itself. If a crash interrupted the two renames of
+    [Note: nothing half], the leftover is the last good checkpoint, and gets its name back.
     """
     for left in sorted(target.parent.glob(".*.*-*")):
         match = _LEFT.fullmatch(left.name)

@@ -1,9 +1,9 @@
-"""State that is no tensor of model or optimizer, as JSON: numbers, texts, lists, state dicts.
+"""Values that are not tensors of model or optimizer, as JSON: numbers, texts, lists, state dicts.
 
     {"betas": (0.9, 0.95), "best": inf, "noise": <tensor>}
     {"betas": {"$tuple": [0.9, 0.95]}, "best": {"$float": "inf"}, "noise": {"$tensor": "noise"}}
 
-Nothing else is written: a pickle could execute code when it is read.
+Nothing else is written: reading a pickle could execute code.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def encode(value: Any, path: str, keep_tensor: KeepTensor) -> Any:
 
     Args:
         value: Numbers, texts, None, lists, tuples, mappings, tensors, objects with `state_dict()`.
-        path: Where it stands, for errors and as the names of its tensors.
-        keep_tensor: Takes a tensor, and says under which name; None for what is no tensor.
+        path: Its path in the state, for errors and the names of its tensors.
+        keep_tensor: Stores a tensor and returns its name; returns None for other values.
 
     Raises:
-        CheckpointError: Something else; names its path.
+        CheckpointError: It is none of these; the error names its path.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -69,7 +69,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, keep_tensor: KeepTensor
 
 
 def decode(value: Any, get_tensor: GetTensor) -> Any:
-    """The value that was encoded; objects come back as their state dicts."""
+    """Decodes a value; objects are returned as their state dicts."""
     if isinstance(value, list):
         return [decode(item, get_tensor) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):

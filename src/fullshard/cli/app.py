@@ -1,8 +1,9 @@
-"""`fullshard`: the table of commands, and the one place where a command becomes an exit code.
+"""`fullshard`: the table of commands, and the only place where a command becomes an exit code.
 
 A command is a module `fullshard.cli.<name>` with an `app: typer.Typer`; its function returns an
 Outcome (see outcome.py). Modules of commands import typer and standard library at their top, and
-everything else inside the function: `fullshard --help` loads all of them and must stay fast.
+everything else inside the function: `fullshard --help` loads all of them and must stay fast. The
+function's docstring is the command's help; its `Args:` are the help of the options.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import difflib
 import gc
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -23,6 +25,7 @@ from typer.core import TyperGroup
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.cli.recipe import app_of
 from fullshard.errors import ConfigError, printable
+from fullshard.launch.exit_codes import ExitCode
 from fullshard.recipes.registry import Command
 
 RECIPES = tuple(str(recipe) for recipe in Command if "-" not in recipe)
@@ -46,20 +49,28 @@ KEYS = (
 )
 
 
-def _unwrapped(text: str | None) -> str | None:
-    """A docstring with one line per paragraph: rich keeps line breaks, and wraps once more."""
-    return text and "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+def _describe(command: Any) -> None:
+    """Take the help of a command and of its parameters from the docstring of its function.
+
+    Each paragraph becomes one line: rich keeps line breaks, and wraps again.
+    """
+    text, _, described = (command.help or "").partition("\nArgs:\n")
+    command.help = "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+    entries = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE))
+    for param in command.params:
+        if param.name in entries and not param.help:
+            param.help = " ".join(entries[param.name].split())
 
 
 class _LazyGroup(TyperGroup):
-    """A group whose commands are modules, imported when they are asked for."""
+    """A group whose commands are modules, imported on demand."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  typer's interface
         """The commands in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Import a command, or say which one was meant.
+        """Import a command, or name the nearest one.
 
         Raises:
             ConfigError: there is no such command, or not yet.
@@ -82,7 +93,7 @@ class _LazyGroup(TyperGroup):
         if cmd_name in EXAMPLES:
             command.epilog = f"Example: fullshard {cmd_name} {EXAMPLES[cmd_name]}\n\n{KEYS}"
         for one in (command, *getattr(command, "commands", {}).values()):
-            one.help = _unwrapped(one.help)
+            _describe(one)
             if not hasattr(one, "commands") and "--json" not in one.params[-1].opts:
                 shown: Any = copy.copy(next(one for one in self.params if "--json" in one.opts))
                 shown.hidden = shown.expose_value = False  # `run` obeys it
@@ -138,15 +149,20 @@ def run(words: Sequence[str]) -> int:
     """
     as_json = "--json" in _own_words(words)
     _install_logging()
-    with quiet_stdout(as_json) as stdout:
-        outcome = invoke(words)
-        if as_json and outcome.result is not None:
-            write_json(outcome.result, stdout)
+    try:
+        with quiet_stdout(as_json) as stdout:
+            outcome = invoke(words)
+            if as_json and outcome.result is not None:
+                write_json(outcome.result, stdout)
+    except BrokenPipeError:  # the reader has seen enough
+        return outcome.exit_code or ExitCode.UNEXPECTED
+    except OSError as error:  # nothing can be written where standard output leads
+        return error_outcome(error).exit_code
     return outcome.exit_code
 
 
 def _own_words(words: Sequence[str]) -> Sequence[str]:
-    """What stands behind the script of `launch` is the script's."""
+    """The command's own words: words after the script of `launch` are the script's."""
     if words[:1] != ["launch"]:
         return words
     ends = (i for i, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module"))
@@ -180,7 +196,7 @@ class _Printable(logging.Formatter):
 
 
 def _install_logging() -> None:
-    """Show what the library logs: a program's decision, never the library's."""
+    """Show what the library logs, which is a program's decision."""
     logger = logging.getLogger("fullshard")
     if not logger.handlers:
         handler = logging.StreamHandler()

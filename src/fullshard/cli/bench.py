@@ -1,4 +1,4 @@
-"""`fullshard bench`: measurements beside the peers that are installed."""
+"""`fullshard bench`: measurements of fullshard and of the installed peers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import DryRunFlag
 
 if TYPE_CHECKING:
     from fullshard.bench.cases import Case, Peer
@@ -31,148 +31,144 @@ app = typer.Typer(
 
 @app.command()
 def step(  # noqa: PLR0913  (one parameter an option)
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="29M, 109M, 29M-4, 109M-bf16, moe, lora or tiny; may be given again. "
-            "Default: all but tiny."
-        ),
-    ] = None,
-    engine: Annotated[
-        list[str] | None, typer.Option(help="An engine to run; may be given again. Default: all.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of every engine.")] = 11,
-    memory: Annotated[bool, typer.Option(help="Also run each engine alone for its memory.")] = True,
+    case: list[str] | None = None,
+    engine: list[str] | None = None,
+    rounds: Annotated[int, typer.Option(min=3)] = 11,
+    memory: bool = True,
     wait: WaitFlag = False,
-    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 1800.0,
+    timeout: float = 1800.0,
     out: OutFlag = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Time a training step of fullshard, FSDP2, FSDP1 and DDP, in turn in one process group."""
+    """Time a training step of fullshard, FSDP2, FSDP1 and DDP, in turn in one process group.
+
+    Args:
+        case: 29M, 109M, 29M-4, 109M-bf16, moe, lora or tiny; may be repeated. Default: all but
+            tiny.
+        engine: An engine to run; may be repeated. Default: all.
+        rounds: Timed steps of every engine.
+        memory: Also run each engine alone to measure its memory.
+        wait: see `WaitFlag`.
+        timeout: Seconds for one group of ranks.
+        out: see `OutFlag`.
+        dry_run: see `DryRunFlag`.
+    """
     from fullshard.bench import cases
 
     peers, absent = cases.installed_peers(tuple(engine or cases.PEERS))
     chosen = [cases.find_case(name) for name in case or cases.DEFAULT_CASES]
-    from fullshard.bench import report
-    from fullshard.bench import step as bench_step
+    from fullshard.bench import step as bench
     from fullshard.errors import VerifyError
-    from fullshard.launch import machine
 
-    options = bench_step.Options(
-        num_rounds=rounds, measure_memory=memory, wait=wait, timeout_s=timeout
-    )
-    minutes = max(1, round(bench_step.expected_s(chosen, peers, options) / 60))
-    advice = "" if case else " --case NAME takes one of them, --case tiny takes the least time."
+    options = bench.StepOptions(rounds, memory, wait, timeout)
+    minutes = max(1, round(bench.expected_s(chosen, peers, options) / 60))
+    advice = "" if case else " --case NAME runs one of them; --case tiny takes the least time."
     say(
         f"{len(chosen)} case(s) of {len(peers)} engines: about {minutes:,} minute(s) on this "
         f"machine when it is idle.{advice}"
     )
     if dry_run:
         return _show_dry_run(chosen, peers, absent)
-    results = tuple(bench_step.run_case(shape, peers, options, say) for shape in chosen)
-    found = report.Report(
-        cases=results,
-        absent=tuple(absent),
-        machine=machine.describe_machine(),
-        versions=machine.describe_versions(tuple(sorted({"torch", *(p.package for p in peers)}))),
-        command=command_line("step"),
-    )
-    result = report.to_dict(found)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "step.json").write_text(json.dumps(result, indent=1) + "\n")
-        (out / "step.md").write_text(report.to_markdown(found))
-        if drawing := report.to_drawing(found):
-            (out / "step.svg").write_text(drawing)
-    print(report.to_markdown(found))
-    errors = [error for shape in results for error in bench_step.loss_errors(shape)]
+    results = [bench.run_case(one, peers, options, say) for one in chosen]
+    found = show(bench.page_of(results, absent, command_line("step")), out)
+    errors = [error for one in results for error in bench.loss_errors(one)]
     for error in errors:
         say(f"VerifyError: {error}")
-    return Outcome(result, exit_code=VerifyError.exit_code if errors else 0)
+    return Outcome(found.result, exit_code=VerifyError.exit_code if errors else 0)
 
 
 @app.command()
 def comm(  # noqa: PLR0913  (one parameter an option)
-    transport: Annotated[
-        list[str] | None, typer.Option(help="c10d, direct or shared; may be given again.")
-    ] = None,
-    mib: Annotated[
-        list[int] | None, typer.Option(min=1, help="Size of the flat buffer; may be given again.")
-    ] = None,
-    ranks: Annotated[
-        list[int] | None, typer.Option(min=2, help="Local ranks; may be given again.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each.")] = 15,
-    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 900.0,
+    transport: list[str] | None = None,
+    mib: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=2)] = None,
+    rounds: Annotated[int, typer.Option(min=3)] = 15,
+    timeout: float = 900.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
 ) -> Outcome:
-    """Time each transport's fetch and reduce of a flat buffer beside a memory copy."""
+    """Time each transport's fetch and reduce of a flat buffer, and a memory copy.
+
+    Args:
+        transport: c10d, direct or shared; may be repeated.
+        mib: Size of the flat buffer; may be repeated.
+        ranks: Local ranks; may be repeated.
+        rounds: Timed turns of each.
+        timeout: Seconds for one group of ranks.
+        wait: see `WaitFlag`.
+        out: see `OutFlag`.
+    """
     from fullshard.bench import comm as bench
 
     sizes = tuple(bench.MIB * size for size in mib or bench.DEFAULT_MIB)
-    job = bench.Job(tuple(transport or bench.TRANSPORTS), sizes, rounds)
-    worlds = ranks or bench.DEFAULT_RANKS
+    job = bench.CommJob(tuple(transport or bench.TRANSPORTS), sizes, rounds)
+    worlds, command = ranks or bench.DEFAULT_RANKS, command_line("comm")
     bench.check(job, worlds)
-    found = bench.run(job, worlds, timeout_s=timeout, wait=wait, say=say)
-    return show(bench.page_of(found, command_line("comm")), out)
+    page = bench.run(job, worlds, command=command, timeout_s=timeout, wait=wait, say=say)
+    return show(page, out)
 
 
 @app.command()
 def io(  # noqa: PLR0913  (one parameter an option)
-    place: Annotated[
-        Path, typer.Option(help="Folder whose disk is measured.", file_okay=False)
-    ] = Path("runs"),
-    mib: Annotated[int, typer.Option(min=24, help="Size of the checkpoint.")] = 768,
-    ranks: Annotated[int, typer.Option(min=1, help="Local ranks.")] = 2,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed turns of each.")] = 7,
-    timeout: Annotated[float, typer.Option(help="Seconds for all of it.")] = 1200.0,
+    place: Annotated[Path, typer.Option(file_okay=False)] = Path("runs"),
+    mib: Annotated[int, typer.Option(min=24)] = 768,
+    ranks: Annotated[int, typer.Option(min=1)] = 2,
+    rounds: Annotated[int, typer.Option(min=3)] = 7,
+    timeout: float = 1200.0,
     wait: WaitFlag = False,
     out: OutFlag = None,
 ) -> Outcome:
-    """Time saving and loading beside the disk's own speed and torch's distributed checkpoints."""
+    """Time saving and loading, the disk itself, and torch's distributed checkpoints.
+
+    Args:
+        place: Folder whose disk is measured.
+        mib: Size of the checkpoint.
+        ranks: Local ranks.
+        rounds: Timed turns of each.
+        timeout: Seconds for all of it.
+        wait: see `WaitFlag`.
+        out: see `OutFlag`.
+    """
     import tempfile
 
     from fullshard.bench import io as bench
 
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=place) as folder:
-        job = bench.Job(bench.MIB * mib, rounds, folder)
-        found = bench.run(job, ranks, timeout_s=timeout, wait=wait, say=say)
-    return show(bench.page_of(found, command_line("io")), out)
+        job, command = bench.IoJob(bench.MIB * mib, rounds, folder), command_line("io")
+        page = bench.run(job, ranks, command=command, timeout_s=timeout, wait=wait, say=say)
+    return show(page, out)
 
 
 @app.command()
 def calibrate(
-    ranks: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, help="Local ranks at work at once; may be given again. Default: 1 2 4."
-        ),
-    ] = None,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="Few small sizes: shows only that it runs.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds for one group of ranks.")] = 3600.0,
+    ranks: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    tiny: Annotated[bool, typer.Option("--tiny")] = False,
+    timeout: float = 3600.0,
     wait: WaitFlag = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File to write. Default: where fullshard plan looks for it."),
-    ] = None,
+    out: Path | None = None,
 ) -> Outcome:
-    """Measure what this machine reaches, so that `fullshard plan` can say the time of a step."""
+    """Measure this machine, so that `fullshard plan` can forecast the time of a step.
+
+    Args:
+        ranks: Local ranks at work at once; may be repeated. Default: 1 2 4.
+        tiny: Few small sizes: shows only that it runs.
+        timeout: Seconds for one group of ranks.
+        wait: see `WaitFlag`.
+        out: File to write. Default: the one that fullshard plan reads.
+    """
     from fullshard.bench import calibrate as bench
     from fullshard.config.environment import cache_folder
     from fullshard.outlook.calibration import FILE_NAME
 
-    options = bench.Options(tuple(ranks or bench.DEFAULT_RANKS), tiny, wait, timeout)
-    found = bench.run(options, say)
+    worlds = ranks or bench.DEFAULT_RANKS
+    found = bench.run(worlds, is_tiny=tiny, wait=wait, timeout_s=timeout, say=say)
     path = out or cache_folder() / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(found.to_json(command_line("calibrate")), encoding="utf-8")
-    print(bench.told(found))
+    path.write_text(bench.file_text(*found, command_line("calibrate")), encoding="utf-8")
+    print(bench.summary(*found))
     print(f"Calibration: {path}")
-    return Outcome({**bench.to_dict(found), "path": str(path)})
+    return Outcome({**bench.to_dict(*found), "path": str(path)})
 
 
 StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
@@ -196,7 +192,7 @@ def prefetch(
 ) -> Outcome:
     """Train the main job's model with prefetch in no, one or both directions, and compare.
 
-    Over the process group's collectives: ranks that share their weights have nothing to fetch.
+    Uses the process group's collectives: ranks that share their weights have nothing to fetch.
     """
     depths = {"none": (0, 0), "forward": (1, 0), "backward": (0, 1), "both": (1, 1)}
     shardings: dict[str, dict[str, Any]] = {
@@ -254,12 +250,12 @@ def _show_dry_run(chosen: list[Case], peers: list[Peer], absent: list[str]) -> O
 
 
 def say(text: str) -> None:
-    """To people, whatever --json prints."""
+    """Print to standard error, with or without --json."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show(page: Page, out: Path | None) -> Outcome:
-    """Print a page, and write it where that is asked for."""
+    """Print a page, and write it if --out is given."""
     if out is not None:
         page.write(out)
     print(page.to_markdown())
@@ -267,6 +263,6 @@ def show(page: Page, out: Path | None) -> Outcome:
 
 
 def command_line(name: str) -> str:
-    """As it was typed, for a page."""
+    """The command line as it was typed, for a page."""
     words = sys.argv[1:]
     return shlex.join(["fullshard", *([] if words[:1] == ["bench"] else ["bench", name]), *words])

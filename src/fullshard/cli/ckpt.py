@@ -1,17 +1,18 @@
-"""`fullshard ckpt`: what checkpoints hold, whether they are whole, and their ways in and out."""
+"""`fullshard ckpt`: lists, inspects, verifies, converts and prunes checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome, show
-from fullshard.cli.words import DryRunFlag
-from fullshard.errors import printable, untrusted
+from fullshard.cli.arguments import DryRunFlag
+from fullshard.cli.outcome import Outcome, print_table, show
+from fullshard.errors import untrusted
 
 if TYPE_CHECKING:
     from fullshard.checkpoint.retain import Found
@@ -22,7 +23,7 @@ app = typer.Typer(
 
 
 def _named(path: Path) -> Path:
-    """The path; one that names nothing is refused before torch is imported."""
+    """The path; a missing one is refused before torch is imported."""
     from fullshard.checkpoint.retain import candidates
 
     with untrusted(f"'{path}'", "a checkpoint"):
@@ -48,7 +49,7 @@ def ls(folder: Folder) -> Outcome:
     from fullshard.checkpoint.retain import candidates
 
     found = candidates(folder)
-    _print_table(
+    print_table(
         ("step", "bytes", "checkpoint", ""),
         [
             (
@@ -67,14 +68,13 @@ def ls(folder: Folder) -> Outcome:
 @app.command()
 def inspect(checkpoint: Any_) -> Outcome:
     """Show every tensor, the optimizer's states, the step, the ranks and the data position."""
-    from fullshard.checkpoint.examine import facts_of
-    from fullshard.checkpoint.read import Checkpoint
-    from fullshard.checkpoint.retain import newest_told
+    from fullshard.checkpoint.read import Checkpoint, facts_of
+    from fullshard.checkpoint.retain import newest_with_warning
 
-    with Checkpoint.open(newest_told(checkpoint)) as opened:
+    with Checkpoint.open(newest_with_warning(checkpoint)) as opened:
         facts = facts_of(opened)
     show(facts["path"])
-    _print_table(
+    print_table(
         ("tensor", "dtype", "shape", "slices", "bytes"),
         [
             (
@@ -97,11 +97,11 @@ def inspect(checkpoint: Any_) -> Outcome:
 @app.command()
 def verify(checkpoint: Any_) -> Outcome:
     """Read every byte and compare checksums; name the file and the tensor where they differ."""
-    from fullshard.checkpoint.examine import find_damage
-    from fullshard.checkpoint.retain import candidates, newest_told
+    from fullshard.checkpoint.read import find_damage
+    from fullshard.checkpoint.retain import candidates, newest_with_warning
     from fullshard.errors import CheckpointError
 
-    found = newest_told(checkpoint)
+    found = newest_with_warning(checkpoint)
     newest = next(entry for entry in candidates(checkpoint) if not entry.is_leftover)
     with _progress("verify", found.num_bytes) as advance:
         damages = find_damage(found, advance)
@@ -123,12 +123,15 @@ def verify(checkpoint: Any_) -> Outcome:
 
 @app.command()
 def diff(
-    a: Annotated[
-        Path, typer.Argument(callback=_named, help="A checkpoint, or a Hugging Face folder.")
-    ],
-    b: Annotated[Path, typer.Argument(callback=_named, help="Another one.")],
+    a: Annotated[Path, typer.Argument(callback=_named)],
+    b: Annotated[Path, typer.Argument(callback=_named)],
 ) -> Outcome:
-    """Compare two of them tensor by tensor; ends with 8 where they differ."""
+    """Compare two checkpoints tensor by tensor; the exit code is 8 if they differ.
+
+    Args:
+        a: A checkpoint, or a Hugging Face folder.
+        b: Another one.
+    """
     from fullshard.errors import VerifyError
     from fullshard.formats.compare import Verdict, compare
     from fullshard.formats.detect import open_source
@@ -138,7 +141,7 @@ def diff(
             rows = compare(one, other, lambda _row: advance(1))
     differ = [row for row in rows if row.verdict is not Verdict.SAME]
     if differ:
-        _print_table(
+        print_table(
             ("tensor", "", "max difference", ""),
             [
                 (r.name, r.verdict, "" if r.max_abs is None else f"{r.max_abs:.3g}", r.about)
@@ -168,34 +171,34 @@ def diff(
 @app.command()
 def export(  # noqa: PLR0913  (one parameter an option)
     checkpoint: Any_,
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged."),
-    ] = None,
-    max_shard_size: Annotated[
-        str,
-        typer.Option(
-            "--max-shard-size", "--max_shard_size", help="Largest size of one weights file."
-        ),
-    ] = "5GB",
-    format_: Annotated[
-        str, typer.Option("--format", help="hf: a Hugging Face folder; dcp: torch's own.")
-    ] = "hf",
+    folder: Path,
+    dtype: str | None = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", "--max_shard_size")] = "5GB",
+    format_: Annotated[str, typer.Option("--format")] = "hf",
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load."""
-    from fullshard.formats import convert
+    """Write a checkpoint as a folder that `from_pretrained` opens, or for torch's dcp.load.
 
-    wanted = convert.Wanted.of(format_, dtype, max_shard_size)
-    with convert.opened(checkpoint, config) as source:
+    Args:
+        checkpoint: see `Any_`.
+        folder: A new folder.
+        dtype: Dtype of floating point tensors: bf16, fp16, fp32. Default: unchanged.
+        max_shard_size: Largest size of one weights file.
+        format_: hf: a Hugging Face folder; dcp: torch's own.
+        config: see `ConfigFolder`.
+        dry_run: see `DryRunFlag`.
+    """
+    from fullshard.formats.export import ExportSettings, export_folder, opened
+
+    settings = ExportSettings.of(format_, dtype, max_shard_size)
+    with opened(checkpoint, config) as source:
         show(f"{source.what}: {len(source.tensors)} tensors, {_bytes(source.num_bytes)}")
         facts = {"source": source.what, "folder": folder, "num_tensors": len(source.tensors)}
         if dry_run:
             return Outcome({**facts, "left_out": list(source.left_out)})
         with _progress("export", source.num_bytes) as advance:
-            notes = convert.export(source, folder, wanted, advance)
+            notes = export_folder(source, folder, replace(settings, on_bytes=advance))
     for note in notes:
         show(f"left out: {note}")
     show(f"written: {folder}")
@@ -204,40 +207,41 @@ def export(  # noqa: PLR0913  (one parameter an option)
 
 @app.command("import")
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            callback=_named,
-            help="A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, "
-            "DeepSpeed (ZeRO), of sharded state dicts of ranks; a file of torch.save.",
-        ),
-    ],
-    folder: Annotated[Path, typer.Argument(help="A new folder: the checkpoint.")],
+    source: Annotated[Path, typer.Argument(callback=_named)],
+    folder: Path,
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
-    """Make a checkpoint of what another tool saved; nothing in it is executed."""
-    from fullshard.formats import convert
+    """Make a checkpoint of what another tool saved; nothing in it is executed.
+
+    Args:
+        source: A Hugging Face folder, or one of Accelerate, torch.distributed.checkpoint, DeepSpeed
+            (ZeRO), of sharded state dicts of ranks; a file of torch.save.
+        folder: A new folder: the checkpoint.
+        config: see `ConfigFolder`.
+        dry_run: see `DryRunFlag`.
+    """
+    from fullshard.formats.export import opened
     from fullshard.formats.ours import write_checkpoint
 
-    with convert.opened(source, config) as opened:
-        kind = None if opened.optimizer is None else opened.optimizer.kind
+    with opened(source, config) as found:
+        kind = None if found.optimizer is None else found.optimizer.kind
         facts = {
-            "source": opened.what,
+            "source": found.what,
             "folder": folder,
-            "step": opened.step,
-            "num_tensors": len(opened.tensors),
+            "step": found.step,
+            "num_tensors": len(found.tensors),
             "optimizer": kind,
-            "left_out": list(opened.left_out),
+            "left_out": list(found.left_out),
         }
         optimizer = f", the states of {kind}" if kind else ""
-        size = _bytes(opened.num_bytes)
-        show(f"{opened.what}: {len(opened.tensors)} tensors, {size}{optimizer}")
-        for note in opened.left_out:
+        size = _bytes(found.num_bytes)
+        show(f"{found.what}: {len(found.tensors)} tensors, {size}{optimizer}")
+        for note in found.left_out:
             show(f"left out: {note}")
         if not dry_run:
-            with _progress("import", opened.num_bytes) as advance:
-                write_checkpoint(opened, folder, advance)
+            with _progress("import", found.num_bytes) as advance:
+                write_checkpoint(found, folder, advance)
             show(f"written: {folder}")
     return Outcome(facts)
 
@@ -245,14 +249,19 @@ def import_(
 @app.command()
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="Complete checkpoints to keep.")] = 1,
+    keep: Annotated[int, typer.Option(min=1)] = 1,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Remove all complete checkpoints but the newest, and what crashes left behind.
 
     What is kept is read first: a damaged checkpoint stays, and does not count.
+
+    Args:
+        folder: see `Folder`.
+        keep: Complete checkpoints to keep.
+        dry_run: see `DryRunFlag`.
     """
-    from fullshard.checkpoint.examine import remove, superfluous
+    from fullshard.checkpoint.read import remove, superfluous
     from fullshard.checkpoint.retain import candidates, checkpoints_in, steps_folder
 
     candidates(folder)  # says what is wrong with a folder that has none
@@ -267,7 +276,7 @@ def prune(
 
 
 def _about(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `inspect` says below its table."""
+    """The lines of `inspect` below its table."""
     position = facts["position"]
     beside = [name for name in facts["saved_beside"] if name != "position"]
     rows = [
@@ -305,23 +314,6 @@ def _bytes(count: int) -> str:
     from fullshard.planner.text import human_bytes
 
     return human_bytes(count)
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    table = Table(box=box.HEAVY_HEAD if console.is_terminal else None)
-    for name in columns:
-        right = name in ("step", "bytes", "slices", "max difference")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    console.print(table, markup=False)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`fullshard config`: what a file in any dialect means, what is wrong with it."""
+"""`fullshard config`: explains and checks configuration files of any tool."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.cli.outcome import JSON_HELP, Outcome
-from fullshard.cli.words import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def lint(
 
 
 def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
-    """What a run would refuse."""
+    """The values that a run would refuse."""
     from fullshard.config.problems import ConfigProblems
 
     try:
@@ -83,15 +83,17 @@ def _not_yet(resolved: Resolved) -> list[dict[str, str]]:
 
 @app.command()
 def schema(
-    file: Annotated[
-        Path | None, typer.Argument(help="A file, whose dialect's schema is printed.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write the schema to.", dir_okay=False)
-    ] = None,
+    file: Annotated[Path | None, typer.Argument()] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> Outcome:
-    """Print a JSON Schema, which lets an editor complete and check a file."""
+    """Print a JSON Schema, which lets an editor complete and check a file.
+
+    Args:
+        file: A file, whose dialect's schema is printed.
+        out: File to write the schema to.
+        as_json: see `JSON_HELP`.
+    """
     from fullshard.config import explain as explaining
 
     made = explaining.schema() if file is None else _schema_of(file)

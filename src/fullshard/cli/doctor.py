@@ -1,4 +1,4 @@
-"""`fullshard doctor`: is this machine fit to train, and what to tell whoever is asked for help."""
+"""`fullshard doctor`: checks this machine, and prints a block for a bug report."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ MARKS = {"ok": "ok    ", "warn": "warn  ", "broken": "BROKEN"}
 
 @app.command()
 def doctor(
-    out: Annotated[Path, typer.Option(help="Folder for runs, whose disk is checked.")] = Path(
-        "runs"
-    ),
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc-per-node",
-            min=1,
-            help="Local ranks to test. Default: one per GPU, or 2.",
-        ),
-    ] = None,
+    out: Path = Path("runs"),
+    nproc_per_node: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> Outcome:
     """Test communication between local ranks and report known-bad settings.
 
-    Ends with 1 where something is broken, and prints a block to paste into a bug report.
+    The exit code is 1 if something is broken. The command also prints a block for a bug report.
+
+    Args:
+        out: Folder for runs, whose disk is checked.
+        nproc_per_node: Local ranks to test. Default: one per GPU, or 2.
     """
     from fullshard.launch.doctor import examine
 

@@ -1,4 +1,4 @@
-"""`fullshard generate`: samples from what was trained."""
+"""`fullshard generate`: samples from a trained model."""
 
 from __future__ import annotations
 
@@ -22,54 +22,40 @@ app = typer.Typer(help="Generate text with the model of a run or of a folder.")
 
 @app.command()
 def generate(  # noqa: PLR0913  a flag each
-    folder: Annotated[Path, typer.Argument(help="A run's folder, or a Hugging Face model folder.")],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="Text to continue; may be repeated. Default: the start of a text."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts, one a line; of a .jsonl file the key prompt; - is standard input.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens to generate. Default: 200, or as many as the model has positions for."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(help="Draw among this many most likely tokens; 0: among all.")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Draw among the most likely tokens that together have this share.")
-    ] = 1.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that are there already become less likely.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 42,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt into the tokenizer's chat template.")
-    ] = False,
-    batch_size: Annotated[
-        int, typer.Option(help="Most prompts of one length that are sampled together.")
-    ] = 8,
-    num_processes: Annotated[
-        int, typer.Option(help="Local ranks over which the model is sharded.")
-    ] = 1,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that FOLDER brings.")
-    ] = False,
+    folder: Path,
+    prompt: list[str] | None = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 42,
+    chat: Annotated[bool, typer.Option("--chat")] = False,
+    batch_size: int = 8,
+    num_processes: int = 1,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
 ) -> Outcome:
     """Generate text with a trained model.
 
     A single text is printed token by token, several when all are there. Under torchrun the ranks
     share the model.
+
+    Args:
+        folder: A run's folder, or a Hugging Face model folder.
+        prompt: Text to continue; may be repeated. Default: the start of a text.
+        prompts: Prompts, one per line; the key prompt of a .jsonl file; - is standard input.
+        max_new_tokens: Most tokens to generate. Default: 200, or as many as the model has positions
+            for.
+        temperature: Sampling temperature; 0 always takes the most likely token.
+        top_k: Draw among this many most likely tokens; 0: among all.
+        top_p: Draw among the most likely tokens that together have this share.
+        repetition_penalty: Above 1, tokens that are there already become less likely.
+        seed: Seed of the sampling.
+        chat: Put each prompt into the tokenizer's chat template.
+        batch_size: Most prompts of one length that are sampled together.
+        num_processes: Local ranks over which the model is sharded.
+        trust_remote_code: Run Python code that FOLDER brings.
     """
     from fullshard.models.generate import SamplingSettings, model_folder_of
 
@@ -114,27 +100,28 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
 
 
 def _read_prompts(file: Path) -> list[str]:
-    """The prompts of a file, of which none may be empty.
+    """The prompts of a file.
 
     Raises:
-        ConfigError: The file cannot be read, or has none.
+        ConfigError: the file cannot be read, or has no prompts.
     """
-    from fullshard.config.regular import did_you_mean_path, read_regular
+    from fullshard.config.regular_files import did_you_mean_path, read_regular
 
     expected = "a file of prompts, one a line, or of JSON objects with the key prompt"
     with untrusted(f"--prompts: '{file}'", expected, ConfigError, "Correct the file."):
         try:
             data = sys.stdin.buffer.read() if str(file) == "-" else read_regular(file)
         except OSError as error:
-            hint = did_you_mean_path(file) or "Name another file."
+            hint = did_you_mean_path(file)
             raise ConfigError(
-                f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}"
+                f"--prompts: expected {expected}, got '{file}' ({error.strerror}). {hint}".rstrip()
             ) from error
-        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
-        if file.suffix == ".jsonl":
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+        lines = [line for line in text.split("\n") if line.strip()]
+        if file.suffix.lower() == ".jsonl":
             rows: list[Any] = [json.loads(line) for line in lines]
             lines = [row["prompt"] for row in rows]
-            "".join(lines)  # a prompt that is no text
+            "".join(lines)  # raises if a prompt is not text
     if not lines:
-        raise ConfigError(f"--prompts: expected {expected}, got '{file}' without any. Add some.")
+        raise ConfigError(f"--prompts: expected {expected}, got '{file}' without any.")
     return lines

@@ -1,16 +1,16 @@
-"""`fullshard launch`: any script on local ranks, with our supervision and hang reports."""
+"""`fullshard launch`: runs any script on local ranks, with supervision and hang reports."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.cli.arguments import DryRunFlag
 from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import DryRunFlag
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,102 +19,66 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-# What the script gets of its own stands behind it, whatever it looks like.
+# All words after the script are the script's own.
 _OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
-# torchrun's names and accelerate's.
-ProcessesFlag = Annotated[
-    int | None,
-    typer.Option("--num-processes", "--num_processes", help="Ranks on all machines together."),
-]
-MachinesFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--nnodes",
-        "--num-machines",
-        "--num_machines",
-        help="Machines; start this command on each. Default: the file's, or 1.",
-    ),
-]
-MachineFlag = Annotated[
-    int | None,
-    typer.Option(
-        "--node-rank",
-        "--node_rank",
-        "--machine-rank",
-        "--machine_rank",
-        help="This machine's number, from 0.",
-    ),
-]
-AddressFlag = Annotated[
-    str | None,
-    typer.Option(
-        "--master-addr", "--master_addr", "--main_process_ip", help="Address of machine 0."
-    ),
-]
-PortFlag = Annotated[
-    int | None,
-    typer.Option(
-        "--master-port", "--master_port", "--main_process_port", help="A free port there."
-    ),
-]
 
-FileFlag = Annotated[
-    Path | None,
-    typer.Option(
-        "--config-file",
-        "--config_file",
-        help="Processes, machines and sharding; other flags replace what it says.",
-    ),
-]
-TimeoutFlag = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds after which a rank that others wait for is stuck. "
-        "Default: the file's, or 600."
-    ),
-]
+def _named(*names: str) -> Any:
+    """An option under torchrun's and Accelerate's names, with `-` and with `_`."""
+    return typer.Option(
+        *dict.fromkeys(n for name in names for n in (name, _with_underscores(name)))
+    )
+
+
+def _with_underscores(name: str) -> str:
+    return "--" + name.removeprefix("--").replace("-", "_")
 
 
 @app.command(context_settings=_OWN_WORDS_FIRST)
 def launch(  # noqa: PLR0913  (one parameter an option)
-    script: Annotated[str, typer.Argument(help="A Python file, or a module after -m.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as after python -m.")
-    ] = False,
-    nproc_per_node: Annotated[
-        str,
-        typer.Option(
-            "--nproc-per-node", "--nproc_per_node", help="Ranks on this machine; auto, gpu or cpu."
-        ),
-    ] = "auto",
-    num_processes: ProcessesFlag = None,
-    nnodes: MachinesFlag = None,
-    node_rank: MachineFlag = None,
-    master_addr: AddressFlag = None,
-    master_port: PortFlag = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option("--max-restarts", "--max_restarts", help="Restart all ranks up to N times."),
-    ] = 0,
-    config_file: FileFlag = None,
-    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,  # noqa: ARG001  torchrun's, and always so here
-    timeout: TimeoutFlag = None,
-    log_dir: Annotated[
-        Path, typer.Option("--log-dir", "--log_dir", help="Where each rank's output is kept.")
-    ] = Path("runs/launch/logs"),
+    script: str,
+    arguments: Annotated[list[str] | None, typer.Argument()] = None,
+    module: Annotated[bool, typer.Option("--module", "-m")] = False,
+    nproc_per_node: Annotated[str, _named("--nproc-per-node")] = "auto",
+    num_processes: Annotated[int | None, _named("--num-processes")] = None,
+    nnodes: Annotated[str | None, _named("--nnodes", "--num-machines")] = None,
+    node_rank: Annotated[int | None, _named("--node-rank", "--machine-rank")] = None,
+    master_addr: Annotated[str | None, _named("--master-addr", "--main_process_ip")] = None,
+    master_port: Annotated[int | None, _named("--master-port", "--main_process_port")] = None,
+    max_restarts: Annotated[int, _named("--max-restarts")] = 0,
+    config_file: Annotated[Path | None, _named("--config-file")] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", hidden=True)] = False,  # noqa: ARG001
+    timeout: float | None = None,
+    log_dir: Annotated[Path, _named("--log-dir")] = Path("runs/launch/logs"),
     dry_run: DryRunFlag = False,
 ) -> Outcome:
     """Run SCRIPT on local ranks; the rendezvous is configured for you.
 
     One rank's error ends the others and is shown first; a dead or stuck rank is named, and so are
     ranks that disagree, for scripts that call fullshard.shard with the unit they wait in.
+
+    Args:
+        script: A Python file, or a module after -m.
+        arguments: Arguments of the script.
+        module: SCRIPT is a module, as after python -m.
+        nproc_per_node: Ranks on this machine; auto, gpu or cpu.
+        num_processes: Ranks on all machines together.
+        nnodes: Machines; start this command on each. Default: the file's, or 1.
+        node_rank: This machine's number, from 0.
+        master_addr: Address of machine 0.
+        master_port: A free port on machine 0.
+        max_restarts: Restart all ranks up to N times.
+        config_file: Processes, machines and sharding; other flags replace its values.
+        standalone: torchrun's, and always true here.
+        timeout: Seconds after which a rank that others wait for is stuck. Default: the file's, or
+            600.
+        log_dir: Folder for each rank's output.
+        dry_run: see `DryRunFlag`.
     """
     from fullshard.launch.spawn import LocalLaunch
 
     _check_script(script, module=module)
-    file = _asked_for(config_file)
+    file = _launch_section(config_file)
     machines = _machines(
         nnodes or str(file.num_machines),
         file.machine_rank if node_rank is None else node_rank,
@@ -142,7 +106,7 @@ def launch(  # noqa: PLR0913  (one parameter an option)
 
 
 def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
-    """Launch, and again after a failure as often as is allowed."""
+    """Launch, and restart after a failure up to `max_restarts` times."""
     from dataclasses import replace
 
     from fullshard.launch.spawn import launch_local_ranks, print_failure
@@ -156,7 +120,7 @@ def _run(order: LocalLaunch, max_restarts: int) -> Outcome:
             return launch_outcome(order, result, **facts, restarts=order.attempt)
         print_failure(order, result)
         order = replace(order, attempt=order.attempt + 1)
-        print(f"starting again: {order.attempt} of {max_restarts}")
+        print(f"restarting: {order.attempt} of {max_restarts}")
 
 
 def _check_script(script: str, *, module: bool) -> None:
@@ -167,12 +131,14 @@ def _check_script(script: str, *, module: bool) -> None:
             f"SCRIPT: expected a Python file, got '{script}'. For a module: -m {script}."
         )
     if not Path(script).is_file():
-        near = did_you_mean_path(Path(script)) or "Name a script that is there."
-        raise ConfigError(f"SCRIPT: expected a file, got '{script}', which does not exist. {near}")
+        near = did_you_mean_path(Path(script))
+        raise ConfigError(
+            f"SCRIPT: expected a file, got '{script}', which does not exist. {near}".rstrip()
+        )
 
 
 def _machines(count: str, index: int, address: str | None, port: int) -> Machines:
-    """What torchrun's flags say; its `--nnodes 1:4` changes ranks in a run, which nothing can."""
+    """The machines of torchrun's flags. Its `--nnodes 1:4` would change the ranks during a run."""
     from fullshard.launch.spawn import Machines
 
     if not count.isdecimal() or int(count) < 1:
@@ -191,7 +157,7 @@ def _machines(count: str, index: int, address: str | None, port: int) -> Machine
 
 
 def _share(num_processes: int, num_machines: int, per_node: str) -> str:
-    """accelerate's count is of all machines, torchrun's of one."""
+    """Ranks per machine: Accelerate counts those of all machines, torchrun those of one."""
     share, rest = divmod(num_processes, num_machines)
     if share < 1 or rest:
         raise ConfigError(
@@ -206,8 +172,8 @@ def _share(num_processes: int, num_machines: int, per_node: str) -> str:
     return str(share)
 
 
-def _asked_for(config_file: Path | None) -> LaunchConfig:
-    """What a file says of processes; it is checked as a whole, before any of them starts."""
+def _launch_section(config_file: Path | None) -> LaunchConfig:
+    """The file's launch section; the whole file is checked before any process starts."""
     from fullshard.config.load import load_config
     from fullshard.config.schema import LaunchConfig
 

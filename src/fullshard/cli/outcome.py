@@ -1,4 +1,4 @@
-"""What a command hands back, and how errors and --json look.
+"""What a command returns, and how errors and --json are printed.
 
     def plan(...) -> Outcome:
         print(table)                                # with --json this lands on standard error
@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -51,8 +51,8 @@ class Outcome:
 def error_outcome(error: BaseException) -> Outcome:
     """Show an error on standard error and turn it into the outcome of the command.
 
-    What speaks to the user (a FullshardError, a command line that cannot be parsed) is one block
-    without a traceback; anything else is shown with it.
+    A FullshardError and a command line that cannot be parsed are shown without a traceback, all
+    other errors with it.
     """
     error = as_ours(error)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -80,13 +80,13 @@ def error_outcome(error: BaseException) -> Outcome:
 def launch_outcome(
     launch: LocalLaunch, result: LaunchResult, *, after_stop: str = "", **facts: Any
 ) -> Outcome:
-    """Show what ranks failed of, if they did, and make the command's outcome of it.
+    """Show the failure of ranks, if there is one, and return the command's outcome.
 
     Args:
-        launch: what was run.
-        result: how it ended.
-        after_stop: what to say where a signal ended it, such as how to resume.
-        **facts: what --json prints where nothing failed.
+        launch: the launch that was run.
+        result: its result.
+        after_stop: printed if a signal ended the launch, such as how to resume.
+        **facts: printed by --json if nothing failed.
     """
     from fullshard.launch.spawn import print_failure
 
@@ -145,7 +145,9 @@ def _usage_outcome(error: Any) -> Outcome:
         return _error("ConfigError", "command: expected one, got none.", ExitCode.CONFIG)
     path = context.command_path if context is not None else "fullshard"
     commands = list(getattr(context.command, "commands", ())) if context is not None else []
-    if type(error).__name__ == "NoSuchOption" and context is not None:
+    if commands and option == "--json":  # of the command that is missing
+        message = f"{path}: expected one of {', '.join(commands)}; got none."
+    elif type(error).__name__ == "NoSuchOption" and context is not None:
         known = [name for param in context.command.params for name in param.opts] + ["--help"]
         known = sorted({name for name in known if name.startswith("--")})
         hint = did_you_mean(option, known)
@@ -164,8 +166,41 @@ def _error(kind: str, message: str, exit_code: int, **more: Any) -> Outcome:
     return Outcome({"error": error}, int(exit_code))
 
 
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str | None = None,
+    *,
+    numbers: Collection[str] = (),
+    line_after: int = 0,
+) -> None:
+    """Print a table, with lines around it on a terminal only.
+
+    Args:
+        columns: their names.
+        rows: their cells, which may contain names from a stranger's file.
+        title: a line above the table.
+        numbers: columns that are aligned to the right.
+        line_after: rows above a separating line; 0: no such line.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    lines = box.HEAVY_HEAD if console.is_terminal else None
+    table = Table(title=title, title_justify="left", box=lines)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        table.add_row(*map(printable, row), end_section=number == line_after)
+    console.print(table, markup=False)
+
+
 def show(text: str = "") -> None:
-    """Print what may hold names from a stranger's file."""
+    """Print text that may contain names from a stranger's file."""
     print(printable(text))
 
 

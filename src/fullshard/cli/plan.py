@@ -1,8 +1,10 @@
-"""`fullshard plan`: what a run will hold, before any rank, weight or GPU is there."""
+"""`fullshard plan`: the memory and time of a run, forecast without ranks, weights or GPUs."""
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
 import os
 import sys
 from collections.abc import Generator, Mapping
@@ -13,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.outcome import Outcome
-from fullshard.cli.words import (
+from fullshard.cli.arguments import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
@@ -22,6 +23,8 @@ from fullshard.cli.words import (
     load,
     placed,
 )
+from fullshard.cli.outcome import Outcome
+from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,16 +37,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-
-OptimizerBytes = Annotated[
-    float | None,
-    typer.Option(min=0, help="Bytes of optimizer state per trainable parameter."),
-]
+SHOWN = 5  # rows of a table without a prediction that the terminal lists
 
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """Nobody looks for garbage meanwhile: imports and traces make much else, and look often."""
+    """No garbage collection: imports and traces allocate much, and would start it often."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -59,45 +58,42 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     words: Words = None,
     config: ConfigFlag = None,
     config_file: ConfigFileFlag = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(help="GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8."),
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines. Default: 1.")] = None,
-    devices: Annotated[
-        Path | None, typer.Option(help="A YAML file that describes further devices for --gpus.")
-    ] = None,
-    table: Annotated[
-        Path | None, typer.Option(help="Forecast the runs in a CSV file, of any framework.")
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file of bench calibrate, for the time on this machine. Default: the one that "
-            "it writes by itself, where there is one."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="A page with figures to write; with --table: where predictions go."),
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="backend: jax: compile the step, and say XLA's figures.")
-    ] = False,
-    topology: Annotated[
-        str | None,
-        typer.Option(help="With --exact: for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB)."),
-    ] = None,
-    optimizer_bytes: OptimizerBytes = None,
+    gpus: str | None = None,
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
+    devices: Path | None = None,
+    table: Path | None = None,
+    calibration: Path | None = None,
+    out: Path | None = None,
+    exact: Annotated[bool, typer.Option("--exact")] = False,
+    topology: str | None = None,
+    optimizer_bytes: Annotated[float | None, typer.Option(min=0)] = None,
 ) -> Outcome:
     """Forecast the memory of every rank and the time of a step, and advise what to change.
 
     CONFIG may also be a Hugging Face model folder or its config.json.
+
+    Args:
+        words: see `Words`.
+        config: see `ConfigFlag`.
+        config_file: see `ConfigFileFlag`.
+        gpus: GPUs of one machine: 8xH100-80GB, 4xA100-40GB, H200, 8.
+        nodes: Machines. Default: 1.
+        devices: A YAML file that describes further devices for --gpus.
+        table: Forecast the runs in a CSV file, of any framework.
+        calibration: A file of bench calibrate, for the time on this machine. Default: the one that
+            it writes by itself, if there is one.
+        out: A page with figures to write; with --table: the file for the predictions.
+        exact: With backend: jax: compile the step, and show XLA's figures.
+        topology: With --exact: compile for these TPUs (v5p:2x2x2) or GPUs (8xH100-80GB).
+        optimizer_bytes: Bytes of optimizer state per trainable parameter.
     """
     if table is not None:
-        return _table(
-            table, out, words or config or config_file or gpus or nodes or devices or calibration
-        )
+        if words or config or config_file or gpus or nodes or devices or calibration:
+            raise ConfigError(
+                "--table: expected no configuration beside it, because every row is one; got more. "
+                "Plan them one after the other."
+            )
+        return _predict_table(table, out or Path("predictions.csv"))
     hardware, own = _hardware(gpus, devices)
     if out is not None:
         _check_out(out)
@@ -109,18 +105,18 @@ def plan(  # noqa: PLR0913  (one parameter an option)
         _say_planning(world)
         fitted, machine = _fitted(resolved), _machine(world, hardware, own, nodes)
         if for_xla:
-            from fullshard.cli.plan_xla import plan_on_xla
+            from fullshard.cli.plan_report import plan_on_xla
 
             return plan_on_xla(fitted, world, machine, exact=exact, topology=topology)
         machine = _calibrated(machine, hardware, world, calibration)
         view = _view(fitted, world, machine, optimizer_bytes)
     except ConfigError as error:
         raise placed(resolved, error) from error
-    return _told(fitted, view, hardware, out)
+    return _show(fitted, view, hardware, out)
 
 
 def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> Resolved:
-    """The configuration, whose model is there."""
+    """The checked configuration, whose model exists."""
     from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, accept_model=True)
@@ -130,7 +126,7 @@ def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> 
 
 
 def _fitted(resolved: Resolved) -> RunConfig:
-    """The configuration with the length that a run of it has, whose weights are whole."""
+    """The configuration with the sequence length of a run, after a check of the weights."""
     from fullshard.models.build import check_weights, with_fitting_length
 
     config = with_fitting_length(resolved).config
@@ -138,21 +134,60 @@ def _fitted(resolved: Resolved) -> RunConfig:
     return config
 
 
-def _table(table: Path, out: Path | None, more: object) -> Outcome:
-    """Predict rows of anybody's; nothing more may be said."""
-    from fullshard.cli.plan_table import predict_table
+def _predict_table(table: Path, out: Path) -> Outcome:
+    """Write the table's rows with predictions added.
 
-    if more:
+    A row that cannot be read does not end the table: its predictions are blank, with a note.
+
+    Raises:
+        ConfigError: the table is not a CSV file with a header, or `out` cannot be written.
+    """
+    from fullshard.outlook.published import COLUMNS, predict
+
+    columns, rows = _read_table(table)
+    predictions = [predict(row) for row in rows]
+    kept = [name for name in columns if name not in COLUMNS]
+    try:
+        with out.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [*kept, *COLUMNS], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**row, **found} for row, found in zip(rows, predictions, strict=True))
+    except OSError as error:
+        raise ConfigError(f"--out: expected a file to write, got '{out}' ({error}).") from error
+    failed = [
+        {"row": place, "note": found["pred_note"]}
+        for place, found in enumerate(predictions, start=1)
+        if not found["pred_fits"]
+    ]
+    print(f"{len(rows) - len(failed)} of {len(rows)} rows predicted, in {out}.")
+    for one in failed[:SHOWN]:
+        print(f"  row {one['row']}: {one['note']}")
+    return Outcome({"out": str(out), "rows": len(rows), "not_predicted": failed})
+
+
+def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """The columns and the rows of a CSV file; missing cells of short rows are blank."""
+    try:
+        text = io.StringIO(read_regular(table).decode("utf-8-sig"), newline="")
+        reader = csv.DictReader(text, restval="")
+        columns = [name for name in reader.fieldnames or [] if name]
+        rows = [{name: row[name] for name in columns} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            "--table: expected no configuration beside it, because every row is one; got more. "
-            "Plan them one after the other."
+            f"--table: expected a CSV file with a header, got '{table}' ({error}). "
+            f"{did_you_mean_path(table)}".rstrip()
+        ) from error
+    if not {"gpu_model", "params_b", "model_name"} & set(columns):
+        raise ConfigError(
+            "--table: expected a header with columns such as model_name, params_b, gpu_model, "
+            f"gpus, strategy; got {', '.join(columns[:6]) or 'none'}. See docs/planner.md."
         )
-    return predict_table(table, out or Path("predictions.csv"))
+    return columns, rows
 
 
-def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
-    """Show it, and write a page where that is asked for."""
-    from fullshard.cli.plan_told import print_choice, print_plan, to_dict
+def _show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
+    """Print the plan, and write a page if --out is given."""
+    from fullshard.cli.plan_report import print_choice, print_plan, to_dict
     from fullshard.launch.exit_codes import ExitCode
     from fullshard.outlook.search import compare
     from fullshard.run.outlook import leaves_something
@@ -171,7 +206,7 @@ def _told(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None
 
 
 def _check_out(out: Path) -> None:
-    """Refuses, before anything is planned, a page that could not be written."""
+    """Refuse a page that cannot be written, before anything is planned."""
     written = out if out.exists() else out.parent
     if out.is_dir() or not out.parent.is_dir() or not os.access(written, os.W_OK):
         raise ConfigError(
@@ -181,7 +216,7 @@ def _check_out(out: Path) -> None:
 
 
 def _say_planning(topology: Topology) -> None:
-    """What goes on meanwhile, to people who wait."""
+    """Tell a waiting user what takes time."""
     if sys.stderr.isatty():
         ranks = f"{topology.world_size} rank{'s' * (topology.world_size != 1)}"
         print(f"Planning {ranks}: one step is traced on meta ...", file=sys.stderr, flush=True)
@@ -190,7 +225,7 @@ def _say_planning(topology: Topology) -> None:
 def _is_for_xla(
     config: RunConfig, for_torch: Mapping[str, object], *, exact: bool, topology: str | None
 ) -> bool:
-    """Whether the backend is jax, to which alone two of the options belong, and others do not."""
+    """Whether the backend is jax; refuses options of the other backend."""
     from fullshard.config.values import Backend
 
     if topology is not None and not exact:
@@ -209,7 +244,7 @@ def _is_for_xla(
 
 
 def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict[str, Device]]:
-    """A machine's GPUs, and those that the user has described."""
+    """A machine's GPUs, and the devices that the user has described."""
     from fullshard.outlook.devices import parse_gpus, read_devices
     from fullshard.outlook.memory import GIB
 
@@ -225,7 +260,7 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
 def _calibrated(
     machine: Machine, hardware: Gpus | None, world: Topology, given: Path | None
 ) -> Machine:
-    """With what was measured on this machine, where that is what is planned for."""
+    """The machine with its measurements, if the plan is for this machine."""
     from fullshard.config.environment import cache_folder
     from fullshard.launch.machine import describe_machine
     from fullshard.outlook.calibration import FILE_NAME, read_calibration
@@ -247,14 +282,14 @@ def _calibrated(
     if found.of(world.world_size) is None:
         known = ", ".join(map(str, found.hosts))
         print(
-            f"{path}: has no measurement of {world.world_size} ranks (but of {known}), so no time "
-            f"is said. Run fullshard bench calibrate --ranks {world.world_size}."
+            f"{path}: has measurements of {known} ranks, not of {world.world_size}, so no time is "
+            f"forecast. Run fullshard bench calibrate --ranks {world.world_size}."
         )
     return replace(machine, calibration=found)
 
 
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
-    """The planned world: that of --gpus and --nodes, else the configuration's."""
+    """The planned ranks: of --gpus and --nodes, else the configuration's."""
     from fullshard.launch.machine import configured_topology
     from fullshard.planner.mesh import Topology
 
@@ -270,7 +305,7 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
 def _machine(
     world: Topology, hardware: Gpus | None, own: Mapping[str, Device], nodes: int | None
 ) -> Machine:
-    """What a rank runs on: what --gpus describes; this machine without --gpus and --nodes."""
+    """The machine of a rank: the one of --gpus; this one without --gpus and --nodes."""
     from fullshard.run.outlook import machine_of, this_machine
 
     if hardware is None and nodes is None:
@@ -284,10 +319,10 @@ def _view(
     """The run as the planner sees it.
 
     Args:
-        config: Configuration of the run.
-        world: Its ranks.
-        machine: What a rank runs on.
-        optimizer_bytes: An own optimizer's, an element.
+        config: the run's configuration.
+        world: the run's ranks.
+        machine: the machine of a rank.
+        optimizer_bytes: bytes per parameter of the user's own optimizer.
     """
     from fullshard.planner.optimizers import of_bytes
     from fullshard.run.outlook import model_of, view_of

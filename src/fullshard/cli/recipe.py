@@ -1,4 +1,4 @@
-"""The commands of recipes, `fullshard train` and others: from a configuration to its run."""
+"""The commands of the recipes (`fullshard train` and others)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import (
+from fullshard.cli.arguments import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
@@ -20,6 +19,7 @@ from fullshard.cli.words import (
     load,
     split_config,
 )
+from fullshard.cli.outcome import Outcome, launch_outcome
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError
 from fullshard.recipes.registry import Command, check_command
 
@@ -43,16 +43,16 @@ RestartsFlag = Annotated[
 
 @dataclass(frozen=True)
 class How:
-    """How a run is started: the flags that are no keys of its configuration."""
+    """How a run is started: the flags that are not keys of its configuration."""
 
     resume: str | None = None
     max_restarts: int = 0
     dry_run: bool = False
-    is_local: bool = False  # on ranks of our own, whatever launcher has started this process
+    is_local: bool = False  # start local ranks, even under a launcher
 
 
 def app_of(recipe: Command) -> typer.Typer:
-    """The command of a recipe; `distill-cache` is a first word of another's."""
+    """The command of a recipe; `distill-cache` is `distill` with the first word `cache`."""
     app = typer.Typer()
 
     @app.command(context_settings=OPEN_WORDS, help=recipe.help[0])
@@ -79,12 +79,12 @@ def app_of(recipe: Command) -> typer.Typer:
 
 
 def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | None:
-    """Train the model that a job of ours begins with, where it is asked for and missing.
+    """Train the model that a shipped job starts from, if the job needs it and it is missing.
 
-    Under a launcher rank 0 does it, on local ranks, while the others wait for it at the rendezvous.
+    Under a launcher, rank 0 trains it on local ranks while the others wait at the rendezvous.
 
     Returns:
-        None: it is there, or was made. Else how the command ends.
+        None if the model exists now; else the outcome of the command.
     """
     from fullshard.config.environment import read_launch_environment
 
@@ -106,7 +106,7 @@ def _made_first(command: Command, resolved: Resolved, how: How) -> Outcome | Non
 def _check_first(
     command: Command, resolved: Resolved, how: How, coming: Path | None = None
 ) -> LaunchEnvironment | None:
-    """Check what needs no torch; the launcher that has started us."""
+    """Check everything that needs no torch; returns the launcher that started this process."""
     from fullshard.config.environment import read_launch_environment
     from fullshard.run.paths import check_paths
 
@@ -146,12 +146,12 @@ def run_recipe(command: Command, resolved: Resolved, how: How) -> Outcome:
 
 
 def _how_to_resume(folder: RunFolder) -> str:
-    """What a run that was stopped has saved, and how it goes on."""
+    """What a stopped run has saved, and how to resume it."""
     from fullshard.checkpoint.retain import checkpoints_in
 
     saved = [found for found in checkpoints_in(folder.checkpoints) if found.manifest is not None]
     if not saved:
-        return "No step was saved: the same command begins anew."
+        return "No step was saved: the same command starts again."
     return (
         f"The last saved step is {saved[0].step}, in {saved[0].path}. "
         "The same command resumes from it (not with --resume never)."
@@ -161,7 +161,7 @@ def _how_to_resume(folder: RunFolder) -> str:
 def _be_a_rank(
     command: Command, resolved: Resolved, launch: LaunchEnvironment, resume: str | None
 ) -> Outcome:
-    """Under torchrun or srun: all ranks meet, then rank 0 prepares while the others wait for it."""
+    """Run as a rank of torchrun or srun: rank 0 prepares while the other ranks wait."""
     from fullshard.launch.rank_entry import run_rank
     from fullshard.launch.rendezvous import first_prepares, init_process_group
     from fullshard.launch.run_lock import wait_until_free
@@ -174,7 +174,7 @@ def _be_a_rank(
     @contextmanager
     def prepared() -> Iterator[None]:
         asked = resume
-        if launch.attempt:  # a launcher starts us again: go on
+        if launch.attempt:  # a launcher restarts us: resume
             asked = "auto"
             wait_until_free(folder.path)
         with start.made_folder(_checked(command, resolved, launch.world_size, asked), command):
@@ -203,7 +203,7 @@ def _be_a_rank(
 def _checked(
     command: Command, resolved: Resolved, world_size: int, resume: str | None
 ) -> CheckedRun:
-    """Check a run; the plan of one that cannot fit is left in its folder."""
+    """Check a run; the plan of a run that does not fit is written to its folder."""
     from fullshard.run import start
 
     try:
@@ -214,7 +214,7 @@ def _checked(
 
 
 def _show_plan(checked: CheckedRun) -> Outcome:
-    """What would be run."""
+    """Print the plan of a dry run."""
     from fullshard.run.result import planned
 
     facts = checked.dataset.facts

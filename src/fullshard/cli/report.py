@@ -1,4 +1,4 @@
-"""`fullshard report RUN_DIR`: draw a run's page again, measured over planned."""
+"""`fullshard report RUN_DIR`: writes a run's page again, with measured and planned values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(
     from fullshard.run.folder import RunFolder
 
     page = write_report(run_dir)
-    with contextlib.suppress(ConfigError, OSError), RunLock(run_dir):  # it is not going on
+    with contextlib.suppress(ConfigError, OSError), RunLock(run_dir):  # no live run has it
         if RunFolder(run_dir).end_killed():
             write_report(run_dir)
     print(page)

@@ -1,4 +1,4 @@
-"""`fullshard verify`: proves that a sharding computes what one process computes."""
+"""`fullshard verify`: proves that a sharded model computes what one process computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome, launch_outcome
-from fullshard.cli.words import (
+from fullshard.cli.arguments import (
     OPEN_WORDS,
     ConfigFileFlag,
     ConfigFlag,
@@ -19,6 +18,7 @@ from fullshard.cli.words import (
     load,
     placed,
 )
+from fullshard.cli.outcome import Outcome, launch_outcome, print_table
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def verify(
 
 
 def _outcome(prepared: PreparedCheck, verdict: Verdict) -> Outcome:
-    """Show the table and the verdict; 8 where anything differs, 1 where a fault was not seen."""
+    """Show the table and the verdict; exit code 8 if anything differs, 1 if a fault was missed."""
     from fullshard.launch.exit_codes import ExitCode
 
     _print_rows(verdict)
@@ -121,25 +121,16 @@ def _print_prepared(prepared: PreparedCheck) -> None:
 
 
 def _print_rows(verdict: Verdict) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    table = Table(box=box.HEAVY_HEAD if console.is_terminal else None)
-    for name in ("", "dtype", "worst error", "tolerance", "", "where"):
-        table.add_column(name, justify="right" if name in ("worst error", "tolerance") else "left")
-    for row in verdict.rows:
-        said = ("equal", "green") if row.is_equal else ("DIFFERS", "red")
-        table.add_row(
+    rows = [
+        (
             row.name,
             row.dtype,
             f"{row.worst_error:.1e}",
             f"{row.tolerance:.0e}",
-            said[0],
+            "equal" if row.is_equal else "DIFFERS",
             row.where,
-            style=None if row.is_equal else said[1],
         )
-    console.print(table)
+        for row in verdict.rows
+    ]
+    columns = ("", "dtype", "worst error", "tolerance", "result", "where")
+    print_table(columns, rows, numbers=("worst error", "tolerance"))

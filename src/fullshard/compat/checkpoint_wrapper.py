@@ -1,14 +1,16 @@
 """torch's activation checkpointing by wrapper, acting in place.
 
-A helper that is often copied calls `checkpoint_wrapper(layer)` and drops what it gives back, so
-that nothing happens in torch. Here `layer` itself recomputes and is given back, under its names.
+A widespread helper calls `checkpoint_wrapper(layer)` and drops the result, which has no effect in
+torch. Here `layer` itself recomputes, keeps its parameter names, and is returned.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,12 +36,12 @@ def checkpoint_wrapper(
     offload_to_cpu: bool = False,
     **checkpoint_fn_kwargs: Any,
 ) -> nn.Module:
-    """Let a module recompute its activations in backward; gives back the module itself.
+    """Makes a module recompute its activations in backward; returns the module itself.
 
     Args:
         module: Before or after it is wrapped by FSDP.
-        checkpoint_impl: REENTRANT is changed to NO_REENTRANT, which is said once: the reentrant
-            kind hides from a sharded model which gradients will come.
+        checkpoint_impl: REENTRANT is changed to NO_REENTRANT with a warning: reentrant
+            checkpointing hides which gradients will be computed.
         checkpoint_fn: In place of torch.utils.checkpoint.checkpoint.
         offload_to_cpu: Only False, which PyTorch's own tutorial still says; torch has
             `offload_wrapper` for it since 1.13.
@@ -80,13 +82,13 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
     auto_wrap_policy: Callable[..., bool] | None = None,
 ) -> None:
-    """Let the modules recompute that a check or a policy chooses; the model itself never.
+    """Makes modules recompute that a check or a policy chooses, but not the model itself.
 
     Args:
         model: Before or after it is wrapped by FSDP.
-        checkpoint_wrapper_fn: What is called on each.
-        check_fn: Which.
-        auto_wrap_policy: Which, by a policy of FSDP; takes precedence.
+        checkpoint_wrapper_fn: Called on each chosen module.
+        check_fn: Chooses modules.
+        auto_wrap_policy: Policy of FSDP that chooses modules; takes precedence.
     """
     chosen = check_fn
     if auto_wrap_policy is not None:
@@ -111,3 +113,19 @@ __all__ = [
     "checkpoint_wrapper",
     "offload_wrapper",
 ]
+
+
+def make_callable(name: str, function: Callable[..., Any]) -> None:
+    """Let `package.name(...)` call the function, and `package.name.other` be the module's.
+
+    torch has `torch.distributed.fsdp.wrap`, the module, and `wrap`, the function in it: a package
+    that offers the function too has one name for both.
+    """
+
+    class CallableModule(ModuleType):
+        """A module that stands for a function in it."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    sys.modules[name].__class__ = CallableModule

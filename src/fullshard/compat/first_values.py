@@ -1,4 +1,4 @@
-"""First values of modules: where they are, what is on meta, what rank 0 has."""
+"""Initial values of modules: their device, modules on meta, values of rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.transport import copy_from_first
 
 
 def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.device:
-    """Where the unit computes; its modules are moved there.
+    """Returns the device of a unit and moves its modules there.
 
     Raises:
         MisuseValueError: The parameters are on another device of the same kind.
@@ -36,7 +36,7 @@ def place(root: nn.Module, modules: list[nn.Module], device_id: Any) -> torch.de
 
 
 def default_device() -> torch.device:
-    """Where a module computes that says nothing: the accelerator if there is one."""
+    """The default device: the accelerator if there is one."""
     cuda = torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -48,7 +48,7 @@ def _device_of(device_id: Any) -> torch.device | None:
         return torch.device("cpu")
     device = torch.device(device_id) if not isinstance(device_id, torch.device) else device_id
     if device.type != "cpu" and not torch.accelerator.is_available():
-        return torch.device("cpu")  # scripts that say cuda where there is none
+        return torch.device("cpu")  # scripts that ask for cuda on a machine without it
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -57,10 +57,10 @@ def _device_of(device_id: Any) -> torch.device | None:
 def materialize(
     modules: list[nn.Module], device: torch.device, init: Callable[[nn.Module], None] | None
 ) -> None:
-    """Give values to what is on meta, by `param_init_fn` or the modules' own.
+    """Materializes modules on meta with `param_init_fn` or `reset_parameters`.
 
     Raises:
-        MisuseValueError: `init` cannot be called, or a module cannot initialise itself.
+        MisuseValueError: `init` is not callable, or a module has no reset_parameters.
     """
     if init is not None and not callable(init):
         raise MisuseValueError(f"Expected {init} to be callable but got {type(init)}")
@@ -83,7 +83,7 @@ def materialize(
 
 
 def copy_first_values(modules: list[nn.Module], ignored: set[int]) -> None:
-    """`sync_module_states`: every rank takes rank 0's values. A collective."""
+    """Copies the values of rank 0 to all ranks, for `sync_module_states`. A collective."""
     tensors: dict[int, torch.Tensor] = {}
     for module in modules:
         for tensor in [*module._parameters.values(), *module._buffers.values()]:

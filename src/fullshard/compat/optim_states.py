@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from fullshard.compat.errors import MisuseError, MisuseValueError
 from fullshard.compat.state_dicts import Kind, Wanted, rows_of
 from fullshard.compat.wrapping import engine_for, marked, names_of, own_rank, topology
 from fullshard.engine.engine import Engine
-from fullshard.engine.optimizers import on_new_optimizer
+from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.transport.groups import own_group, tell_everyone
@@ -26,15 +25,15 @@ States = dict[str, Any]
 def optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, given: States | None, wanted: Wanted
 ) -> States:
-    """{"state": {name: {...}}, "param_groups": [...]}: what one process would have, by name.
+    """Returns {"state": {name: {...}}, "param_groups": [...]}, the states of the unsharded model.
 
-    A collective, but for LOCAL.
+    A collective, except for LOCAL.
 
     Args:
-        model: Holds the parameters; need not be marked itself.
+        model: Model with the parameters; need not be marked itself.
         optim: Optimizer of these parameters.
-        given: Its own `state_dict()`, where that was changed; None: asked for here.
-        wanted: How.
+        given: A changed `optim.state_dict()`; None: the current states.
+        wanted: Options.
     """
     if isinstance(optim, OwnedOptimizer):
         optim.state_dict()  # says where its states are saved
@@ -67,7 +66,7 @@ def optim_state_dict(
 
 
 def _agreed(names: list[str]) -> list[str]:
-    """Rank 0's names on all ranks: they may have given their optimizers other orders.
+    """Rank 0's names, on all ranks: the order of parameters may differ between optimizers.
 
     Raises:
         MisuseError: A rank has no states for one of them.
@@ -85,7 +84,7 @@ def _agreed(names: list[str]) -> list[str]:
 
 
 def everyones(value: Any) -> list[Any]:
-    """What every rank has, on every rank. A collective."""
+    """The values of all ranks. A collective."""
     world = topology().world_size
     return tell_everyone(value, own_group("all", [range(world)])) if world > 1 else [value]
 
@@ -108,13 +107,13 @@ def _convert(value: Any, engines: Mapping[int, Engine], wanted: Wanted) -> Any:
 def state_dict_to_load(
     model: nn.Module, optim: torch.optim.Optimizer, state: States, *, by_name: bool = False
 ) -> States:
-    """What `optim.load_state_dict` takes: each rank's part of what `optim_state_dict` gave.
+    """Converts a result of `optim_state_dict` for `optim.load_state_dict` of this rank.
 
     Args:
-        model: As there; a model of another strategy or number of ranks too.
-        optim: Optimizer of the parameters that are loaded.
-        state: By name or, where `by_name`, of any kind of key that is a name.
-        by_name: Keys are the names that the model itself gives its parameters.
+        model: The model; its strategy and number of ranks may differ.
+        optim: Optimizer of the parameters.
+        state: States by name.
+        by_name: Whether the result has the model's own parameter names as keys, not numbers.
     """
     _engines(model)
     names = names_of(model)
@@ -155,7 +154,7 @@ def _whole(value: Any) -> Any:
 
 
 def _part(param: torch.Tensor, value: Any) -> Any:
-    """A state as this rank holds it."""
+    """This rank's part of a state."""
     if not isinstance(value, torch.Tensor) or isinstance(value, Guarded):
         return value
     if not isinstance(param, ShardedParameter) or value.dim() == 0 == param.dim():
@@ -224,34 +223,24 @@ def _engines(model: nn.Module) -> list[Engine]:
 # ---- optimizers whose own state dicts hold rows
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """That a parameter's states are shown as rows.
-
-    Attributes:
-        module: Marked, holds the parameter.
-        when: Whether they are now.
-    """
-
-    module: Callable[[], nn.Module | None]
-    when: Callable[[], bool]
-
-
 def show_rows(module: nn.Module, when: Callable[[], bool] = lambda: True) -> None:
-    """Let `Optimizer.state_dict()` of a marked module's parameters hold DTensors, each rank's rows.
+    """Makes `Optimizer.state_dict()` return DTensors of rows for a marked module's parameters.
 
     Args:
-        module: Its parameters are shards, or will be: call again when they are.
-        when: Whether they are asked for; else it holds what it held.
+        module: Marked module; call again once its parameters are shards.
+        when: Returns whether to convert; otherwise the state dict is unchanged.
     """
-    rows = _Rows(weakref.ref(module), when)
+    rows: _Rows = (weakref.ref(module), when)
     for param in module.parameters():
         if isinstance(param, ShardedParameter):
             setattr(param, _ROWS, rows)
-    on_new_optimizer(_listen, module)
+    if _listen not in WATCHED.callbacks:
+        WATCHED.callbacks.append(_listen)
+    WATCHED.add(module)
 
 
 _ROWS = "_fullshard_shows_rows"
+_Rows = tuple[Callable[[], nn.Module | None], Callable[[], bool]]  # the marked module, show now?
 
 
 def _listen(optimizer: torch.optim.Optimizer) -> None:
@@ -261,7 +250,7 @@ def _listen(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
-    """A collective, where rows are asked for."""
+    """Converts states to DTensors of rows. A collective if there are any."""
     shown: States = dict(state["state"])
     engines: dict[_Rows, Engine | None] = {}
     for number, param in _numbered(optimizer):
@@ -269,7 +258,8 @@ def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
         if rows is None or number not in shown:
             continue
         if rows not in engines:
-            module = rows.module() if rows.when() else None
+            module_ref, when = rows
+            module = module_ref() if when() else None
             engines[rows] = engine_for(module) if module is not None else None
         engine = engines[rows]
         if engine is not None:
@@ -280,7 +270,7 @@ def _give_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
 
 
 def _take_rows(optimizer: torch.optim.Optimizer, state: States) -> States:
-    """This rank's parts; what is loaded belongs to this optimizer, and not to the caller too."""
+    """Copies this rank's parts of the states."""
     params = [param for _, param in _numbered(optimizer)]
     keys = [key for group in state["param_groups"] for key in group["params"]]  # numbers or names
     param_of = dict(zip(keys, params, strict=False))  # torch's load goes by position too

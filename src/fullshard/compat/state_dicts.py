@@ -10,7 +10,8 @@ A state dict is converted once, by the outermost marked module that it is asked 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -31,7 +32,7 @@ from fullshard.compat.wrapping import (
     marked,
     outermost,
     own_rank,
-    wrapped_of,
+    record_of,
 )
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine
@@ -43,7 +44,7 @@ from fullshard.planner.mesh import Mesh
 
 
 class Kind(Enum):
-    """What a state dict holds for a shard."""
+    """Kind of the values of sharded parameters in a state dict."""
 
     FULL = auto()
     SHARDED = auto()
@@ -52,13 +53,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for.
+    """Options of a state dict.
 
     Attributes:
-        kind: Kind of values.
-        to_cpu: Values are on the CPU.
-        rank0_only: Other ranks get nothing.
-        mesh: Mesh of the DTensors; None: made for the engine's.
+        kind: Kind of the values.
+        to_cpu: Whether to copy values to the CPU.
+        rank0_only: Whether other ranks get an empty state dict.
+        mesh: Device mesh of the DTensors; None: one is created for the engine's mesh.
     """
 
     kind: Kind = Kind.FULL
@@ -70,8 +71,8 @@ class Wanted:
 def asked_by_torch() -> bool:
     """Whether torch's `get_state_dict`, `set_state_dict` or their kin are on the stack.
 
-    These tell torch's own FSDP1 class what state dict they want; from any other module they take
-    `state_dict()`, as a script does that wants whole tensors. Only the stack tells the two apart.
+    They configure torch's own FSDP1 class for the state dict that they need; other modules only get
+    a call of `state_dict()`, like a script that needs whole tensors. Only the stack differs.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != TORCHS_STATE_DICTS:
@@ -82,7 +83,16 @@ def asked_by_torch() -> bool:
 TORCHS_STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 
-_busy: list[int] = []  # the outermost call under way converts what the inner ones leave
+_busy: list[int] = []  # the outermost call converts the values of the inner ones
+
+
+@contextmanager
+def _outermost_call() -> Generator[None]:
+    _busy.append(1)
+    try:
+        yield
+    finally:
+        _busy.pop()
 
 
 def state_dict(
@@ -91,27 +101,24 @@ def state_dict(
     """A marked module's `state_dict()`. A collective, but for LOCAL.
 
     Args:
-        module: Marked.
-        wanted: How.
-        inner: Its own class's method.
-        args: The call's.
-        kwargs: The call's.
+        module: Marked module.
+        wanted: Options.
+        inner: `state_dict` of its original class.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
     """
     if _busy:
         return inner(*args, **kwargs)
     engine = engine_for(module)
-    _busy.append(1)
-    try:
+    with _outermost_call():
         result = inner(*args, **kwargs)
-    finally:
-        _busy.pop()
     if engine.unsharded:
         return result
     shards = {key: value for key, value in result.items() if isinstance(value, Guarded)}
     values = convert(engine, shards, wanted)
     result.update(values)
     if wanted.rank0_only and own_rank() != 0:
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        prefix = prefix_of(args, kwargs)
         for key in [key for key in result if key.startswith(prefix)]:
             del result[key]
     elif wanted.to_cpu:
@@ -121,8 +128,13 @@ def state_dict(
     return result
 
 
+def prefix_of(args: Any, kwargs: Any) -> str:
+    """The `prefix` of a call of `state_dict`."""
+    return kwargs.get("prefix", args[1] if len(args) > 1 else "")
+
+
 def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Values for a state dict; a parameter that has two names has one value."""
+    """Values for a state dict; a parameter with two names has one value."""
     if wanted.kind is Kind.LOCAL:
         return {key: value.to_local().reshape(-1).clone() for key, value in shards.items()}
     keep = not wanted.rank0_only or own_rank() == 0
@@ -199,16 +211,11 @@ def rows_on_meta(
     """
     if _busy or not dist.is_initialized():
         return inner(*args, **kwargs)
-    _busy.append(1)
-    try:
+    with _outermost_call():
         result = inner(*args, **kwargs)
-    finally:
-        _busy.pop()
-    wrapped = wrapped_of(module)
-    assert wrapped is not None
-    mesh = wrapped.mesh
+    mesh = record_of(module).mesh
     on = on if on is not None else device_mesh(mesh, default_device().type)
-    prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+    prefix = prefix_of(args, kwargs)
     ignored = ignored_ids(module)
     for name, param in places_of(module).items():
         key = prefix + clean_name(name)

@@ -1,15 +1,15 @@
 """Modules that users mark one by one, and the engine that runs them together.
 
-torch's interfaces take a model apart by calls: each marks a module as a unit of its own. Here a
-mark is a `Wrapped` record on the module, whose class gets the interface's methods. The parameters
-of the unit become shards at once, without a collective. The engine is made when the outermost
-marked module first runs (or is saved, loaded, clipped ...): its plan has one unit for each mark.
+With torch's interfaces, each call makes one module a unit. Here such a call marks the module with a
+`Wrapped` record, and its class gets the interface's methods. The parameters of the unit become
+shards at once, without a collective. The engine is created when the outermost marked module first
+runs (or is saved, loaded, clipped ...); its plan has one unit per mark.
 
     FSDP(layer)     layer is marked, its parameters are cut           no collective
     FSDP(model)     model is marked, the rest of them are cut         no collective
     model(x)        one plan, one engine over model                   all ranks together
 
-What users change between steps (dtype, Parameter objects, requires_grad) is adopted there too.
+Changes between steps (dtype, Parameter objects, requires_grad) are adopted there too.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.compat.errors import NotOfferedError
+from fullshard.compat.recut import (
+    cut_early,
+    needs_new_plan,
+    put_back_shards,
+    reclaim,
+    replace_engines,
+    shard_values,
+    share_copies,
+)
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.schema import ShardConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.values import Strategy, WrapKind
+from fullshard.config.values import DType, Strategy, WrapKind
 from fullshard.engine._torch_compat import call_outside_compile
-from fullshard.engine.adopt import (
-    adopt,
-    cut_early,
-    heal,
-    needs_new_plan,
-    reclaim,
-    share_copies,
-)
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import NEVER_CALLED, places_of
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.shard import Given, shard_model
 from fullshard.errors import UnsupportedModelError
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.observe.trace import EventRing
 from fullshard.planner.layout import clean_name
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
@@ -55,12 +56,12 @@ MARK = "_fullshard_unit"
 
 @dataclass(frozen=True)
 class Casts:
-    """Dtypes at a marked module's edges; None leaves them alone.
+    """Casts of a marked module's inputs and outputs; None casts nothing.
 
     Attributes:
-        inputs: Dtype of its floating point arguments.
-        root_only: Only where no other marked module is around it.
-        outputs: Dtype of what it returns.
+        inputs: Dtype of its floating-point arguments.
+        root_only: Whether to cast inputs only if no marked module contains it.
+        outputs: Dtype of its floating-point outputs.
     """
 
     inputs: torch.dtype | None = None
@@ -70,21 +71,23 @@ class Casts:
 
 @dataclass(eq=False)
 class Wrapped:
-    """What one call marked a module with.
+    """The record of a marked module.
 
     Attributes:
-        strategy: How its parameters are cut and when they are freed.
-        settings: Its unit's dtypes.
-        options: Fields of ShardConfig that hold for the whole model where it is the outermost.
+        strategy: Strategy of its unit.
+        settings: Dtypes of its unit.
+        options: Fields of ShardConfig for the whole model, used if it is the outermost module.
         order: Order of the ranks in its mesh; see planner.mesh.Mesh.
-        ignored: Names below it of parameters that stay whole on every rank.
-        casts: At its edges.
-        alone: Whether it is this rank's own business; its parameters are ignored then.
-        extra: What the interface keeps for itself.
-        around: The next marked module around it.
-        engine_ref: The engine that runs it.
-        check: Called with the root before an engine is made.
-        shapes: Shapes of its parameters when it was marked, by name.
+        ignored: Names of parameters in it that are replicated and not reduced.
+        casts: Casts of its inputs and outputs.
+        alone: Whether it belongs to this rank only; its parameters are then ignored.
+        extra: Further values of the interface.
+        around: Returns the next marked module that contains it.
+        engine_ref: Returns its engine.
+        check: Called with the root before an engine is created.
+        on_engine: Called with each new engine.
+        shapes: Shapes of its parameters by name, when it was marked.
+        stale: Whether the plan must be made again before the next step.
     """
 
     strategy: Strategy
@@ -100,10 +103,10 @@ class Wrapped:
     check: Callable[[nn.Module], None] = lambda _: None
     on_engine: list[Callable[[Engine], None]] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict[str, torch.Size])
-    stale: bool = False  # whether the plan is to be made anew before the next step
+    stale: bool = False
 
     def __deepcopy__(self, memo: Any) -> Wrapped:
-        """A copied model is a model of its own: it gets its engine when it runs."""
+        """A copied model gets an engine of its own when it runs."""
         return replace(
             self,
             extra=dict(self.extra),
@@ -114,7 +117,7 @@ class Wrapped:
 
     @property
     def mesh(self) -> Mesh:
-        """What its parameters are cut over."""
+        """Mesh of its parameters."""
         row = row_of(self.strategy)
         sizes = (self.options.get("replicate"), self.options.get("shard"))
         if not row.shard_params:
@@ -131,6 +134,27 @@ def topology(order: tuple[int, ...] = ()) -> Topology:
     return Topology(world, local if local and world % local == 0 else None, order)
 
 
+def mesh_sizes(argument: str, sizes: list[int]) -> dict[str, int]:
+    """Sizes of the replicate and shard axes.
+
+    Args:
+        argument: Name of the argument that gave the mesh.
+        sizes: (shard,) or (replicate, shard).
+
+    Raises:
+        NotOfferedError: The mesh does not cover all ranks.
+    """
+    replicate, shard = [1, *sizes][-2:]
+    world = topology().world_size
+    if replicate * shard != world:
+        raise NotOfferedError(
+            f"{argument}: expected one that covers all {world} ranks (or one rank alone); got "
+            f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
+            "parallelism, is not yet supported: pass None."
+        )
+    return {"replicate": replicate, "shard": shard}
+
+
 def own_rank() -> int:
     """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -140,7 +164,7 @@ def own_rank() -> int:
 
 
 def mark(module: nn.Module, wrapped: Wrapped) -> None:
-    """Make a module a unit: record it, cut its parameters, listen for its first forward."""
+    """Makes a module a unit: records it, cuts its parameters, hooks its forward."""
     setattr(module, MARK, wrapped)
     for inner, record in marked(module):
         if inner is not module and record.around() is None:
@@ -157,6 +181,11 @@ def wrapped_of(module: nn.Module) -> Wrapped | None:
     return vars(module).get(MARK)
 
 
+def record_of(module: nn.Module) -> Wrapped:
+    """The record of a marked module."""
+    return vars(module)[MARK]
+
+
 def marked(module: nn.Module) -> Iterator[tuple[nn.Module, Wrapped]]:
     """All marked modules at or below a module."""
     for inner in module.modules():
@@ -166,7 +195,7 @@ def marked(module: nn.Module) -> Iterator[tuple[nn.Module, Wrapped]]:
 
 
 def cut(module: nn.Module, wrapped: Wrapped) -> None:
-    """Cut what no inner unit has cut. What is on meta stays there until it has values."""
+    """Cuts parameters that no inner unit has cut; skips parameters on meta."""
     ignored = ignored_ids(module)
     params: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in places_of(module).items():
@@ -180,7 +209,7 @@ def cut(module: nn.Module, wrapped: Wrapped) -> None:
 
 
 def ignored_ids(root: nn.Module) -> set[int]:
-    """Ids of the parameters at or below a module that stay whole on every rank."""
+    """Ids of the ignored parameters at or below a module."""
     found: set[int] = set()
     for module, record in marked(root):
         places = places_of(module) if record.ignored else {}
@@ -188,8 +217,14 @@ def ignored_ids(root: nn.Module) -> set[int]:
     return found
 
 
+def names_in(module: nn.Module, ids: set[int]) -> tuple[str, ...]:
+    """Names of the parameters with these ids, the further names of tied ones too."""
+    params = nn.Module.named_parameters(module, remove_duplicate=False)
+    return tuple(sorted(name for name, param in params if id(param) in ids))
+
+
 def swap_class(module: nn.Module, interface: type, name: str) -> None:
-    """Give a module an interface's methods in front of its own class's."""
+    """Changes a module's class to a subclass of the interface and of its own class."""
     kind = type(module)
     key = (kind, interface)
     if key not in _SWAPPED:
@@ -204,7 +239,7 @@ def swap_class(module: nn.Module, interface: type, name: str) -> None:
 
 
 def original_class(kind: type) -> type | None:
-    """The class that a swapped one was; None for any other."""
+    """The class before `swap_class`; None for other classes."""
     return kind.__bases__[1] if kind in _SWAPPED.values() else None
 
 
@@ -215,12 +250,11 @@ _SWAPPED: dict[tuple[type, type], type] = {}  # one class for each, as torch's F
 
 
 def engine_for(module: nn.Module) -> Engine:
-    """The engine that runs a marked module; made, or made anew, where that is needed.
+    """The engine of a marked module; creates it, or a new one after changes, if needed.
 
-    A collective where it is.
+    Creating an engine is a collective.
     """
-    wrapped = wrapped_of(module)
-    assert wrapped is not None
+    wrapped = record_of(module)
     engine = wrapped.engine_ref()
     if engine is None:
         return build(outermost(module))
@@ -231,7 +265,7 @@ def engine_for(module: nn.Module) -> Engine:
 
 
 def outermost(module: nn.Module) -> nn.Module:
-    """The marked module around all others; a copy of an inner one stands alone."""
+    """The outermost marked module around a module; a copy of an inner one is its own outermost."""
     found = module
     while True:
         wrapped = wrapped_of(found)
@@ -242,24 +276,24 @@ def outermost(module: nn.Module) -> nn.Module:
 
 
 def build(root: nn.Module) -> Engine:
-    """Plan and run everything that is marked at or below a module. A collective."""
+    """Creates the engine of all marked modules at or below a module. A collective."""
     units = {name: w for name, m in root.named_modules() if (w := wrapped_of(m)) is not None}
     reclaim(root)
     for wrapped in units.values():
         wrapped.check(root)
     for module, wrapped in reversed(list(marked(root))):
-        cut(module, wrapped)  # what came after the mark: values for meta, other objects
+        cut(module, wrapped)  # parameters that were materialized or replaced after the mark
     if all(wrapped.engine_ref() is None for wrapped in units.values()):
-        # as in torch: replicas start alike
+        # as in torch, replicas start with equal values
         share_copies(root, topology(_order_of(units)))
     config = _config_of(root, units)
     check_supported(config)
     settings = {n: replace(w.settings, strategy=w.strategy) for n, w in units.items()}
     alone = all(wrapped.alone for wrapped in units.values())
-    given = Given(settings=settings, alone=alone)
+    given = Given(settings=settings, alone=alone, recut=shard_values)
     world = Topology(1) if alone else topology(_order_of(units))
     ring = EventRing()
-    engine = adopt(root, lambda: shard_model(root, config, world, ring, given))
+    engine = replace_engines(root, lambda: shard_model(root, config, world, ring, given))
     engine.on_change = _with_changes
     for wrapped in units.values():
         wrapped.engine_ref, wrapped.stale = weakref.ref(engine), False
@@ -271,10 +305,10 @@ def build(root: nn.Module) -> Engine:
 
 
 def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
-    """The order of the ranks in the mesh of all marked modules.
+    """Order of the ranks in the mesh of the marked modules.
 
     Raises:
-        NotOfferedError: They have different ones.
+        NotOfferedError: The orders differ.
     """
     orders = {wrapped.order for wrapped in units.values() if not wrapped.alone}
     if len(orders) > 1:
@@ -286,12 +320,11 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
 
 
 def _with_changes(root: nn.Module) -> Engine | None:
-    """Adopt what was changed since the last step; the new engine where there is one."""
-    wrapped, engine = wrapped_of(root), getattr(root, ATTRIBUTE)
-    assert wrapped is not None
+    """Adopts changes since the last step; returns the new engine, if one was created."""
+    wrapped, engine = record_of(root), getattr(root, ATTRIBUTE)
     if engine.unsharded or any(unit.swapped for unit in engine.units):
-        return None  # inside a forward: modules show what is computed with
-    heal(engine)
+        return None  # inside a forward: modules contain compute parameters
+    put_back_shards(engine)
     return build(root) if wrapped.stale or needs_new_plan(engine) else None
 
 
@@ -321,7 +354,7 @@ def _config_of(root: nn.Module, units: Mapping[str, Wrapped]) -> ShardConfig:
 
 
 def _can_be_unit(root: nn.Module, name: str) -> bool:
-    """Modules that are not called (ModuleList, the inside of MultiheadAttention) join others."""
+    """Whether the module is called; ModuleList and parts of MultiheadAttention are not."""
     path = root
     for part in name.split("."):
         if isinstance(path, nn.MultiheadAttention):
@@ -331,8 +364,7 @@ def _can_be_unit(root: nn.Module, name: str) -> bool:
 
 
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    wrapped = wrapped_of(module)
-    assert wrapped is not None
+    wrapped = record_of(module)
     if wrapped.engine_ref() is None:
         engine = build(outermost(module))
         args, kwargs = engine.begin_call(module, args, kwargs) or (args, kwargs)
@@ -344,20 +376,19 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _after_forward(module: nn.Module, _: Any, output: Any) -> Any:
-    wrapped = wrapped_of(module)
-    assert wrapped is not None
+    wrapped = record_of(module)
     assert wrapped.casts.outputs is not None
     return cast_tensors(output, wrapped.casts.outputs)
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """Every clean name of each parameter, by its id."""
+    """All names of each parameter, without wrapper prefixes, by its id."""
     found: dict[int, list[str]] = {}
     for name, param in places_of(model).items():
         found.setdefault(id(param), []).append(clean_name(name))
     return found
 
 
-def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """A dtype as configurations spell it."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def dtype_of(dtype: torch.dtype | None) -> DType | None:
+    """The configuration's name of a dtype."""
+    return None if dtype is None else DType(str(dtype).removeprefix("torch."))

@@ -1,25 +1,27 @@
 """What the user asks for: every key, every accepted spelling, and where each value came from.
 
-    values       the words: enums, and every spelling that means one of them
-    fields       the kinds of fields: numbers, flags, words, lists of names
-    problems     what is wrong with an input, all of it, as one ConfigError
-    model        the base of every section: frozen, every key known
+    values       enums, each member with the spellings of other tools
+    fields       kinds of fields: numbers, flags, words, lists of names
+    problems     all problems of an input as one ConfigError
+    section      the base of every section: frozen, unknown keys are errors
     sharding     ShardConfig
-    training     TrainingConfig: Hugging Face's names; hf_names: those that mean nothing, or not yet
-    moves        keys whose meaning lies under another key (`training.bf16`)
+    training     TrainingConfig, with the names of Hugging Face's TrainingArguments
+    recipes      the sections of single recipes
+    names        names of Hugging Face's that are no field, or whose meaning is another key
     schema       RunConfig, a whole file, and all sections by name
-    supported    the one table of what is in the contract and not built yet
-    keys         dotted keys: their names in other tools, and what a bare name means
-    origins      where a value came from
+    supported    values that an engine does not support yet
+    keys         dotted keys: their names in other tools, and the key that a bare name means
+    origins      the file and line of every value
     overrides    `key=value` and `--name value` of a command line
-    regular      files opened by name: no pipe blocks, no device is endless
+    regular_files  regular files opened by name: no pipe can block, no device is endless
     files        a file as values, and as keys with their lines
-    dialects/    what other tools' keys mean here, a table each
+    dialects/    a table per tool: the meaning of its keys
     load         files + command line -> Resolved (a RunConfig with its origins)
-    explain      Resolved -> what became of every key, and the schema for editors
-    lint         combinations that are known to be bad
+    explain      Resolved -> the origin of every value, a note for every foreign key; JSON Schemas
+    lint         combinations of values that are known to be bad
     write        Resolved -> YAML with origins as comments
-    environment  the one reader of os.environ
+    environment  the only reader of os.environ
+    host_memory  the memory of this host or container
     defaults/    main_job.yaml: what `fullshard train` does without arguments
 
 Nothing here imports torch, jax or numpy, and importing this package runs none of the above.

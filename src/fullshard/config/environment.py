@@ -17,9 +17,9 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
-from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.problems import ConfigProblems, Problem, show
 
 
 class Launcher(StrEnum):
@@ -36,19 +36,19 @@ class LaunchEnvironment:
     """This process's place among the ranks.
 
     Args:
-        launcher: whose variables said so.
+        launcher: the launcher whose variables were read.
         rank: 0 ... world_size - 1 over all machines.
-        world_size: ranks of all machines.
-        local_rank: rank among those of this machine; picks the device.
+        world_size: ranks on all machines.
+        local_rank: rank among those of this machine; selects the device.
         local_world_size: ranks on this machine.
-        master_addr: host of the rendezvous; None where nobody said.
-        master_port: its port; None where nobody chose one.
-        launch_dir: through which launcher and ranks talk (our own launcher).
+        master_addr: host of the rendezvous; None if it is not set.
+        master_port: port of the rendezvous; None if it is not set.
+        launch_dir: folder of the messages between launcher and ranks (our own launcher).
         run_dir: the run's folder (our own launcher).
-        run_id: equal on every rank and different for every launch; None unknown.
-        attempt: how often the launch was started again before.
-        timeout_s: after which a rank counts as stuck; None: nobody said.
-        config_file: that the launcher was given for its script; None: none.
+        run_id: equal on every rank and different for every launch; None if unknown.
+        attempt: number of restarts before this launch.
+        timeout_s: seconds after which a rank counts as stuck; None if it is not set.
+        config_file: the configuration file that the launcher was given for its script.
     """
 
     launcher: Launcher
@@ -69,45 +69,48 @@ class LaunchEnvironment:
         """The environment that makes a child this rank (our own launcher's names and torch's).
 
         Torch's names are set too, so that libraries that read LOCAL_RANK find it, and a script's
-        own `init_process_group` meets at our launcher's store.
+        own `init_process_group` uses our launcher's store.
         """
-        sizes = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_RANK": self.local_rank,
-            "LOCAL_WORLD_SIZE": self.local_world_size,
-        }
-        places = {
-            "LAUNCH_DIR": self.launch_dir,
-            "TIMEOUT": self.timeout_s,
-            "CONFIG_FILE": self.config_file,
-            "ATTEMPT": self.attempt,
-            "RUN_DIR": self.run_dir,
-            "RUN_ID": self.run_id,
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": self.master_port,
-        }
-        ours = {**sizes, **{name: p for name, p in places.items() if p is not None}}
-        variables = {OURS + name: str(value) for name, value in ours.items()}
-        theirs: dict[str, object] = dict(sizes)
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        del values["launcher"]
+        ours = {OURS + name.upper().removesuffix("_S"): value for name, value in values.items()}
+        theirs = ["rank", "world_size", "local_rank", "local_world_size"]
+        variables: dict[str, object] = {}
         if self.master_port is not None:
-            theirs |= {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
-            theirs |= {"TORCHELASTIC_USE_AGENT_STORE": True}  # the launcher serves, no rank does
-        return variables | {name: str(value) for name, value in theirs.items()}
+            theirs += ["master_addr", "master_port"]
+            variables = {"TORCHELASTIC_USE_AGENT_STORE": True}  # the launcher serves, no rank does
+        variables |= {name.upper(): getattr(self, name) for name in theirs}
+        return {name: str(value) for name, value in {**ours, **variables}.items()}
 
 
 OURS = "FULLSHARD_"
 
-# Rank, size, local rank, local size, what names the job: Open MPI; MPICH and Intel MPI (Hydra).
+
+class _Names(NamedTuple):
+    """The variables that a launcher sets."""
+
+    launcher: Launcher
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    run_id: str = ""
+    attempt: str = ""
+
+
+_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OURS = _Names(Launcher.FULLSHARD, *(OURS + name for name in (*_TORCH, "RUN_ID", "ATTEMPT")))
+_TORCHRUN = _Names(Launcher.TORCHRUN, *_TORCH, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_SLURM = _Names(
+    Launcher.SLURM, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"
+)
+# Open MPI; MPICH and Intel MPI (Hydra).
+_OMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _MPI = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE",
+    _Names(Launcher.MPI, *(f"OMPI_COMM_WORLD_{n}" for n in _OMPI))._replace(
+        run_id="PMIX_NAMESPACE"
     ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_JOBID"),
+    _Names(Launcher.MPI, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_JOBID"),
 )
 
 _NOTABLE = (
@@ -121,22 +124,23 @@ _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 def read_launch_environment(
     variables: Mapping[str, str] | None = None,
 ) -> LaunchEnvironment | None:
-    """How this process was launched, or None where it is no rank of anything.
+    """How this process was launched, or None if it is not a rank.
 
     Args:
-        variables: read instead of os.environ, for tests and for children's environments.
+        variables: read instead of os.environ, for tests and for the environments of children.
 
     Raises:
         ConfigError: a set of variables that is incomplete or contradicts itself.
     """
     reader = _Variables(os.environ if variables is None else variables)
-    if reader.has_any(OURS + "RANK", OURS + "WORLD_SIZE"):
-        return _read_ours(reader)
-    if reader.has_any("RANK", "WORLD_SIZE"):
+    if reader.has_any(_OURS.rank, _OURS.world_size):
+        return _launched(reader, _OURS, launch_dir=reader.path(OURS + "LAUNCH_DIR"))
+    if reader.has_any(_TORCHRUN.rank, _TORCHRUN.world_size):
         return _read_torchrun(reader)
     for names in _MPI:
-        if reader.has_any(names[0]) and reader.has_any(names[2]):
-            return _read_mpi(reader, names)
+        if reader.has_any(names.rank) and reader.has_any(names.local_rank):
+            launch = _launched(reader, names)
+            return None if launch.world_size == 1 else launch  # one alone, as under srun
     if reader.has_any("SLURM_STEP_ID") and reader.has_any("SLURM_PROCID"):
         return _read_slurm(reader)
     return None
@@ -149,12 +153,12 @@ def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
 
 
 def tokenize_on_one_thread() -> None:
-    """Tells the tokenizers library, where several processes share the cores."""
+    """Make the tokenizers library use one thread, if several processes share the cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def notable_variables() -> dict[str, str]:
-    """What changes how ranks compute and talk, for reports; nothing that tells of hosts."""
+    """Variables that change how ranks compute and communicate, for reports; no names of hosts."""
     private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)
     return {
         name: "(set)" if name.startswith(private) else value
@@ -184,12 +188,14 @@ class _Variables:
         value = self._variables.get(name)
         return Path(value) if value else None
 
-    def integer(self, name: str, *, at_least: int) -> int | None:
+    def integer(self, name: str, *, at_least: int, below: int = 1 << 31) -> int | None:
         value = self._variables.get(name)
         if not value:
             return None
-        if not value.strip().isdecimal() or int(value) < at_least:
-            _refuse(name, f"an integer >= {at_least}", repr(value))
+        is_short = value.strip().isdecimal() and len(value) < 20
+        if not is_short or not at_least <= int(value) < below:
+            most = f" and < {below}" if is_short and int(value) >= below else ""
+            _refuse(name, f"an integer >= {at_least}{most}", show(value))
         return int(value)
 
     def number(self, name: str) -> float | None:
@@ -208,113 +214,72 @@ class _Variables:
         return value
 
 
-def _read_ours(reader: _Variables) -> LaunchEnvironment:
-    return _launched(
-        reader,
-        Launcher.FULLSHARD,
-        _rank_of(reader, OURS + "RANK", OURS + "WORLD_SIZE"),
-        _rank_of(reader, OURS + "LOCAL_RANK", OURS + "LOCAL_WORLD_SIZE"),
-        prefix=OURS,
-        launch_dir=reader.path(OURS + "LAUNCH_DIR"),
-        run_id=reader.text(OURS + "RUN_ID"),
-        attempt=reader.integer(OURS + "ATTEMPT", at_least=0) or 0,
-    )
-
-
 def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
-    world = _rank_of(reader, "RANK", "WORLD_SIZE")
+    if reader.has_any(_TORCHRUN.local_rank, _TORCHRUN.local_world_size):
+        return _launched(reader, _TORCHRUN)
     address = reader.text("MASTER_ADDR") or ""
-    if reader.has_any("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        local = _rank_of(reader, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif address in _LOOPBACK:
-        local = world  # a rendezvous on this machine: there is no other
-    else:
+    if address not in _LOOPBACK:
         _refuse(
             "LOCAL_RANK",
             f"an integer >= 0, because MASTER_ADDR is {address!r}, which may be another machine",
             "nothing",
             "Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with torchrun",
         )
-    return _launched(
-        reader,
-        Launcher.TORCHRUN,
-        world,
-        local,
-        run_id=reader.text("TORCHELASTIC_RUN_ID"),
-        attempt=reader.integer("TORCHELASTIC_RESTART_COUNT", at_least=0) or 0,
-    )
-
-
-def _read_mpi(reader: _Variables, names: tuple[str, ...]) -> LaunchEnvironment | None:
-    """A process of mpirun. One alone launches nothing, as under srun."""
-    world = _rank_of(reader, *names[:2])
-    local = _rank_of(reader, *names[2:4])
-    if world[1] == 1:
-        return None
-    prefix = names[2].removesuffix("LOCAL_RANK").removesuffix("LOCALRANKID")
-    run_id = reader.text(names[4])
-    return _launched(reader, Launcher.MPI, world, local, prefix=prefix, run_id=run_id)
+    # A rendezvous on this machine: there is no other machine.
+    return _launched(reader, _TORCHRUN, _rank_of(reader, _TORCHRUN.rank, _TORCHRUN.world_size))
 
 
 def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
     """A task of a job step. A step of one task (a shell under srun) launches nothing."""
-    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    size = next((name for name in sizes if reader.has_any(name)), sizes[0])
-    rank, world_size = _rank_of(reader, "SLURM_PROCID", size)
-    if world_size == 1:
+    has_step = reader.has_any("SLURM_STEP_NUM_TASKS") or not reader.has_any("SLURM_NTASKS")
+    names = _SLURM._replace(world_size="SLURM_STEP_NUM_TASKS") if has_step else _SLURM
+    if (world_size := _rank_of(reader, names.rank, names.world_size)[1]) == 1:
         return None
     node = reader.integer("SLURM_NODEID", at_least=0) or 0
     per_node = _expand_counts(
         reader.text("SLURM_STEP_TASKS_PER_NODE") or reader.text("SLURM_TASKS_PER_NODE") or ""
     )
-    local_rank = reader.needed("SLURM_LOCALID", at_least=0, because="SLURM_PROCID")
+    local_rank = reader.needed(names.local_rank, at_least=0, because=names.rank)
     local = local_rank, per_node[node] if node < len(per_node) else world_size
     nodes = reader.text("SLURM_STEP_NODELIST") or reader.text("SLURM_JOB_NODELIST") or ""
     job, step = reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID")
-    launch = _launched(
-        reader,
-        Launcher.SLURM,
-        (rank, world_size),
-        local,
-        prefix="SLURM_",
-        run_id=f"{job}.{step}" if job else None,
-    )
-    first = launch.master_addr or _first_host(nodes)
-    return dataclasses.replace(launch, master_addr=first)
+    launch = _launched(reader, names, local, run_id=f"{job}.{step}" if job else None)
+    return dataclasses.replace(launch, master_addr=launch.master_addr or _first_host(nodes))
 
 
 def _launched(
-    reader: _Variables,
-    launcher: Launcher,
-    world: tuple[int, int],
-    local: tuple[int, int],
-    *,
-    prefix: str = "",
-    **more: Any,
+    reader: _Variables, names: _Names, local: tuple[int, int] | None = None, **more: Any
 ) -> LaunchEnvironment:
-    """A rank's environment, with what is read alike for all launchers.
+    """A rank's environment.
 
     Args:
-        reader: The variables.
-        launcher: Who set them.
-        world: Rank and world size.
-        local: The same on this machine.
-        prefix: What all names of the launcher begin with.
-        **more: What only some launchers say.
+        reader: reads the variables.
+        names: the launcher's variables.
+        local: local rank and local world size; None: read by their names.
+        **more: further fields, which only some launchers have.
     """
-    meets = OURS if launcher is Launcher.FULLSHARD else ""
-    launch = LaunchEnvironment(
-        launcher,
-        *world,
-        *local,
-        master_addr=reader.text(meets + "MASTER_ADDR") or None,
-        master_port=reader.integer(meets + "MASTER_PORT", at_least=1),
-        run_dir=reader.path(OURS + "RUN_DIR"),
-        timeout_s=reader.number(OURS + "TIMEOUT"),
-        config_file=reader.path(OURS + "CONFIG_FILE"),
-        **more,
+    rank, world_size = _rank_of(reader, names.rank, names.world_size)
+    local_rank, local_size = local or _rank_of(reader, names.local_rank, names.local_world_size)
+    if local_size > world_size:
+        expected = f"an integer <= {world_size}, which is {names.world_size}"
+        _refuse(names.local_world_size, expected, str(local_size))
+    if local_rank > rank:
+        expected = f"an integer <= {rank}, which is the rank"
+        _refuse(names.local_rank, expected, str(local_rank))
+    prefix = OURS if names is _OURS else ""
+    attempt = reader.integer(names.attempt, at_least=0) if names.attempt else None
+    found: dict[str, Any] = {
+        "master_addr": reader.text(prefix + "MASTER_ADDR") or None,
+        "master_port": reader.integer(prefix + "MASTER_PORT", at_least=1, below=65536),
+        "run_dir": reader.path(OURS + "RUN_DIR"),
+        "timeout_s": reader.number(OURS + "TIMEOUT"),
+        "config_file": reader.path(OURS + "CONFIG_FILE"),
+        "run_id": reader.text(names.run_id),
+        "attempt": attempt or 0,
+    }
+    return LaunchEnvironment(
+        names.launcher, rank, world_size, local_rank, local_size, **{**found, **more}
     )
-    return _check_local(launch, prefix)
 
 
 def _rank_of(reader: _Variables, rank_name: str, size_name: str) -> tuple[int, int]:
@@ -326,25 +291,11 @@ def _rank_of(reader: _Variables, rank_name: str, size_name: str) -> tuple[int, i
     return rank, size
 
 
-def _check_local(launch: LaunchEnvironment, prefix: str) -> LaunchEnvironment:
-    """A machine cannot hold more ranks than there are, nor a later rank than the rank itself."""
-    if launch.local_world_size > launch.world_size:
-        _refuse(
-            prefix + "LOCAL_WORLD_SIZE",
-            f"an integer <= {launch.world_size}, which is {prefix}WORLD_SIZE",
-            str(launch.local_world_size),
-        )
-    if launch.local_rank > launch.rank:
-        name = "SLURM_LOCALID" if launch.launcher is Launcher.SLURM else prefix + "LOCAL_RANK"
-        _refuse(name, f"an integer <= {launch.rank}, which is the rank", str(launch.local_rank))
-    return launch
-
-
 def _expand_counts(text: str) -> list[int]:
     """`4(x2),3` as 4, 4, 3: tasks of every node, as SLURM writes them."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())
         if match is None:
             _refuse("SLURM_TASKS_PER_NODE", "counts like 4(x2),3", repr(text))
         counts += [int(match[1])] * int(match[2] or 1)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from fullshard.config.dialects.translate import DIALECTS
-from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
 from fullshard.config.load import Resolved
-from fullshard.config.moves import MOVES
+from fullshard.config.names import MOVED, NAMES
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
 
@@ -55,8 +54,7 @@ def schema() -> dict[str, Any]:
         for alias, key in section.ALIASES.items():
             properties[alias] = copy.deepcopy(properties[key])
     training = made["$defs"]["TrainingConfig"]["properties"]
-    moved = [move.source for move in MOVES if move.source.startswith("training.")]
-    for name in (*NOT_YET, *WITHOUT_EFFECT, *(key.partition(".")[2] for key in moved)):
+    for name in (*NAMES, *MOVED):
         training.setdefault(name, {"description": "See `fullshard config explain`."})
     made["properties"]["strategy"] = {"description": "sharding.strategy"}
     # A plain text stands for a model's folder, or for the data's path.

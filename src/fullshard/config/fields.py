@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os.path
-from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
-from typing import Annotated, Any, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Annotated, TypeVar, cast
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
-from fullshard.config.values import parse, words_of
+from fullshard.config.values import Choice, parse, words_of
 
 
 class Rejected(ValueError):
@@ -56,18 +55,6 @@ def _json_key(name: object, key: str) -> str:
     if type(name) is int:
         return str(name)
     raise ConfigProblems([Problem(key, "words as keys", show(name), "Put it in quotes")])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Metadata that runs `read` before pydantic's own check of the type."""
-
-    read: Callable[[Any], object]
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self.read, handler(source))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +108,8 @@ class Number:
             for sign, bound in ((">=", self.at_least), (">", self.above), ("<", self.below))
             if bound is not None
         ]
-        told = " ".join(["an integer" if whole else "a number", " and ".join(bounds)]).strip()
-        return f"{told}, or {self.zero}" if self.zero else told
+        kind = " ".join(["an integer" if whole else "a number", " and ".join(bounds)]).strip()
+        return f"{kind}, or {self.zero}" if self.zero else kind
 
     def _read(self, value: object, *, whole: bool) -> float:
         if self.zero and isinstance(value, str) and value.strip().lower() == self.zero:
@@ -212,35 +199,27 @@ def to_names(value: object) -> tuple[str, ...]:
     raise Rejected("a name or a list of names")
 
 
-@dataclasses.dataclass(frozen=True)
 class _Word:
-    """An enum in any accepted spelling; the enum is the field's type."""
+    """Metadata that reads an enum in any accepted spelling; editors offer our own words alone."""
 
     def __get_pydantic_core_schema__(
-        self, source: type[StrEnum], handler: GetCoreSchemaHandler
+        self, source: type[Choice], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        def read(value: object) -> StrEnum:
-            try:
-                return parse(source, value, "")
-            except ConfigProblems as error:
-                (problem,) = error.problems
-                raise Rejected(problem.expected, problem.advice) from None
+        def read(value: object) -> Choice:
+            return parse(source, value, "")
 
         return core_schema.no_info_before_validator_function(read, handler(source))
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """An editor offers our own words; other spellings are accepted and not offered."""
-        return handler(schema)
 
+_ChoiceT = TypeVar("_ChoiceT", bound=Choice)
 
-_EnumT = TypeVar("_EnumT", bound=StrEnum)
-
-Word = Annotated[_EnumT, _Word()]
-Flag = Annotated[bool, _Reader(to_flag)]
-Text = Annotated[str, _Reader(to_text)]
-Names = Annotated[tuple[str, ...], _Reader(to_names)]
+Word = Annotated[_ChoiceT, _Word()]
+Flag = Annotated[bool, BeforeValidator(to_flag)]
+Text = Annotated[str, BeforeValidator(to_text)]
+Names = Annotated[tuple[str, ...], BeforeValidator(to_names)]
 Count = Annotated[int, Number(at_least=1)]
 CountOrAuto = Annotated[int, Number(at_least=1, zero="auto")]
 Depth = Annotated[int, Number(at_least=0)]
+Rate = Annotated[float, Number(at_least=0)]
+Positive = Annotated[float, Number(above=0)]
+Share = Annotated[float, Number(at_least=0, below=1)]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
-from fullshard.config.model import Section
-from fullshard.config.moves import MOVES
+from fullshard.config.names import MOVED, MOVES, NAMES, RIVALS
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig, TrainingConfig
+from fullshard.config.section import Section
 from fullshard.config.values import did_you_mean
 
 # Mappings that hold other people's keys, with other people's types.
@@ -25,17 +24,6 @@ PLAIN_KEYS = {
 
 # A group that leads the keys of Hydra's command lines, and means nothing here.
 _DROPPED_GROUP = "distillation."
-
-# Two keys that say one thing: given on the command line, one replaces the other of the file.
-RIVALS = (
-    *((move.source, move.target) for move in MOVES if move.stays),
-    ("model.name_or_path", "model.config"),
-    ("teacher.name_or_path", "teacher.config"),
-    ("training.bf16", "training.fp16"),
-    ("training.num_train_epochs", "training.max_steps"),
-    ("training.train_batch_size", "training.per_device_train_batch_size"),
-    ("training.warmup_ratio", "training.warmup_steps"),
-)
 
 
 def canonical(key: str) -> str:
@@ -106,8 +94,7 @@ def training_or_bare(name: str) -> str:
     key = name.replace("-", "_")
     if "." in key:
         return key
-    known = (*TrainingConfig.known_names(), *_moved_training_names())
-    if key in known:
+    if key in TrainingConfig.known_names() or key in MOVED:
         return f"training.{key}"
     elsewhere = key in RunConfig.known_names() or _fields(key, ()) or _other_names(key)
     return key if elsewhere else f"training.{key}"
@@ -127,13 +114,9 @@ def _fields(name: str, present: Iterable[str]) -> list[str]:
 def _other_names(name: str) -> list[str]:
     """Names that another tool has for a key, and Hugging Face's names that are not built yet."""
     aliases = [f"{section}.{name}" for section, cls in _sections() if name in cls.ALIASES]
-    moved = [f"training.{name}"] if name in _moved_training_names() else []
+    moved = [f"training.{name}"] if name in MOVED else []
     found = list(dict.fromkeys(canonical(key) for key in aliases + moved))
-    return found or ([f"training.{name}"] if name in (*NOT_YET, *WITHOUT_EFFECT) else [])
-
-
-def _moved_training_names() -> list[str]:
-    return [m.source.removeprefix("training.") for m in MOVES if m.source.startswith("training.")]
+    return found or ([f"training.{name}"] if name in NAMES else [])
 
 
 def _every_name() -> list[str]:

@@ -20,7 +20,6 @@ from fullshard.config.dialects.translate import (
     agree,
     contradiction,
     leaves,
-    translate,
 )
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.files import (
@@ -163,7 +162,7 @@ def _load(
         files += [path if isinstance(path, File) else read_file(path) for path in paths]
         present = [canonical(entry.key) for file in files for entry in file.entries]
         given, problems = parse_overrides(overrides, present)
-        layers = [translate(file.without(_replaced_names(given))) for file in files]
+        layers = [Translation(file.without(_replaced_names(given))) for file in files]
         layers.append(_command_line(given))
         _check_engines(layers)
         problems += _contradictions(layers)
@@ -205,7 +204,7 @@ def _command_line(given: Sequence[Override]) -> Translation:
         put(values, override.key, override.value)
         origin = Origin(OriginKind.COMMAND_LINE, written=override.written)
         entries[override.key] = Entry(override.key, origin)
-    return translate(File("command line", Path(), values, list(entries.values())))
+    return Translation(File("command line", Path(), values, list(entries.values())))
 
 
 def _check_engines(layers: Sequence[Translation]) -> None:

@@ -7,11 +7,23 @@ from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
-from fullshard.config.fields import Count, Depth, Flag, Names, Number, Rejected, Text, Word, as_json
-from fullshard.config.model import Section
-from fullshard.config.moves import apply_moves
+from fullshard.config.fields import (
+    Count,
+    Depth,
+    Flag,
+    Names,
+    Number,
+    Positive,
+    Rejected,
+    Share,
+    Text,
+    Word,
+    as_json,
+)
+from fullshard.config.names import apply_moves
 from fullshard.config.problems import ConfigProblems, Problem, show
 from fullshard.config.recipes import DistillConfig, LoraConfig, SftConfig
+from fullshard.config.section import Section
 from fullshard.config.sharding import Offload, ShardConfig
 from fullshard.config.training import TrainingConfig
 from fullshard.config.values import Backend, Strategy, TokenDType
@@ -31,7 +43,7 @@ __all__ = [
 
 
 class ModelConfig(Section):
-    """A model: a Hugging Face folder, or a configuration that is initialised at random."""
+    """A model: a Hugging Face folder, or a configuration with random initial weights."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "model_name_or_path": "name_or_path",
@@ -39,14 +51,14 @@ class ModelConfig(Section):
     }
 
     name_or_path: Text | None = None
-    """Folder with config.json, and with weights and a tokenizer where there are any."""
+    """Folder with config.json, and optionally weights and a tokenizer."""
 
     config: dict[str, Any] | None = None
-    """What config.json would hold: model_type, and what differs from that type's defaults."""
+    """Contents of config.json: model_type, and values that differ from that type's defaults."""
 
     trust_remote_code: bool = False
-    """Run Python code that the model's or tokenizer's folder brings (auto_map). It can do whatever
-    you can do: read it first."""
+    """Run Python code from the model's or tokenizer's folder (auto_map). It can do whatever you can
+    do: read it first."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -66,20 +78,20 @@ class ModelConfig(Section):
 
 
 class SourceConfig(Section):
-    """One of several sources of data."""
+    """A source of a mixture."""
 
     path: Text
-    """As data.path."""
+    """File, folder or pattern, as for data.path."""
 
-    weight: Annotated[float, Number(above=0)] = 1.0
-    """Share of an epoch's sequences, beside the weights of the others."""
+    weight: Positive = 1.0
+    """Relative share of an epoch's sequences."""
 
     text_column: Text | None = None
-    """As data.text_column, which is the default."""
+    """Column or key of the text. None: data.text_column."""
 
 
 class DataConfig(Section):
-    """The text that is trained on."""
+    """The training text."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "dataset_name": "path",
@@ -88,30 +100,30 @@ class DataConfig(Section):
     }
 
     path: Text | None = None
-    """A file, folder or pattern: text, JSONL, parquet, what datasets saved, .bin or .npy of tokens.
-    None: text that ships with every Python."""
+    """A file, folder or pattern: text, JSONL, parquet, a saved dataset of `datasets`, .bin or .npy
+    files of tokens. None: text that ships with every Python."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """In place of path: a list of {path, weight}; weights share an epoch's sequences."""
+    """Instead of path: a list of {path, weight}; an epoch's sequences are shared by weight."""
 
     dtype: Word[TokenDType] | None = None
-    """Of .bin files of tokens that do not say theirs. None: uint16, as nanoGPT writes them."""
+    """Dtype of .bin files of tokens without a header. None: uint16, as in nanoGPT."""
 
     text_column: Text = "text"
-    """Column or key that holds the text, in JSONL and parquet files."""
+    """Column or key of the text in JSONL and parquet files."""
 
     tokenizer: Text | None = None
-    """Folder of a tokenizer. None: the model's own, or one that is trained on the data."""
+    """Folder of a tokenizer. None: the model's own, or one trained on the data."""
 
     vocab_size: Annotated[int, Number(at_least=1, below=10**7)] | None = None
-    """Entries of the tokenizer that is trained on the data, at most. None: the model's."""
+    """Most entries of a tokenizer that is trained on the data. None: the model's vocabulary."""
 
-    validation_fraction: Annotated[float, Number(at_least=0, below=1)] = 0.05
-    """Share of each source that is held out, for the evaluation loss."""
+    validation_fraction: Share = 0.05
+    """Share of each source that is held out for evaluation."""
 
     bigram_baseline: Flag | None = None
-    """true: fit a bigram to compare the loss with; it takes some 50 bytes of memory a token. None:
-    for the embedded text alone."""
+    """true: fit a bigram model to compare the loss with (about 50 bytes of memory per token). None:
+    only for the embedded text."""
 
     @property
     def uses_baseline(self) -> bool:
@@ -127,7 +139,7 @@ class DataConfig(Section):
 
 
 class LaunchConfig(Section):
-    """The processes, under the names of Accelerate."""
+    """The processes, under Accelerate's names."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "ddp_timeout": "timeout",
@@ -139,22 +151,22 @@ class LaunchConfig(Section):
     }
 
     num_processes: Count | None = None
-    """Ranks on all machines together. None: one an accelerator that is visible, else 2."""
+    """Ranks on all machines together. None: one per visible accelerator, else 2."""
 
     num_machines: Count = 1
-    """Machines."""
+    """Number of machines."""
 
     machine_rank: Depth = 0
     """This machine's number, from 0."""
 
     main_process_ip: Text | None = None
-    """Host of rank 0, where there are several machines."""
+    """Host of rank 0, if there are several machines."""
 
     main_process_port: Annotated[int, Number(at_least=1, below=65536)] | None = None
-    """Port of the rendezvous there."""
+    """Port of the rendezvous on the host of rank 0."""
 
-    timeout: Annotated[float, Number(above=0)] = 600.0
-    """Seconds after which a rank that waits is stuck (alias ddp_timeout)."""
+    timeout: Positive = 600.0
+    """Seconds after which a waiting rank counts as stuck (alias ddp_timeout)."""
 
     @model_validator(mode="after")
     def _machines_agree(self) -> Self:
@@ -187,7 +199,7 @@ def _read_data(value: object) -> object:
 
 
 def _read_section(value: object) -> object:
-    """A section that stands there empty (`training:` and nothing below) is all defaults."""
+    """An empty section (`training:` and nothing below) is all defaults."""
     return {} if value is None else value
 
 
@@ -204,7 +216,7 @@ SECTION = BeforeValidator(_read_section)
 
 
 class RunConfig(Section):
-    """A whole configuration: what a file and a command line say together."""
+    """A whole configuration, from files and a command line."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"student": "model"}  # of a teacher
 
@@ -218,7 +230,7 @@ class RunConfig(Section):
     """A path, or {path: ...}. Left out: text that ships with every Python."""
 
     sharding: Annotated[ShardConfig, SECTION] = ShardConfig()
-    """How the model is sharded. `strategy` alone may stand at the top level."""
+    """How the model is sharded. `strategy` is also accepted at the top level."""
 
     training: Annotated[TrainingConfig, SECTION] = TrainingConfig()
     """Hugging Face's TrainingArguments."""
@@ -230,10 +242,10 @@ class RunConfig(Section):
     """Parameter names (globs) that are not trained."""
 
     teacher: Model | None = None
-    """Distillation: the model that is learned from."""
+    """Distillation: the model that the student learns from."""
 
     lora: LoraConfig | None = None
-    """Adapters, which are trained in place of the model's own parameters."""
+    """Adapters, which are trained instead of the model's parameters."""
 
     sft: SftConfig | None = None
     """Supervised fine-tuning."""
@@ -243,17 +255,17 @@ class RunConfig(Section):
 
     @property
     def strategy(self) -> Strategy:
-        """sharding.strategy, which alone may stand at the top level of a file."""
+        """sharding.strategy, which is also accepted at the top level of a file."""
         return self.sharding.strategy
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """The keys, and the one that has another home."""
+        """The keys, and `strategy`."""
         return [*super().known_names(), "strategy"]
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem:
-        """A key of a section that stands at the top level belongs a level further down."""
+        """A key of a section at the top level: the error names the section."""
         for name, section in (("sharding", ShardConfig), ("training", TrainingConfig)):
             if key in section.field_names() or key in section.ALIASES:
                 return Problem(key, "", "unknown key", f"Write {name}.{key}")
@@ -261,7 +273,7 @@ class RunConfig(Section):
 
     @classmethod
     def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Keys that have their meaning elsewhere get there first."""
+        """Sets the keys that other keys stand for, then reads as every section does."""
         moved, contradictions = apply_moves(cls, values)
         if moved.get("model") is None and moved.get("student") is None and moved.get("teacher"):
             moved["model"] = moved["teacher"]  # a student begins as its teacher, or a part of it

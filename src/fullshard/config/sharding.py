@@ -18,15 +18,14 @@ from fullshard.config.fields import (
     Depth,
     Flag,
     Names,
-    Number,
     Rejected,
     Text,
     Word,
     to_names,
     to_number,
 )
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem
+from fullshard.config.section import Section
 from fullshard.config.values import (
     PREFETCH_DEPTHS,
     DType,
@@ -50,7 +49,7 @@ Wrap = WrapKind | tuple[str, ...] | Callable[..., Any]
 
 
 class Offload(Section):
-    """Where each kind of state lives between uses; None is the device that computes."""
+    """Where each kind of state is kept between uses; None: on the device."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "params": "parameters",
@@ -59,18 +58,17 @@ class Offload(Section):
     }
 
     parameters: Word[Home] | None = None
-    """Master parameters. On the host: copied to the device before every gather. On nvme: read from
-    there, by units."""
+    """Master parameters. cpu: copied to the device before every gather. nvme: read unit by unit."""
 
     gradients: Word[Home] | None = None
-    """Reduced gradients. On the host or on nvme: copied there as every reduction lands."""
+    """Reduced gradients, copied to the host or to nvme after every reduction."""
 
     optimizer: Word[Home] | None = None
-    """Optimizer state. On the host or on nvme: the step runs on the host. On nvme are the states
-    that are made by `torch.zeros_like(parameter)`, as AdamW's are; others stay on the host."""
+    """Optimizer state; the optimizer then runs on the host. With nvme, states made by
+    `torch.zeros_like(parameter)`, such as AdamW's, are on nvme, others on the host."""
 
     folder: Text | None = None
-    """Where nvme keeps its bytes, in files without a name. None: the system's temporary folder."""
+    """Folder of the unnamed files of nvme. None: the system's temporary folder."""
 
     @model_validator(mode="after")
     def _has_use_of_its_folder(self) -> Self:
@@ -107,7 +105,7 @@ def _read_wrap(value: object) -> object:
             return names
     raise Rejected(
         "one of auto, transformer, size, none, or class names, or a callable",
-        did_you_mean(value, spellings(WrapKind)) if isinstance(value, str) else "",
+        did_you_mean(cast("object", value), spellings(WrapKind)),
     )
 
 
@@ -130,14 +128,10 @@ def _read_strategies(value: object) -> tuple[tuple[str, Strategy], ...]:
     pairs = list(cast("Iterable[object]", pairs)) if isinstance(pairs, Iterable) else [pairs]
     if not all(isinstance(p, tuple | list) and len(cast("list[object]", p)) == 2 for p in pairs):
         raise Rejected("a mapping of module names (globs) to strategies")
-    found: list[tuple[str, Strategy]] = []
-    for glob, strategy in cast("Iterable[tuple[object, object]]", pairs):
-        try:
-            found.append((str(glob), parse(Strategy, strategy, "")))
-        except ConfigProblems as error:
-            expected, advice = error.problems[0].expected, error.problems[0].advice
-            raise Rejected(f"for {glob} {expected}", advice) from None
-    return tuple(found)
+    return tuple(
+        (str(glob), parse(Strategy, strategy, str(glob)))
+        for glob, strategy in cast("list[tuple[object, object]]", pairs)
+    )
 
 
 def _read_depth(value: object) -> object:
@@ -157,12 +151,12 @@ def _read_depth(value: object) -> object:
             return PREFETCH_DEPTHS[word]
     raise Rejected(
         "an integer >= 0, or one of backward_pre, backward_post, no_prefetch",
-        did_you_mean(value, PREFETCH_DEPTHS) if isinstance(value, str) else "",
+        did_you_mean(value, PREFETCH_DEPTHS),
     )
 
 
 def _read_offload(value: object) -> object:
-    """`cpu` or true moves all three kinds of state; a table says it for each."""
+    """`cpu` or true for all three kinds of state, or a table with each of them."""
     if value is None or value is False or isinstance(value, Offload):
         return value or None
     if isinstance(value, Mapping):
@@ -180,10 +174,7 @@ def _read_offload(value: object) -> object:
 
 
 def _read_recompute(value: object) -> Recompute:
-    try:
-        return parse_recompute(value, "")
-    except ConfigProblems as error:
-        raise Rejected(error.problems[0].expected, error.problems[0].advice) from None
+    return parse_recompute(value, "")
 
 
 PrefetchDepth = Annotated[Depth, BeforeValidator(_read_depth)]
@@ -197,7 +188,7 @@ _WRAP_SCHEMA = {
 
 
 class ShardConfig(Section):
-    """How a model is sharded: who keeps what, in which dtype, and who moves it."""
+    """How a model is sharded: which rank keeps what, dtypes, communication."""
 
     strategy: Word[Strategy] = Strategy.FULL_SHARD
     """full_shard (ZeRO-3) | shard_grad_op (ZeRO-2) | no_shard (DDP) | hybrid_shard |
@@ -209,12 +200,13 @@ class ShardConfig(Section):
         PlainSerializer(dict),
         WithJsonSchema({"type": "object", "additionalProperties": {"enum": list(Strategy)}}),
     ] = ()
-    """Other strategies for some units, by module name (globs); the last that fits counts. On the
-    same mesh: sharded ones differ in when slots are given back, no_shard copies over all ranks."""
+    """Other strategies for some units, by module name (globs); the last match counts. All units
+    have the same mesh: sharded ones differ in when slots are released, no_shard replicates over all
+    ranks."""
 
     replicate: Count | None = None
-    """Ranks that hold copies of the same shard. None: hybrid strategies replicate over hosts,
-    all others hold one copy."""
+    """Ranks that keep copies of the same shard. None: hybrid strategies replicate over hosts, all
+    others keep one copy."""
 
     shard: Count | None = None
     """Ranks that share one copy. None: hybrid strategies shard inside a host, all others over
@@ -229,14 +221,14 @@ class ShardConfig(Section):
     """Which modules are units (gathered and freed together): auto (the repeated blocks) |
     transformer | size | none (one unit) | class names | a callable of Python."""
 
-    wrap_min_params: Annotated[int, Number(at_least=1)] = 100_000_000
-    """Parameters of the smallest unit; concerns wrap: size alone."""
+    wrap_min_params: Count = 100_000_000
+    """Parameters of the smallest unit; only for wrap: size."""
 
     ignore: Names = ()
-    """Module or parameter names (globs) that stay whole on every rank and are not reduced."""
+    """Module or parameter names (globs) that are neither sharded nor reduced."""
 
     fp32_modules: Names = ()
-    """Module names (globs) that compute in float32 whatever param_dtype says."""
+    """Module names (globs) that compute in float32 whatever param_dtype is."""
 
     master_dtype: Word[DType] | None = None
     """Dtype at rest and of the optimizer's step. None: float64 stays float64, all else float32."""
@@ -245,7 +237,7 @@ class ShardConfig(Section):
     """Dtype in which units are gathered and compute. None: the master's."""
 
     reduce_dtype: Word[DType] | None = None
-    """Dtype of gradients on the wire. None: float32 (float64 for float64 masters)."""
+    """Dtype of gradient reductions. None: float32 (float64 for float64 masters)."""
 
     buffer_dtype: Word[DType] | None = None
     """Dtype of floating point buffers. None: untouched."""
@@ -257,10 +249,10 @@ class ShardConfig(Section):
     """mean | sum of the ranks' gradients."""
 
     reduction: Word[Reduction] = Reduction.NATIVE
-    """native | ordered: in rank order, the same bits as the other transports, and slower."""
+    """native | ordered: sums in rank order, bit-identical to the other transports, and slower."""
 
     forward_prefetch: PrefetchDepth = 1
-    """Units gathered ahead in forward; each more holds one more unit in memory."""
+    """Units gathered ahead in forward; each takes the memory of one gathered unit."""
 
     backward_prefetch: PrefetchDepth = 1
     """Units gathered ahead in backward; also takes FSDP1's words (BACKWARD_PRE: 1)."""
@@ -278,12 +270,12 @@ class ShardConfig(Section):
     forward and computed again in backward."""
 
     grad_sync: Word[GradSync] = GradSync.EVERY_MICRO_BATCH
-    """every_micro_batch (least memory) | last_micro_batch (least traffic; unsharded gradients are
-    held in between) | last_micro_batch_outer (only the replicate axis waits)."""
+    """every_micro_batch (least memory) | last_micro_batch (least traffic; unsharded gradients stay
+    in memory) | last_micro_batch_outer (only the replicate axis waits)."""
 
     transport: Word[Transport] = Transport.AUTO
-    """auto | c10d | direct | shared | fake: who moves the bytes."""
+    """auto | c10d | direct | shared | fake: what moves the bytes."""
 
     poison: Flag = False
-    """Fill every slot with NaN when it is released, so that a missed gather cannot pass for data.
-    For tests and `verify`; costs one write of every gathered parameter."""
+    """Fill every slot with NaN when it is released, so that a missed gather shows. For tests and
+    `verify`; costs one write of every gathered parameter."""

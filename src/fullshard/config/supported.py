@@ -1,20 +1,19 @@
-"""What is in the contract and not built yet: one table, whose rows later work deletes.
+"""Values that the contract has and an engine does not support yet: a table for each engine.
 
-These values pass the schema, since they mean something; `check_supported` refuses them by name,
+These values pass the schema, because they have a meaning; `check_supported` refuses them by name
 before any rank starts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import Offload, RunConfig, ShardConfig
+from fullshard.config.section import Section
 from fullshard.config.values import (
     BY_OWNER,
     Backend,
@@ -26,51 +25,27 @@ from fullshard.config.values import (
     Transport,
 )
 
+# Fields of a section: what to do until they are supported, and the values that are not (no value
+# named: all but the default).
+Rows = Mapping[str, tuple[object, ...]]
 
-@dataclasses.dataclass(frozen=True)
-class NotYet:
-    """One row.
-
-    Args:
-        key: a field of the section that the table is for.
-        instead: what to do until it is built.
-        later: values that are not built yet; none named: all but the default.
-    """
-
-    key: str
-    instead: str
-    later: tuple[object, ...] = ()
-
-    def problems(self, section: Section, prefix: str, where: str = "") -> Iterator[Problem]:
-        """The problem of a section whose value is a later one; `where` it is not built."""
-        value = getattr(section, self.key)
-        default = type(section).model_fields[self.key].default
-        if value in self.later if self.later else value != default:
-            shown = show(section.to_dict()[self.key])
-            key = join_key(prefix, self.key)
-            yield Problem(key, "", f"{shown} {where}is not yet supported", self.instead)
-
-
-_NAMED = NotYet("strategy", "Name the strategy", (Strategy.AUTO,))
-_TORCH = (NotYet("activation_checkpointing", "Use block", (Recompute(RecomputeKind.OFFLOAD),)),)
-
-# What the XLA engine has no counterpart of.
-_XLA = (
-    _NAMED,
-    NotYet("strategies", "Write one strategy"),
-    NotYet("offload", "Leave it out: activation_checkpointing: offload is there"),
-    *(NotYet(key, "Leave it out") for key in ("ignore", "buffer_dtype", "output_dtype")),
-    NotYet("grad_sync", f"Use {GradSync.EVERY_MICRO_BATCH}"),
-    NotYet("param_dtype", "Use bfloat16", (DType.FLOAT16,)),
-    NotYet("transport", "Use auto"),
-)
-_XLA_TRAINING = (
-    NotYet("optim", "Use adamw_torch or sgd, or backend: torch", BY_OWNER),
-    *(NotYet(key, "Leave it out") for key in ("ema_decay", "max_skipped_steps")),
-    NotYet("matmul_precision", "Leave it out"),
-    NotYet("per_device_train_batch_size", "Write a number", (0,)),
-)
-_XLA_LORA = NotYet("lora", "Leave it out, or use backend: torch")
+_NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
+_TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
+_XLA: Rows = {
+    **_NAMED,
+    "strategies": ("Write one strategy",),
+    "offload": ("Leave it out: activation_checkpointing: offload is there",),
+    **dict.fromkeys(("ignore", "buffer_dtype", "output_dtype"), ("Leave it out",)),
+    "grad_sync": (f"Use {GradSync.EVERY_MICRO_BATCH}",),
+    "param_dtype": ("Use bfloat16", DType.FLOAT16),
+    "transport": ("Use auto",),
+}
+_XLA_TRAINING: Rows = {
+    "optim": ("Use adamw_torch or sgd, or backend: torch", *BY_OWNER),
+    **dict.fromkeys(("ema_decay", "max_skipped_steps", "matmul_precision"), ("Leave it out",)),
+    "per_device_train_batch_size": ("Write a number", 0),
+}
+_XLA_RUN: Rows = {"lora": ("Leave it out, or use backend: torch",)}
 
 
 def check_supported(
@@ -80,21 +55,21 @@ def check_supported(
     launch: LaunchEnvironment | None = None,
     backend: Backend = Backend.TORCH,
 ) -> None:
-    """Refuse by name what the contract has and this version lacks.
+    """Refuse by name what the contract has and an engine does not support yet.
 
     Args:
-        config: a whole configuration, or the sharding of a model of one's own.
-        planning: for a plan alone, which may hold more than a run does yet.
-        launch: how this process was launched, if it was. Several machines need a launcher of
-            their own (torchrun, srun), which has set it.
-        backend: that runs the sharding of a model of one's own.
+        config: a whole configuration, or the sharding of the user's own model.
+        planning: only a plan is made, which supports more than a run.
+        launch: how this process was launched; None if fullshard starts the ranks, which it cannot
+            do on several machines.
+        backend: the engine for the user's own model.
 
     Raises:
-        ConfigError: with every value that is not built yet.
+        ConfigError: with every value that is not supported yet.
     """
     if isinstance(config, ShardConfig):
-        rows = _XLA if backend is Backend.JAX else (_NAMED, *_TORCH)
-        problems = [problem for row in rows for problem in row.problems(config, "")]
+        rows = _XLA if backend is Backend.JAX else {**_NAMED, **_TORCH}
+        problems = list(unsupported(config, rows))
     else:
         problems = list(_of_run(config))
         problems += [] if planning else _of_machine(config, launch)
@@ -102,30 +77,48 @@ def check_supported(
         raise ConfigProblems(problems)
 
 
+def unsupported(
+    section: Section, rows: Rows, prefix: str = "", where: str = ""
+) -> Iterator[Problem]:
+    """The problems of the values of a section that are not supported.
+
+    Args:
+        section: the section.
+        rows: its fields that are not fully supported.
+        prefix: dotted key of the section.
+        where: words for the condition under which they are not: `with backend: jax `.
+    """
+    for name, (instead, *values) in rows.items():
+        value = getattr(section, name)
+        if value in values if values else value != type(section).model_fields[name].default:
+            shown = show(section.to_dict()[name])
+            got = f"{shown} {where}is not yet supported"
+            yield Problem(join_key(prefix, name), "", got, str(instead))
+
+
 def _of_run(config: RunConfig) -> Iterator[Problem]:
-    """What neither a plan nor a run can have."""
-    on_xla = config.backend is Backend.JAX
-    for row in _XLA if on_xla else _TORCH:
-        yield from row.problems(config.sharding, "sharding")
-    for row in _XLA_TRAINING if on_xla else ():
-        yield from row.problems(config.training, "training")
-    if on_xla:
-        yield from _XLA_LORA.problems(config, "")
+    """What neither a plan nor a run supports."""
+    if config.backend is Backend.JAX:
+        yield from unsupported(config.sharding, _XLA, "sharding")
+        yield from unsupported(config.training, _XLA_TRAINING, "training")
+        yield from unsupported(config, _XLA_RUN)
+    else:
+        yield from unsupported(config.sharding, _TORCH, "sharding")
     if config.training.optim in BY_OWNER and config.sharding.offload is not None:
-        says = f"beside optim: {config.training.optim} is not yet supported"
-        yield Problem("sharding.offload", "", says, "Leave one of the two out")
+        got = f"beside optim: {config.training.optim} is not yet supported"
+        yield Problem("sharding.offload", "", got, "Leave one of the two out")
 
 
 def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator[Problem]:
-    """What a run needs of the machine that it starts on."""
+    """What a run needs from the machine that it starts on."""
     folder = (config.sharding.offload or Offload()).folder
     if folder is not None and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
-        advice = "Make it on every machine, on a disk with room"
+        advice = "Create it on every machine, on a disk with enough space"
         yield Problem("sharding.offload.folder", "a folder to write to", show(folder), advice)
     if config.sharding.transport is Transport.FAKE:
         advice = "It moves no data between ranks: it is for plans and tests"
         yield Problem("sharding.transport", "a real transport", "'fake'", advice)
     if config.launch.num_machines > 1 and launch is None:
-        says = f"{config.launch.num_machines} without a launcher is not yet supported"
+        got = f"{config.launch.num_machines} without a launcher is not yet supported"
         advice = "Start this command with torchrun or srun on every machine"
-        yield Problem("launch.num_machines", "", says, advice)
+        yield Problem("launch.num_machines", "", got, advice)

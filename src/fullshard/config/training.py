@@ -7,21 +7,24 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, model_validator
 
-from fullshard.config.dialects.rules import no_effect
 from fullshard.config.fields import (
     Count,
     CountOrAuto,
+    Depth,
     Flag,
     Number,
+    Positive,
+    Rate,
     Rejected,
+    Share,
     Text,
     Word,
     to_names,
     to_number,
 )
-from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
-from fullshard.config.model import Section
+from fullshard.config.names import NAMES
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.section import Section
 from fullshard.config.values import (
     IntervalStrategy,
     LrSchedule,
@@ -34,7 +37,7 @@ from fullshard.config.values import (
 
 
 def _read_steps(value: object) -> object:
-    """A number of steps, or a share of all steps below 1, as Hugging Face has it."""
+    """A number of steps, or a share of all steps below 1, as in Hugging Face."""
     number = to_number(value)
     if number is None or number <= 0 or (number >= 1 and number != int(number)):
         raise Rejected("an integer >= 1, or a share of all steps between 0 and 1")
@@ -47,7 +50,7 @@ def _read_warmup(value: object) -> object:
 
 
 def _read_resume(value: object) -> object:
-    """A folder; false and `never` mean that nothing is resumed."""
+    """A folder; false and `never` resume nothing."""
     if value is None:
         return None
     if value is False or words_of(value)[0] in ("false", "no", "never"):
@@ -73,7 +76,6 @@ def _read_trackers(value: object) -> object:
 
 Steps = Annotated[int | float, BeforeValidator(_read_steps)]
 Warmup = Annotated[int | float, BeforeValidator(_read_warmup)]
-Share = Annotated[float, Number(at_least=0, below=1)]
 
 DEFAULT_SAMPLES = 8  # Hugging Face's default
 
@@ -81,8 +83,8 @@ DEFAULT_SAMPLES = 8  # Hugging Face's default
 class TrainingConfig(Section):
     """The main loop: Hugging Face's names, meanings and defaults (transformers 4.40 to 5.x).
 
-    A TrainingArguments name that has no effect here yet is an error that says so, unless its value
-    asks for what happens anyway; an unknown one is an error with the nearest name.
+    A name of TrainingArguments that is not supported yet is an error, unless its value asks for
+    what happens anyway. An unknown name is an error with the nearest name.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -94,14 +96,14 @@ class TrainingConfig(Section):
     """Folder of the run. None: runs/<command>."""
 
     report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_read_trackers)] = ()
-    """none | all | tensorboard, wandb, mlflow, trackio: trackers that show the metrics too. One
-    that is not installed is said once; metrics.jsonl and metrics.csv are always written."""
+    """none | all | tensorboard, wandb, mlflow, trackio: trackers that also show the metrics. A
+    missing one is reported once; metrics.jsonl and metrics.csv are always written."""
 
     run_name: Text | None = None
     """The run's name in trackers. None: output_dir."""
 
     project: Text = "fullshard"
-    """The runs' common name in trackers."""
+    """Name of the project in trackers."""
 
     logging_dir: Text | None = None
     """Folder of TensorBoard's files. None: tensorboard/ in output_dir."""
@@ -109,35 +111,36 @@ class TrainingConfig(Section):
     max_steps: Annotated[int, Number(at_least=-1)] = -1
     """Updates of the run; above 0 it replaces num_train_epochs."""
 
-    num_train_epochs: Annotated[float, Number(above=0)] = 3.0
-    """Passes over the training text, where max_steps does not say."""
+    num_train_epochs: Positive = 3.0
+    """Passes over the training text, if max_steps is not set."""
 
     per_device_train_batch_size: CountOrAuto = DEFAULT_SAMPLES
-    """Sequences of one rank in one micro-batch. auto: the planner divides a rank's part of
+    """Sequences per rank and micro-batch. auto: the planner divides a rank's part of
     train_batch_size, else 8 x gradient_accumulation_steps, into the micro-batches that fit best."""
 
     per_device_eval_batch_size: Count = 8
-    """Sequences of one rank in one evaluation batch."""
+    """Sequences per rank and evaluation batch."""
 
     gradient_accumulation_steps: Count = 1
-    """Micro-batches of one update. Its batch: this x ranks x per_device_train_batch_size."""
+    """Micro-batches per update. An update has this x ranks x per_device_train_batch_size
+    sequences."""
 
     train_batch_size: Count | None = None
-    """Sequences of one update, of all ranks (DeepSpeed's name): per_device_train_batch_size is what
-    is left of it for a rank and a micro-batch. None: it follows from these."""
+    """Sequences per update over all ranks (DeepSpeed's name), from which
+    per_device_train_batch_size follows. None: it follows from the other two."""
 
     max_seq_length: Annotated[int, Number(at_least=2)] = 1024
-    """Tokens of one sequence (alias max_length, whose default in TRL this is)."""
+    """Tokens per sequence (alias max_length; TRL has the same default)."""
 
-    loss_chunk_size: Annotated[int, Number(at_least=0)] = 512
-    """Tokens whose logits are held at a time: a model's plain linear head makes the loss, and no
-    tensor of tokens x vocabulary exists. 0: from the logits of all tokens at once."""
+    loss_chunk_size: Depth = 512
+    """Tokens whose logits are in memory at a time, for a model with a plain linear head. 0: the
+    logits of all tokens at once."""
 
-    learning_rate: Annotated[float, Number(at_least=0)] = 5e-5
+    learning_rate: Rate = 5e-5
     """Peak learning rate."""
 
-    weight_decay: Annotated[float, Number(at_least=0)] = 0.0
-    """Decoupled decay of parameters with two or more dims; biases and norms are left alone."""
+    weight_decay: Rate = 0.0
+    """Decoupled decay of parameters with two or more dims; biases and norms are not decayed."""
 
     adam_beta1: Share = 0.9
     """Decay of the first moment."""
@@ -145,25 +148,25 @@ class TrainingConfig(Section):
     adam_beta2: Share = 0.999
     """Decay of the second moment."""
 
-    adam_epsilon: Annotated[float, Number(above=0)] = 1e-8
-    """Added to the root of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """Added to the square root of the second moment."""
 
-    max_skipped_steps: Annotated[int, Number(at_least=0)] = 0
-    """Updates with a gradient that is not finite which are skipped; one more ends the run."""
+    max_skipped_steps: Depth = 0
+    """Updates with a non-finite gradient that are skipped; one more ends the run."""
 
     ema_decay: Share | None = None
-    """Keep a sharded average of the weights: after every update ema_decay times what it was, and
-    1 - ema_decay times the weights. Evaluated at the end and written to model_ema/. It takes as
-    much as the parameter shards again. None: there is none."""
+    """Keep a sharded moving average of the weights, updated as ema_decay x average + (1 -
+    ema_decay) x weights. It is evaluated at the end and written to model_ema/. It takes as much
+    memory as the parameter shards. None: no average."""
 
-    max_grad_norm: Annotated[float, Number(at_least=0)] = 1.0
+    max_grad_norm: Rate = 1.0
     """Global gradient norm above which gradients are scaled down. 0: never."""
 
     lr_scheduler_type: Word[LrSchedule] = LrSchedule.LINEAR
     """linear | cosine | constant | constant_with_warmup."""
 
     warmup_steps: Warmup = 0
-    """Steps from zero to the peak; below 1 a share of all steps. Above 0 it replaces
+    """Steps from zero to the peak; below 1 a share of all steps. If above 0, it replaces
     warmup_ratio."""
 
     warmup_ratio: Share = 0.0
@@ -174,8 +177,8 @@ class TrainingConfig(Section):
     step."""
 
     eval_strategy: Word[IntervalStrategy] | None = None
-    """no | steps | epoch (alias evaluation_strategy). None: steps where eval_steps is given,
-    else no."""
+    """no | steps | epoch (alias evaluation_strategy). None: steps if eval_steps is given, else
+    no."""
 
     eval_steps: Steps | None = None
     """Steps between two evaluations; below 1 a share of all steps. None: logging_steps."""
@@ -183,23 +186,23 @@ class TrainingConfig(Section):
     early_stopping_patience: Count | None = None
     """Evaluations in a row without a better held-out loss after which the run ends. None: never."""
 
-    early_stopping_threshold: Annotated[float, Number(at_least=0)] = 0.0
-    """By how much, in nats, a held-out loss must be below the best one to be better."""
+    early_stopping_threshold: Rate = 0.0
+    """Nats by which a held-out loss must be below the best one to count as better."""
 
     save_strategy: Word[IntervalStrategy] | None = None
-    """no | steps | epoch; the last step is saved too. None: steps."""
+    """no | steps | epoch; the last step is always saved, unless no. None: steps."""
 
     save_steps: Steps | None = None
     """Steps between two checkpoints; below 1 a share of all steps. None: 500."""
 
     save_total_limit: Count | None = None
-    """Complete checkpoints that are kept. None: all."""
+    """Number of complete checkpoints to keep. None: all."""
 
     resume_from_checkpoint: Annotated[Text | None, BeforeValidator(_read_resume)] = None
     """A checkpoint, or a folder of them, to start from; `auto`: the run's own (--resume)."""
 
-    seed: Annotated[int, Number(at_least=0)] = 42
-    """Of the initial weights and of the order of the data."""
+    seed: Depth = 42
+    """Seed of the initial weights and of the order of the data."""
 
     bf16: Flag | None = None
     """true: sharding.param_dtype is bfloat16. None: sharding decides."""
@@ -218,9 +221,9 @@ class TrainingConfig(Section):
     """true: sharding.activation_checkpointing is block. None: sharding decides."""
 
     optim: Word[Optimizer] = Optimizer.ADAMW_TORCH_FUSED
-    """adamw_torch_fused | adamw_torch | sgd, on shards; muon (for matrices of blocks, AdamW for all
-    else) | adafactor | adamw_bnb_8bit (alias adamw_8bit; needs bitsandbytes), by owners of whole
-    tensors."""
+    """adamw_torch_fused | adamw_torch | sgd update shards; muon (matrices of blocks; AdamW for the
+    rest) | adafactor | adamw_bnb_8bit (alias adamw_8bit; needs bitsandbytes) update whole tensors,
+    each on one rank."""
 
     @model_validator(mode="after")
     def _has_what_it_waits_for(self) -> Self:
@@ -236,16 +239,16 @@ class TrainingConfig(Section):
 
     @property
     def evaluates(self) -> IntervalStrategy:
-        """When evaluation happens, with what was left out filled in."""
+        """When evaluation happens, with defaults filled in."""
         if self.eval_strategy is not None:
             return self.eval_strategy
         return IntervalStrategy.NO if self.eval_steps is None else IntervalStrategy.STEPS
 
     def divided(self, world_size: int) -> Self:
-        """The same with train_batch_size as sequences of a rank and micro-batches.
+        """The same with train_batch_size divided into sequences per rank and micro-batches.
 
         Raises:
-            ConfigError: it is no multiple of what is given of the two, and the ranks.
+            ConfigError: it is not a multiple of the ranks and the given part of the batch.
         """
         if self.train_batch_size is None or self.leaves_micro_batch:
             return self
@@ -292,28 +295,29 @@ class TrainingConfig(Section):
 
     @property
     def saves(self) -> IntervalStrategy:
-        """When checkpoints are saved, with what was left out filled in."""
+        """When checkpoints are saved, with defaults filled in."""
         return IntervalStrategy.STEPS if self.save_strategy is None else self.save_strategy
 
     @classmethod
     def without_effect(cls, key: str, value: Any) -> bool:
-        """True for a name that we lack on whose value no result depends."""
-        return key in WITHOUT_EFFECT or (key in NOT_YET and cls._not_yet(key, value) is None)
+        """True for a name of Hugging Face's whose value changes nothing here."""
+        return key in NAMES and _refusal(key, value) is None
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem:
         """`not yet` for Hugging Face's names, did-you-mean for all others."""
-        return cls._not_yet(key, value) or super().unknown(key, value)
-
-    @staticmethod
-    def _not_yet(key: str, value: object) -> Problem | None:
-        try:
-            NOT_YET.get(key, no_effect(""))(value, {})
-        except ConfigProblems as error:
-            return error.problems[0].below(key)
-        return None
+        return (key in NAMES and _refusal(key, value)) or super().unknown(key, value)
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """Names for did-you-mean: a misspelt name may well be one that is not built yet."""
-        return [*super().known_names(), *NOT_YET, *WITHOUT_EFFECT]
+        """Names for did-you-mean: a misspelt name may be one that is not supported yet."""
+        return [*super().known_names(), *NAMES]
+
+
+def _refusal(name: str, value: object) -> Problem | None:
+    """The problem of a value that is not supported yet."""
+    try:
+        NAMES[name](value, {})
+    except ConfigProblems as error:
+        return error.problems[0].below(name)
+    return None

@@ -10,90 +10,114 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from fullshard.config.problems import ConfigProblems, Problem, show
 
 
-class Strategy(StrEnum):
+class Choice(StrEnum):
+    """An enum whose members also list the spellings that other tools have for them."""
+
+    spellings: tuple[str, ...]
+
+    def __new__(cls, word: str, spellings: str = "") -> Self:
+        """Our own word, and other spellings in lower case between blanks."""
+        member = str.__new__(cls, word)
+        member._value_, member.spellings = word, tuple(spellings.split())
+        return member
+
+
+class Strategy(Choice):
     """What every rank keeps of each kind of state between uses."""
 
-    FULL_SHARD = "full_shard"  # ZeRO-3: parameters, gradients, optimizer state sharded
-    SHARD_GRAD_OP = "shard_grad_op"  # ZeRO-2: parameters stay gathered from forward to backward
-    NO_SHARD = "no_shard"  # DDP: every rank holds everything
-    HYBRID_SHARD = "hybrid_shard"  # full_shard inside a host, copies across hosts
-    HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"  # shard_grad_op inside a host, copies across hosts
-    AUTO = "auto"  # the planner chooses, where a batch is known
+    # ZeRO-3: parameters, gradients, optimizer state sharded
+    FULL_SHARD = "full_shard", "full fsdp zero3 zero_3 1"
+    # ZeRO-2: parameters stay gathered from forward to backward
+    SHARD_GRAD_OP = "shard_grad_op", "grad_op zero2 zero_2 2"
+    # DDP: every rank keeps everything
+    NO_SHARD = "no_shard", "ddp zero0 zero_0 3"
+    # full_shard inside a host, copies across hosts
+    HYBRID_SHARD = "hybrid_shard", "hybrid hybrid_full hybrid_full_shard hsdp 4"
+    # shard_grad_op inside a host, copies across hosts
+    HYBRID_SHARD_ZERO2 = (
+        "hybrid_shard_zero2",
+        "_hybrid_shard_zero2 hybrid_zero2 hybrid_shard_grad_op 5",
+    )
+    # the planner chooses, if the batch is known
+    AUTO = "auto"
 
 
-class DType(StrEnum):
+class DType(Choice):
     """A floating point dtype, under torch's name."""
 
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+    FLOAT64 = "float64", "fp64 f64 double"
+    FLOAT32 = "float32", "fp32 f32 float"
+    BFLOAT16 = "bfloat16", "bf16"
+    FLOAT16 = "float16", "fp16 f16 half"
 
 
-class Transport(StrEnum):
-    """Who moves the bytes of gathers and reductions."""
+class Transport(Choice):
+    """What moves the bytes of gathers and reductions."""
 
     AUTO = "auto"
     C10D = "c10d"  # torch's own collectives, in place
-    DIRECT = "direct"  # gloo: each rank sends each peer just the slice that it needs
-    SHARED = "shared"  # ranks of one host map one master copy
-    FAKE = "fake"  # any world size in one process, nothing moves
+    DIRECT = "direct"  # gloo: each rank sends each peer only the slice that it needs
+    SHARED = "shared"  # the ranks of a host map one master copy
+    FAKE = "fake"  # any world size in one process; no data is moved
 
 
-class GradReduction(StrEnum):
+class GradReduction(Choice):
     """What the gradients of the ranks become: their mean (as DDP and FSDP) or their sum."""
 
-    MEAN = "mean"
+    MEAN = "mean", "avg average"
     SUM = "sum"
 
 
-class Reduction(StrEnum):
+class Reduction(Choice):
     """In which order c10d adds: its own (fast), or rank order (the bits of other transports)."""
 
     NATIVE = "native"
     ORDERED = "ordered"
 
 
-class GradSync(StrEnum):
+class GradSync(Choice):
     """Which micro-batches of an accumulated step reduce their gradients."""
 
     EVERY_MICRO_BATCH = "every_micro_batch"  # least memory
-    LAST_MICRO_BATCH = "last_micro_batch"  # least traffic, unsharded gradients are held
+    LAST_MICRO_BATCH = "last_micro_batch"  # least traffic; unsharded gradients stay in memory
     LAST_MICRO_BATCH_OUTER = "last_micro_batch_outer"  # inside the shard axis always, across last
 
 
-class WrapKind(StrEnum):
-    """How the units are chosen where no class names are given."""
+class WrapKind(Choice):
+    """How the units are chosen if no class names are given."""
 
     AUTO = "auto"  # the repeated blocks, found structurally
-    TRANSFORMER = "transformer"  # the blocks that the model class names itself
-    SIZE = "size"  # modules of at least wrap_min_params parameters
-    NONE = "none"  # the whole model is one unit
+    # the blocks that the model class names itself
+    TRANSFORMER = "transformer", "transformer_based_wrap transformer_based"
+    # modules of at least wrap_min_params parameters
+    SIZE = "size", "size_based_wrap size_based"
+    # the whole model is one unit
+    NONE = "none", "no_wrap no false root"
 
 
-class RecomputeKind(StrEnum):
+class RecomputeKind(Choice):
     """What activation checkpointing drops in forward and computes again in backward."""
 
-    NONE = "none"
-    BLOCK = "block"  # the inside of every block (or of every n-th: `every_2`)
-    SELECTIVE = "selective"  # all but the results of matrix products and attention
-    OFFLOAD = "offload"  # nothing: activations wait on the host
+    NONE = "none", "no off false"
+    BLOCK = "block", "true full"  # the inside of every block (or of every n-th: `every_2`)
+    SELECTIVE = "selective"  # everything but the results of matrix products and attention
+    OFFLOAD = "offload"  # nothing: activations are kept on the host
 
 
-class Backend(StrEnum):
+class Backend(Choice):
     """The engine that runs the plan."""
 
-    TORCH = "torch"
-    JAX = "jax"
+    TORCH = "torch", "pytorch"
+    JAX = "jax", "xla"
 
 
-class TokenDType(StrEnum):
-    """Of tokens in files."""
+class TokenDType(Choice):
+    """The dtype of tokens in files."""
 
     UINT8 = "uint8"
     INT16 = "int16"
@@ -103,22 +127,30 @@ class TokenDType(StrEnum):
     INT64 = "int64"
 
 
-class Home(StrEnum):
-    """Where a kind of state lives between uses when it is not on the device."""
+class MatmulPrecision(Choice):
+    """Precision of float32 matrix products: torch.set_float32_matmul_precision."""
 
-    CPU = "cpu"
-    NVME = "nvme"
+    HIGHEST = "highest", "float32"  # float32
+    HIGH = "high", "tf32"  # TF32 on NVIDIA GPUs
+    MEDIUM = "medium"  # bfloat16
 
 
-class IntervalStrategy(StrEnum):
+class Home(Choice):
+    """The memory of a kind of state between uses, if not the device's."""
+
+    CPU = "cpu", "host"
+    NVME = "nvme", "disk"
+
+
+class IntervalStrategy(Choice):
     """When something periodic (evaluation, saving, logging) happens."""
 
-    NO = "no"
-    STEPS = "steps"
-    EPOCH = "epoch"
+    NO = "no", "none off false"
+    STEPS = "steps", "step"
+    EPOCH = "epoch", "epochs"
 
 
-class LrSchedule(StrEnum):
+class LrSchedule(Choice):
     """The learning rate over the steps, after the warm-up."""
 
     LINEAR = "linear"  # to zero at the last step
@@ -127,25 +159,17 @@ class LrSchedule(StrEnum):
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
-class MatmulPrecision(StrEnum):
-    """How exactly float32 matrix products are computed: torch.set_float32_matmul_precision."""
+class DistillLoss(Choice):
+    """The distance of a student from its teacher."""
 
-    HIGHEST = "highest"  # float32
-    HIGH = "high"  # TF32 on NVIDIA GPUs
-    MEDIUM = "medium"  # bfloat16
-
-
-class DistillLoss(StrEnum):
-    """How far a student is from its teacher."""
-
-    FORWARD_KL = "forward_kl"  # KL(teacher || student): the student covers what the teacher says
-    REVERSE_KL = "reverse_kl"  # KL(student || teacher): it keeps to what the teacher says most
-    JSD = "jsd"  # generalized Jensen-Shannon: between the two, by beta
-    HIDDEN = "hidden"  # hidden states, through projections that are learned along
+    FORWARD_KL = "forward_kl", "kl kld fkl"  # KL(teacher || student): covers all of the teacher's
+    REVERSE_KL = "reverse_kl", "rkl"  # KL(student || teacher): keeps to the teacher's likeliest
+    JSD = "jsd", "js"  # generalized Jensen-Shannon: between the two, by beta
+    HIDDEN = "hidden", "mse"  # hidden states, through projections that are learned too
 
 
-class Tracker(StrEnum):
-    """Where metrics are shown beside the run's own files, by the names of `report_to`."""
+class Tracker(Choice):
+    """Where metrics are shown in addition to the run's own files, by the names of `report_to`."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -153,133 +177,36 @@ class Tracker(StrEnum):
     TRACKIO = "trackio"
 
 
-class Optimizer(StrEnum):
+class Optimizer(Choice):
     """The optimizers of the main loop, under Hugging Face's names."""
 
-    ADAMW_TORCH = "adamw_torch"
-    ADAMW_TORCH_FUSED = "adamw_torch_fused"
+    ADAMW_TORCH = "adamw_torch", "adamw adamw_hf"
+    ADAMW_TORCH_FUSED = "adamw_torch_fused", "adamw_fused"
     SGD = "sgd"
     MUON = "muon"
     ADAFACTOR = "adafactor"
-    ADAMW_BNB_8BIT = "adamw_bnb_8bit"
+    ADAMW_BNB_8BIT = "adamw_bnb_8bit", "adamw_8bit"
 
 
-# Which need whole tensors: each of these has one owner among the ranks.
+# Optimizers that need whole tensors: one rank owns each tensor.
 BY_OWNER = (Optimizer.MUON, Optimizer.ADAFACTOR, Optimizer.ADAMW_BNB_8BIT)
 
-
-# ---- spellings: a table per enum that has any beyond the values of its members ------------------
-
-SPELLINGS: Mapping[type[StrEnum], Mapping[str, StrEnum]] = {
-    Strategy: {
-        "full": Strategy.FULL_SHARD,
-        "fsdp": Strategy.FULL_SHARD,
-        "zero3": Strategy.FULL_SHARD,
-        "zero_3": Strategy.FULL_SHARD,
-        "1": Strategy.FULL_SHARD,
-        "grad_op": Strategy.SHARD_GRAD_OP,
-        "zero2": Strategy.SHARD_GRAD_OP,
-        "zero_2": Strategy.SHARD_GRAD_OP,
-        "2": Strategy.SHARD_GRAD_OP,
-        "ddp": Strategy.NO_SHARD,
-        "zero0": Strategy.NO_SHARD,
-        "zero_0": Strategy.NO_SHARD,
-        "3": Strategy.NO_SHARD,
-        "hybrid": Strategy.HYBRID_SHARD,
-        "hybrid_full": Strategy.HYBRID_SHARD,
-        "hybrid_full_shard": Strategy.HYBRID_SHARD,
-        "hsdp": Strategy.HYBRID_SHARD,
-        "4": Strategy.HYBRID_SHARD,
-        "_hybrid_shard_zero2": Strategy.HYBRID_SHARD_ZERO2,
-        "hybrid_zero2": Strategy.HYBRID_SHARD_ZERO2,
-        "hybrid_shard_grad_op": Strategy.HYBRID_SHARD_ZERO2,
-        "5": Strategy.HYBRID_SHARD_ZERO2,
-    },
-    DType: {
-        "fp64": DType.FLOAT64,
-        "f64": DType.FLOAT64,
-        "double": DType.FLOAT64,
-        "fp32": DType.FLOAT32,
-        "f32": DType.FLOAT32,
-        "float": DType.FLOAT32,
-        "bf16": DType.BFLOAT16,
-        "fp16": DType.FLOAT16,
-        "f16": DType.FLOAT16,
-        "half": DType.FLOAT16,
-    },
-    GradReduction: {"avg": GradReduction.MEAN, "average": GradReduction.MEAN},
-    WrapKind: {
-        "transformer_based_wrap": WrapKind.TRANSFORMER,
-        "transformer_based": WrapKind.TRANSFORMER,
-        "size_based_wrap": WrapKind.SIZE,
-        "size_based": WrapKind.SIZE,
-        "no_wrap": WrapKind.NONE,
-        "no": WrapKind.NONE,
-        "false": WrapKind.NONE,
-        "root": WrapKind.NONE,
-    },
-    RecomputeKind: {
-        "no": RecomputeKind.NONE,
-        "off": RecomputeKind.NONE,
-        "false": RecomputeKind.NONE,
-        "true": RecomputeKind.BLOCK,
-        "full": RecomputeKind.BLOCK,
-    },
-    Backend: {"pytorch": Backend.TORCH, "xla": Backend.JAX},
-    Home: {"host": Home.CPU, "disk": Home.NVME},
-    IntervalStrategy: {
-        "none": IntervalStrategy.NO,
-        "off": IntervalStrategy.NO,
-        "false": IntervalStrategy.NO,
-        "step": IntervalStrategy.STEPS,
-        "epochs": IntervalStrategy.EPOCH,
-    },
-    MatmulPrecision: {"float32": MatmulPrecision.HIGHEST, "tf32": MatmulPrecision.HIGH},
+# Hugging Face's words that are not supported yet, by a part of them, and the reason.
+LATER: Mapping[type[Choice], Mapping[str, str]] = {
+    LrSchedule: {"restarts min_lr polynomial inverse_sqrt plateau stable_decay greedy": ""},
     Optimizer: {
-        "adamw": Optimizer.ADAMW_TORCH,
-        "adamw_hf": Optimizer.ADAMW_TORCH,
-        "adamw_fused": Optimizer.ADAMW_TORCH_FUSED,
-        "adamw_8bit": Optimizer.ADAMW_BNB_8BIT,
-    },
-    DistillLoss: {
-        "kl": DistillLoss.FORWARD_KL,
-        "kld": DistillLoss.FORWARD_KL,
-        "fkl": DistillLoss.FORWARD_KL,
-        "rkl": DistillLoss.REVERSE_KL,
-        "js": DistillLoss.JSD,
-        "mse": DistillLoss.HIDDEN,
-    },
-}
-
-# Words that mean something elsewhere and nothing here yet, by a part of them; and why.
-_WHOLE = "it needs whole matrices; of these adafactor and muon are there"
-_BLOCKS = "it scales blocks of a tensor together; of these adamw_bnb_8bit is there"
-LATER: Mapping[type[StrEnum], Mapping[str, str]] = {
-    LrSchedule: dict.fromkeys(
-        ("restarts", "min_lr", "polynomial", "inverse_sqrt", "plateau", "stable_decay", "greedy"),
-        "",
-    ),
-    Optimizer: {
-        **dict.fromkeys(("8bit", "4bit"), _BLOCKS),
-        **dict.fromkeys(("adafactor", "galore", "apollo"), _WHOLE),
-        **dict.fromkeys(("_xla", "npu", "apex", "anyprecision", "paged", "stable", "free"), ""),
-        **dict.fromkeys(("ademamix", "adagrad", "grokadamw", "lion", "lomo", "rmsprop"), ""),
+        "8bit 4bit": "it scales blocks of a tensor together; of these adamw_bnb_8bit is there",
+        "adafactor galore apollo": "it needs whole matrices; of these adafactor and muon are there",
+        "_xla npu apex anyprecision paged stable free": "",
+        "ademamix adagrad grokadamw lion lomo rmsprop": "",
     },
     IntervalStrategy: {"best": ""},
 }
 
 # BackwardPrefetch of FSDP1, as a depth.
 PREFETCH_DEPTHS: Mapping[str, int] = {
-    "backward_pre": 1,
-    "pre": 1,
-    "backward_post": 0,
-    "post": 0,
-    "no_prefetch": 0,
-    "none": 0,
-    "no": 0,
-    "off": 0,
-    "false": 0,
-    "true": 1,
+    **dict.fromkeys(("backward_pre", "pre", "true"), 1),
+    **dict.fromkeys(("backward_post", "post", "no_prefetch", "none", "no", "off", "false"), 0),
 }
 
 
@@ -294,17 +221,17 @@ class Recompute(NamedTuple):
         return f"every_{self.every}" if self.every > 1 else self.kind.value
 
 
-EnumT = TypeVar("EnumT", bound=StrEnum)
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 
-def parse(enum_cls: type[EnumT], value: object, key: str) -> EnumT:
+def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
     """The member that a value means.
 
     Args:
         enum_cls: one of the enums of this module.
         value: a member, a word in any accepted spelling, a number that other tools write for it,
-            or an object that prints as a spelling (`torch.bfloat16`). Flags count as the word
-            that YAML made them of: `no` arrives as False.
+            or an object that prints as a spelling (`torch.bfloat16`). A flag counts as the word
+            that YAML read as a flag: `no` arrives as False.
         key: the dotted key, for the message.
 
     Raises:
@@ -316,39 +243,38 @@ def parse(enum_cls: type[EnumT], value: object, key: str) -> EnumT:
     for word in words_of(value):
         if word in table:
             return table[word]
-    raise ConfigProblems([unknown_word(enum_cls, value, key)])
+    own = [member.value for member in enum_cls]
+    expected = "one of " + ", ".join(own)
+    if not isinstance(value, str):  # a number or a list is no misspelt word
+        raise ConfigProblems([Problem(key, expected, show(value))])
+    for parts, why in LATER.get(enum_cls, {}).items():
+        if any(part in value.lower() for part in parts.split()):
+            advice = "This word of Hugging Face's is not yet supported"
+            advice += f": {why}" if why else ""
+            raise ConfigProblems([Problem(key, expected, show(value), advice)])
+    hint = did_you_mean(value, own) or did_you_mean(value, table)
+    raise ConfigProblems([Problem(key, expected, show(value), hint)])
 
 
 def parse_recompute(value: object, key: str) -> Recompute:
     """`none | block | selective | offload | every_2 | every_3 ...`, or a flag, as data."""
     if isinstance(value, Recompute):
         return value
+    table = spellings(RecomputeKind)
     for word in words_of(value):
         head, _, count = word.partition("every_")
         if not head and count.isdecimal() and int(count) >= 1:
             return Recompute(RecomputeKind.BLOCK, int(count))
-        if word in spellings(RecomputeKind):
-            return Recompute(spellings(RecomputeKind)[word])
-    choices = (*_values(RecomputeKind), "every_2", "every_3")
-    raise ConfigProblems(
-        [
-            _unlisted(
-                value,
-                key,
-                "one of none, block, selective, offload, every_2 (every_3 and so on)",
-                choices,
-            )
-        ]
-    )
+        if word in table:
+            return Recompute(table[word])
+    hint = did_you_mean(value, [*RecomputeKind, "every_2", "every_3"])
+    expected = "one of none, block, selective, offload, every_2 (every_3 and so on)"
+    raise ConfigProblems([Problem(key, expected, show(value), hint)])
 
 
-def spellings(enum_cls: type[EnumT]) -> dict[str, EnumT]:
-    """Every accepted word of an enum, in lower case with `_`, and what it means."""
-    table = {member.value: member for member in enum_cls}
-    for word, member in SPELLINGS.get(enum_cls, {}).items():
-        assert isinstance(member, enum_cls)
-        table[word] = member
-    return table
+def spellings(enum_cls: type[ChoiceT]) -> dict[str, ChoiceT]:
+    """Every accepted word of an enum, in lower case with `_`, and its member."""
+    return {word: member for member in enum_cls for word in (member.value, *member.spellings)}
 
 
 def words_of(value: object) -> tuple[str, ...]:
@@ -389,31 +315,7 @@ def nearest(word: str, choices: Collection[str]) -> str | None:
     return by_word[close[0]] if close else None
 
 
-def unknown_word(enum_cls: type[StrEnum], value: object, key: str) -> Problem:
-    """The problem of a value that is no spelling of the enum."""
-    own = _values(enum_cls)
-    later = [why for part, why in LATER.get(enum_cls, {}).items() if part in str(value).lower()]
-    if isinstance(value, str) and later:
-        advice = "This word of Hugging Face's is not yet supported"
-        advice += f": {later[0]}" if later[0] else ""
-        return Problem(key, "one of " + ", ".join(own), show(value), advice)
-    near_own = isinstance(value, str) and nearest(value, own)
-    return _unlisted(
-        value, key, "one of " + ", ".join(own), own if near_own else spellings(enum_cls)
-    )
-
-
-def did_you_mean(word: str, choices: Collection[str]) -> str:
-    """`Did you mean 'x'?`, or nothing where no choice is near."""
-    near = nearest(word, choices)
+def did_you_mean(value: object, choices: Collection[str]) -> str:
+    """`Did you mean 'x'?`; nothing if no choice is near, or the value is no text."""
+    near = nearest(value, choices) if isinstance(value, str) else None
     return f"Did you mean '{near}'?" if near else ""
-
-
-def _unlisted(value: object, key: str, expected: str, choices: Collection[str]) -> Problem:
-    """Advice names a choice only for a word: a number or a list was not mistyped."""
-    advice = did_you_mean(value, choices) if isinstance(value, str) else ""
-    return Problem(key, expected, show(value), advice)
-
-
-def _values(enum_cls: type[StrEnum]) -> list[str]:
-    return [member.value for member in enum_cls]

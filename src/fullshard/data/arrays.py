@@ -1,11 +1,11 @@
-"""Tokens in files, mapped where they lie: those that we made, and those that others made before.
+"""Memory-mapped tokens in files: those that fullshard made, and existing arrays.
 
-    .npy    one axis of integers; its header has the dtype
-    .bin    Megatron: dtype and counts are in the .idx beside it
-            llm.c: 256 int32 before the tokens; the first one tells the dtype
-            nanoGPT: nothing but tokens, uint16 unless `data.dtype` says otherwise
+    .npy    one axis of integers; the header has the dtype
+    .bin    Megatron: dtype and counts are in the .idx file of the same name
+            llm.c: 256 int32 before the tokens; the first one gives the dtype
+            nanoGPT: only tokens, in uint16 or `data.dtype`
 
-Nothing is copied: rows of a fixed length are cut out of the files of a source, one after another.
+Nothing is copied. Rows of a fixed length are read from the files of a source, one after another.
 
     files       [ a.bin        ][ b.bin             ]
     rows        |<-- 0 -->|<-- 1 -->|<-- 2 -->| rest: dropped
@@ -36,19 +36,26 @@ class TokenFile:
     """Tokens in a file.
 
     Attributes:
-        file: Its path.
-        dtype: Of the tokens, by numpy's name.
-        offset: Byte of the first one.
-        count: How many there are.
+        file: Path of the file.
+        dtype: Dtype of the tokens, by numpy's name.
+        offset: Byte of the first token.
+        count: Number of tokens.
+        checksum: Checksum of the tokens; empty if it is not known.
     """
 
     file: str
     dtype: str
     offset: int
     count: int
+    checksum: str = ""
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last one."""
+        return self.offset + self.count * np.dtype(self.dtype).itemsize
 
     def mapped(self) -> npt.NDArray[np.integer]:
-        """(count,), read from disk as it is used."""
+        """The tokens, (count,), read from disk when they are used."""
         return _map(self)
 
     def part(self, start: int, stop: int) -> TokenFile:
@@ -61,15 +68,17 @@ class TokenFile:
 def _map(tokens: TokenFile) -> npt.NDArray[np.integer]:
     if not tokens.count:
         return np.empty(0, tokens.dtype)
-    return np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+    expected = "the tokens that were there when the run was prepared"
+    with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
+        return np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
 
 
 class Rows:
-    """Rows of `length` tokens of several sources; rows of a source follow those of the one before.
+    """Rows of `length` tokens from several sources, numbered source by source.
 
     Args:
-        sources: The files of each source.
-        length: Tokens of a row.
+        sources: Files of each source.
+        length: Tokens per row.
     """
 
     def __init__(self, sources: Sequence[Sequence[TokenFile]], length: int) -> None:
@@ -83,7 +92,7 @@ class Rows:
 
     @property
     def num_dropped(self) -> int:
-        """Tokens at the ends of sources that fill no row."""
+        """Tokens at the ends of sources that do not fill a row."""
         return sum(int(bounds[-1]) % self.length for bounds in self._bounds)
 
     def take(self, rows: Indices) -> Indices:
@@ -106,23 +115,23 @@ class Rows:
 
 
 def tokens_in(file: Path, dtype: str | None) -> TokenFile:
-    """The tokens of an array that somebody else made.
+    """The tokens of an existing array.
 
     Args:
         file: A .npy or .bin file.
-        dtype: data.dtype; None: what the file says, else uint16.
+        dtype: data.dtype; None: the dtype in the file, else uint16.
 
     Raises:
-        DataError: It is no such file, or its own dtype is another one.
+        DataError: It is not such a file, or has another dtype.
     """
     with untrusted(
         f"data.path: '{file}'", "an array of tokens", DataError, "Write it again, or name another."
     ):
         found, says = _npy(file) if file.suffix.lower() == ".npy" else _bin(file, dtype)
-    if dtype not in (None, found.dtype):
+    own = np.dtype(found.dtype).name  # of either byte order
+    if dtype not in (None, own):
         raise DataError(
-            f"data.dtype: expected {found.dtype}, which {says} of '{file}' says, got {dtype}. "
-            "Leave it out."
+            f"data.dtype: expected {own}, which {says} of '{file}' says, got {dtype}. Leave it out."
         )
     return found
 
@@ -138,7 +147,7 @@ def _npy(file: Path) -> tuple[TokenFile, str]:
     if len(shape) != 1 or dtype.kind not in "ui":
         raise ValueError(f"it holds {dtype} of shape {shape}; one axis of integers is read")
     found = TokenFile(str(file.absolute()), dtype.str, offset, shape[0])
-    if offset + shape[0] * dtype.itemsize > file.stat().st_size:
+    if found.stop > file.stat().st_size:
         raise ValueError("it is shorter than its header says")
     return found, "the header"
 
@@ -165,11 +174,11 @@ def _bin(file: Path, dtype: str | None) -> tuple[TokenFile, str]:
 
 
 def _megatron(index: Path, size: int) -> str:
-    """The dtype that an index names, of a .bin of `size` bytes."""
+    """The dtype in the index of a .bin file of `size` bytes."""
     with index.open("rb") as opened:
         mark, version, code, count, _ = struct.unpack("<9sQBQQ", opened.read(34))
     if mark != MEGATRON or version != 1 or code not in MEGATRON_DTYPES:
-        raise ValueError(f"'{index.name}' is no index of Megatron, version 1, of integers")
+        raise ValueError(f"'{index.name}' is not an index of Megatron, version 1, of integers")
     lengths = np.memmap(index, np.int32, "r", 34, (count,)) if count else np.empty(0, np.int32)
     total = int(lengths.sum(dtype=np.int64)) * np.dtype(MEGATRON_DTYPES[code]).itemsize
     if total != size:

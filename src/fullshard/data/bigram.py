@@ -1,11 +1,11 @@
-"""What a model must beat to have learnt more than which token follows which.
+"""The bigram baseline: a model that beats it has learned more than pairs of tokens.
 
     p(b | a) = lambda * c(a, b) / c(a)  +  (1 - lambda) * (c(b) + 1) / (N + V)
 
 `c` counts tokens and pairs in the training sequences, N is the sum of c(b), V the size of the
-vocabulary. lambda is chosen by EM on the last tenth of the training sequences with the counts of
-the others; the counts are then taken from all of them. Pairs never cross the border of a sequence,
-so the model and the baseline predict exactly the same tokens.
+vocabulary. lambda is chosen by EM on the last tenth of the training sequences, with the counts of
+the others; then the counts of all are used. Pairs never cross the end of a sequence, so the model
+and the baseline predict exactly the same tokens.
 
 References:
     Jelinek and Mercer, Interpolated estimation of Markov source parameters, 1980.
@@ -25,53 +25,11 @@ CHOOSING_SHARE = 10  # one in ten training sequences chooses lambda
 
 
 @dataclass(frozen=True)
-class Bigram:
-    """Counts of tokens and pairs.
-
-    Attributes:
-        vocab_size: V.
-        token_counts: (V,) how often each token occurs.
-        context_counts: (V,) how often each token has a successor in its sequence.
-        pairs: Sorted keys a * V + b of the pairs that occur.
-        pair_counts: How often each of them occurs.
-    """
-
-    vocab_size: int
-    token_counts: Floats
-    context_counts: Floats
-    pairs: npt.NDArray[np.int64]
-    pair_counts: Floats
-
-    @classmethod
-    def count(cls, sequences: Tokens, vocab_size: int) -> Bigram:
-        """Counts sequences, shape (num_sequences, length)."""
-        contexts = sequences[:, :-1].ravel()
-        keys, pair_counts = np.unique(_keys(sequences, vocab_size), return_counts=True)
-        return cls(
-            vocab_size,
-            np.bincount(sequences.ravel(), minlength=vocab_size).astype(np.float64),
-            np.bincount(contexts, minlength=vocab_size).astype(np.float64),
-            keys,
-            pair_counts.astype(np.float64),
-        )
-
-    def parts(self, sequences: Tokens) -> tuple[Floats, Floats]:
-        """The bigram and the unigram probability of every predicted token of the sequences."""
-        keys = _keys(sequences, self.vocab_size)
-        contexts, targets = np.divmod(keys, self.vocab_size)
-        place = np.searchsorted(self.pairs, keys).clip(max=max(len(self.pairs) - 1, 0))
-        pair_counts = np.where(self.pairs[place] == keys, self.pair_counts[place], 0.0)
-        bigram = pair_counts / np.maximum(self.context_counts[contexts], 1.0)
-        total = self.token_counts.sum() + self.vocab_size
-        return bigram, (self.token_counts[targets] + 1.0) / total
-
-
-@dataclass(frozen=True)
 class Baseline:
     """The interpolated bigram's result.
 
     Attributes:
-        nats: Mean negative log likelihood a held-out token.
+        nats: Mean negative log likelihood per held-out token.
         weight: lambda, the weight of the bigram part.
         num_tokens: Held-out tokens that were predicted.
     """
@@ -91,16 +49,16 @@ def interpolated_bigram(train: Tokens, held_out: Tokens, vocab_size: int) -> Bas
     """
     num_choosing = max(1, len(train) // CHOOSING_SHARE)
     counted = train[:-num_choosing] if len(train) > 1 else train
-    weight = best_weight(*Bigram.count(counted, vocab_size).parts(train[-num_choosing:]))
-    bigram, unigram = Bigram.count(train, vocab_size).parts(held_out)
+    weight = best_weight(*_probabilities(counted, train[-num_choosing:], vocab_size))
+    bigram, unigram = _probabilities(train, held_out, vocab_size)
     nats = -np.log(weight * bigram + (1.0 - weight) * unigram).mean()
     return Baseline(float(nats), weight, len(bigram))
 
 
 def best_weight(bigram: Floats, unigram: Floats, tolerance: float = 1e-7) -> float:
-    """The lambda of the largest likelihood: EM, whose target is concave in lambda.
+    """The lambda with the largest likelihood, found by EM (the target is concave in lambda).
 
-    It stays below 1, since a pair that never occurred must keep some probability.
+    It stays below 1, because pairs that never occurred need some probability.
     """
     weight = 0.5
     for _ in range(1000):
@@ -110,6 +68,25 @@ def best_weight(bigram: Floats, unigram: Floats, tolerance: float = 1e-7) -> flo
             break
         weight = update
     return min(weight, 1.0 - 1e-6)
+
+
+def _probabilities(counted: Tokens, predicted: Tokens, vocab_size: int) -> tuple[Floats, Floats]:
+    """Bigram and unigram probability of every predicted token.
+
+    Args:
+        counted: (num_sequences, length) sequences whose tokens and pairs are counted.
+        predicted: (num_sequences, length) sequences whose tokens are predicted.
+        vocab_size: V.
+    """
+    token_counts = np.bincount(counted.ravel(), minlength=vocab_size)
+    context_counts = np.bincount(counted[:, :-1].ravel(), minlength=vocab_size)
+    pairs, pair_counts = np.unique(_keys(counted, vocab_size), return_counts=True)
+    keys = _keys(predicted, vocab_size)
+    contexts, targets = np.divmod(keys, vocab_size)
+    place = np.searchsorted(pairs, keys).clip(max=max(len(pairs) - 1, 0))
+    found = np.where(pairs[place] == keys, pair_counts[place], 0)
+    bigram = found / np.maximum(context_counts[contexts], 1)
+    return bigram, (token_counts[targets] + 1.0) / (token_counts.sum() + vocab_size)
 
 
 def _keys(sequences: Tokens, vocab_size: int) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Chat data in the forms that people keep it in, as one form.
+"""Chat data in its common formats, converted to one form.
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}        ShareGPT
@@ -6,7 +6,7 @@
     {"prompt": ..., "completion": ...}                  texts, or lists of messages
     {"question": ..., "answer": ...}
 
-The keys of a record tell its form, so one file may mix them.
+The keys of a record determine its format, so one file may mix formats.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ASSISTANT = "assistant"
 _ROLES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 _ROLES |= {"observation": "tool", "function_response": "tool", "ipython": "tool"}
 _PAIRS = (("question", "answer"), ("query", "response"), ("prompt", "response"))
-SHORTEST, LONGEST = 20, 160  # characters of an answer of ours: one sentence
+SHORTEST, LONGEST = 20, 160  # characters of a built-in answer: one sentence
 SEED = 0
 _FORMS = "messages, conversations, prompt and completion, instruction and output, question, answer"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A conversation, which a chat template writes down.
+    """A conversation, to be rendered by a chat template.
 
     Attributes:
-        messages: With `role` and `content`, and what else a template may read.
-        num_prompt: Messages at the front that are never learned.
-        is_completion: Whether it came as a prompt and its completion.
-        place: For messages about it.
+        messages: Messages with `role`, `content` and further keys for the template.
+        num_prompt: Number of messages at the start that are never learned.
+        is_completion: Whether the record was a prompt and its completion.
+        place: File and line of the record, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -65,7 +65,7 @@ Example = Turns | Pair
 
 @dataclass(frozen=True)
 class Examples:
-    """All examples of a data set, and what they were read from."""
+    """All examples of a data set, and their files."""
 
     examples: tuple[Example, ...]
     origin: str
@@ -76,7 +76,7 @@ def read_examples(path: Path | None) -> Examples:
     """Reads chat data; None: the docstrings of Python's library.
 
     Raises:
-        DataError: Nothing is there, or a record has no form that is known; names its place.
+        DataError: There is no data, or a record has an unknown format; names its place.
     """
     if path is None:
         pairs = question_answers()
@@ -95,7 +95,7 @@ def read_examples(path: Path | None) -> Examples:
 
 
 def is_chat(path: Path) -> bool:
-    """Whether the first record there is one of chat data; plain text has none."""
+    """Whether the first record is chat data; plain text has no records."""
     files = files_at(path)
     if files.kind is Kind.TEXT:
         return False
@@ -121,7 +121,7 @@ def _read_all(files: Files) -> Iterator[Example]:
 
 
 def _reader(value: Mapping[str, Any]) -> Any:
-    """What reads a record of these keys; None where no form has them."""
+    """The reader of a record with these keys; None if no format has them."""
     there = {key for key, held in value.items() if held is not None}
     if "messages" in there:
         return lambda record: _turns(record, "messages", "role", "content")
@@ -156,13 +156,13 @@ def _turns(record: Record, column: str, role: str, content: str) -> Turns:
 
 def _messages(value: object, role: str, content: str, place: str) -> tuple[Message, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"data.path: expected a list of messages at {place}. Mend the record.")
+        raise DataError(f"data.path: expected a list of messages at {place}. Correct the record.")
     found: list[Message] = []
     for number, message in enumerate(cast("Sequence[Any]", value)):
         if not isinstance(message, Mapping) or role not in message or content not in message:
             raise DataError(
                 f"data.path: expected '{role}' and '{content}' in a message at {place}[{number}]. "
-                "Mend the record."
+                "Correct the record."
             )
         rest = {k: v for k, v in message.items() if k not in (role, content) and v is not None}
         name = str(message[role]).lower()
@@ -200,15 +200,15 @@ def _text(record: Record, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(
             f"data.path: expected text in '{column}', got {type(value).__name__} at "
-            f"{record.place}. Mend the record."
+            f"{record.place}. Correct the record."
         )
     return value
 
 
 def question_answers() -> list[tuple[str, str]]:
-    """("What does textwrap.dedent do?", its docstring's first sentence), shuffled; a few
-    thousand, which ship with every Python. Its library is parsed and never imported, since
-    importing some modules does things.
+    """Thousands of pairs ("What does textwrap.dedent do?", first sentence of its docstring),
+    shuffled, from Python's standard library. It is parsed and not imported, because importing
+    some modules has side effects.
     """
     found = sorted(set(_questions()))
     random.Random(SEED).shuffle(found)

@@ -1,13 +1,13 @@
-"""Examples packed into rows: made once, kept in the run's folder, mapped by every rank.
+"""Conversations packed into rows: made once, saved in the run's folder, mapped by every rank.
 
-    best fit, decreasing        longest first, each into the row with the least room that holds it
-    row      [ example 4       ][ example 0 ][ ex. 7 ]..    what is left over is padding
-    places   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 0 1 2 3 4 0    begin anew with each example
+    best fit, decreasing        longest first, each into the fullest row that has room for it
+    row      [ example 4       ][ example 0 ][ ex. 7 ]..    the rest is padding
+    places   0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 0 1 2 3 4 0    restart with each example
 
-data/train/tokens.npy     (num_tokens,)         of all examples, row after row
-data/train/learned.npy    (num_tokens,)         which of them the loss counts
-data/train/examples.npy   (num_examples + 1,)   where each example begins
-data/train/rows.npy       (num_rows + 1,)       the first example of each row
+data/train/tokens.npy     (num_tokens,)         tokens of all examples, row after row
+data/train/learned.npy    (num_tokens,)         whether the loss counts a token
+data/train/examples.npy   (num_examples + 1,)   start of each example
+data/train/rows.npy       (num_rows + 1,)       first example of each row
 data/held_out/            the same
 
 Without packing a row is one example.
@@ -31,9 +31,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +41,14 @@ from fullshard import __version__
 from fullshard.config.environment import cache_folder
 from fullshard.data.chat import ASSISTANT, Example, Examples, Turns
 from fullshard.data.chat_template import Encoded, Learned, encode, prompt_of
-from fullshard.data.dataset import IGNORED, DatasetFacts, fingerprint_of, read_facts, save_facts
+from fullshard.data.dataset import (
+    IGNORED,
+    DatasetFacts,
+    PreparedData,
+    fingerprint_of,
+    read_facts,
+    save_facts,
+)
 from fullshard.data.order import Indices
 from fullshard.data.records import identity
 from fullshard.data.tokenize import digest
@@ -63,11 +69,11 @@ class ChatSettings:
     """How examples become rows.
 
     Attributes:
-        sequence_length: Most tokens of a row; longer examples lose their end.
-        held_out_fraction: Share of the examples, at the end, that is held out.
-        packing: Several examples a row.
-        learned: What the loss counts.
-        num_samples: Held-out prompts that are kept to be answered.
+        sequence_length: Largest number of tokens in a row; longer examples lose their end.
+        held_out_fraction: Share of the examples to hold out, from the end.
+        packing: Whether a row has several examples.
+        learned: Tokens that the loss counts.
+        num_samples: Number of held-out prompts to answer at evaluations.
     """
 
     sequence_length: int
@@ -79,7 +85,7 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Rows of whole examples; the arrays are those of the module's docstring."""
+    """Rows of full examples; the module's docstring describes the arrays."""
 
     tokens: Tokens
     learned: npt.NDArray[np.bool_]
@@ -89,13 +95,13 @@ class ExampleRows:
     def __len__(self) -> int:
         return len(self.rows) - 1
 
-    @property
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each row."""
         return np.diff(self.examples[self.rows])
 
     def examples_of(self, row: int) -> list[tuple[int, int]]:
-        """Where each example of a row begins and ends."""
+        """Start and end of each example of a row."""
         bounds = self.examples[self.rows[row] : self.rows[row + 1] + 1].tolist()
         return list(itertools.pairwise(bounds))
 
@@ -103,7 +109,7 @@ class ExampleRows:
     def of(
         cls, found: Sequence[Encoded], members: Sequence[Sequence[int]], vocab: int
     ) -> ExampleRows:
-        """Rows of encoded examples; `members` says which each row has."""
+        """Rows of encoded examples; `members` lists the examples of each row."""
         ordered = [found[index] for row in members for index in row]
         sizes = [len(one.ids) for one in ordered]
         parts = [np.asarray(one.ids, token_dtype(vocab)) for one in ordered]
@@ -129,25 +135,26 @@ class ExampleRows:
 
 
 @dataclass(frozen=True)
-class ChatDataset:
-    """Rows, the facts about them, and their tokenizer.
+class ChatDataset(PreparedData):
+    """Rows of conversations.
 
     Attributes:
-        samples: Held-out prompts as tokens, that are answered at evaluations.
+        samples: Tokens of held-out prompts, which are answered at evaluations.
     """
 
-    facts: DatasetFacts
     train: ExampleRows
     held_out: ExampleRows
     samples: tuple[list[int], ...]
-    tokenizer: PreTrainedTokenizerBase
-
-    labels_per_row: ClassVar[None] = None  # answers have lengths of their own
 
     @property
     def row_length(self) -> int:
-        """Length that rows are padded to on XLA."""
+        """Rows have lengths of their own, up to this one."""
         return max(2, self.facts.sequence_length)
+
+    @property
+    def prompts(self) -> Sequence[list[int]]:
+        """Tokens of held-out prompts, which are answered at evaluations."""
+        return self.samples
 
     @cached_property
     def lengths(self) -> Indices:
@@ -188,7 +195,7 @@ class ChatDataset:
         return arrays
 
     def save(self, folder: Path) -> None:
-        """Writes everything into a folder; the facts, last, say that it is whole."""
+        """Writes everything into a folder; the facts come last and mark it complete."""
         self.train.save(folder / "train")
         self.held_out.save(folder / "held_out")
         bounds = np.cumsum([0, *map(len, self.samples)])
@@ -205,21 +212,21 @@ class ChatDataset:
             cuts: list[Any] = np.split(found["tokens"], found["bounds"][1:-1])
         samples = tuple(list(map(int, cut)) for cut in cuts if len(cut))
         rows = [ExampleRows.load(folder / name) for name in ("train", "held_out")]
-        return cls(facts, rows[0], rows[1], samples, tokenizer)
+        return cls(facts, tokenizer, rows[0], rows[1], samples)
 
 
 def make_chat_dataset(
     data: Examples, settings: ChatSettings, tokenizer: PreTrainedTokenizerBase
 ) -> ChatDataset:
-    """Splits, encodes, truncates, filters and packs examples, and says what it did.
+    """Splits, encodes, truncates, filters and packs examples; the facts' notes describe it.
 
     Args:
         data: All examples.
-        settings: Numbers.
-        tokenizer: With a chat template.
+        settings: How examples become rows.
+        tokenizer: Tokenizer with a chat template.
 
     Raises:
-        DataError: Nothing is left to learn.
+        DataError: No example has a token to learn.
     """
     parts = hold_out(data.examples, settings.held_out_fraction)
     encoded = [[encode(e, tokenizer, settings.learned) for e in part] for part in parts]
@@ -245,13 +252,13 @@ def make_chat_dataset(
         notes=_notes(encoded, kept, rows[0], settings),
         fingerprint=fingerprint_of(*(array for part in rows for array in vars(part).values())),
     )
-    return ChatDataset(facts, rows[0], rows[1], tuple(ids), tokenizer)
+    return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids))
 
 
 def _nothing_to_learn(
     data: Examples, encoded: Sequence[Encoded], settings: ChatSettings
 ) -> DataError:
-    """Why no training example has a token to learn: no answers, or none within a row."""
+    """Why no training example has a token to learn: no answer, or none within a row."""
     starts = [one.learned.index(True) for one in encoded if any(one.learned)]
     many = f"{len(encoded):,} training examples"
     if starts:
@@ -277,14 +284,14 @@ def _nothing_to_learn(
 def hold_out(
     examples: Sequence[Example], fraction: float
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Takes the last `fraction` of the examples, at least one unless it is 0."""
+    """Holds out the last `fraction` of the examples, at least one unless it is 0."""
     num_held_out = min(math.ceil(len(examples) * fraction), len(examples) - 1)
     border = len(examples) - num_held_out
     return examples[:border], examples[border:]
 
 
 def _cut(example: Encoded, settings: ChatSettings) -> Encoded:
-    """At most a row's tokens; the first predicts nothing, and nothing before it predicts it."""
+    """An example cut to a row's length; its first token is never learned."""
     stop = settings.sequence_length
     return Encoded(example.ids[:stop], [False, *example.learned[1:stop]][: len(example.ids)])
 
@@ -322,7 +329,7 @@ def _notes(
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Examples by row.
+    """Packs examples into rows; returns the examples of each row.
 
     Args:
         lengths: Tokens of each example, at most `capacity`.
@@ -345,13 +352,13 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def dealt(chosen: Indices, lengths: Indices) -> Indices:
-    """The same rows, so dealt out that ranks wait little for each other.
+    """Deals the rows of a step so that ranks wait little for each other.
 
-    Rows of like length come into one micro-batch, where they need little padding; the rank that
-    has the longest of one micro-batch has the shortest of the next.
+    Rows of similar length share a micro-batch, which needs little padding. The rank with the
+    longest rows of one micro-batch has the shortest of the next.
 
     Args:
-        chosen: (accumulation, world_size, per_device) rows of a step; -1 are empty places.
+        chosen: (accumulation, world_size, per_device) rows of a step; -1 is an empty place.
         lengths: Lengths of every row, in tokens.
     """
     flat = chosen.reshape(-1)
@@ -367,7 +374,10 @@ def cached(
     tokenizer: PreTrainedTokenizerBase,
     make: Callable[[], ChatDataset],
 ) -> ChatDataset:
-    """The cached result, or `make`'s, which is cached; see [Note: prepared chat data]."""
+    """The cached data set, or the result of `make`, which is then cached.
+
+    See [Note: prepared chat data].
+    """
     folder = cache_folder() / "chats" / _key(data, settings, tokenizer)
     if folder.is_dir():
         logger.info("data: prepared before, taken from %s", folder)
@@ -375,7 +385,7 @@ def cached(
         return ChatDataset.load(folder, facts, tokenizer)
     made = make()
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    with suppress(OSError):  # a cache that cannot be written is none
+    with suppress(OSError):  # the cache is optional
         try:
             made.save(aside)
             aside.rename(folder)

@@ -1,10 +1,11 @@
-"""Examples as tokens, and which of them are learned.
+"""Conversations as tokens, and the tokens that are learned.
 
     user: 2 + 2?   assistant: 4 <eos>   user: sure?   assistant: yes <eos>
     ..............            ^^^^^^^                            ^^^^^^^^^   learned
 
-A template that marks what the assistant generates (`{% generation %}`) says so itself. For others
-the conversation is written up to each answer, and up to its end: what was added is the answer.
+Some templates mark what the assistant generates (`{% generation %}`). For other templates the
+conversation is rendered up to the start and up to the end of each answer; the difference is the
+answer.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fullshard.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# For tokenizers without a template: no token of its own but the end of a text. The space before an
-# answer is the answer's, since byte-level tokenizers make one token of it and the word.
+# For tokenizers without a template. Its only special token is the end of a text. The space before
+# an answer belongs to the answer, because byte-level tokenizers join it with the word.
 PLAIN = """\
 {% for message in messages %}\
 {% if message['role'] == 'assistant' %}\
@@ -37,17 +38,17 @@ Answer:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration 
 {% endif %}\
 {% endfor %}\
 {% if add_generation_prompt %}Answer:{% endif %}"""
-TEMPLATE_LIMIT_S = 10.0  # of one conversation; ordinary ones take milliseconds
+TEMPLATE_LIMIT_S = 10.0  # per conversation; ordinary ones take milliseconds
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class Learned:
-    """Which tokens the loss counts.
+    """The tokens that the loss counts.
 
     Attributes:
-        completions_only: Learn the completions only, not the prompts.
-        assistant_only: Learn the assistant's turns only.
+        completions_only: Learn only completions, not prompts.
+        assistant_only: Learn only the assistant's turns.
     """
 
     completions_only: bool = True
@@ -56,22 +57,22 @@ class Learned:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An example as tokens, and which of them the loss counts."""
+    """Tokens of an example, and whether the loss counts each of them."""
 
     ids: list[int]
     learned: list[bool]
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, path: Path | None, model: ModelConfig) -> None:
-    """Gives a tokenizer its chat template: of a file, of another tokenizer, else its own or ours.
+    """Sets a tokenizer's chat template: from a path, else its own, else the built-in one.
 
     Args:
-        tokenizer: Changed in place.
-        path: A Jinja file, or a folder with a tokenizer; None: no other template.
-        model: Says whether code of a tokenizer's folder may run.
+        tokenizer: Tokenizer to change.
+        path: A Jinja file, or a folder with a tokenizer; None: the tokenizer's own or the built-in.
+        model: Model section; decides whether the code of a tokenizer's folder may run.
 
     Raises:
-        ConfigError: The path holds none.
+        ConfigError: The path has no template.
     """
     if path is None:
         tokenizer.chat_template = tokenizer.chat_template or PLAIN
@@ -95,7 +96,7 @@ def encode(example: Example, tokenizer: PreTrainedTokenizerBase, learned: Learne
     """An example's tokens.
 
     Raises:
-        DataError: The template refuses it, or hides where its answers are.
+        DataError: The template refuses it, or its answers cannot be found in the rendered text.
     """
     if isinstance(example, Pair):
         return _encode_pair(example, tokenizer, learned)
@@ -120,7 +121,7 @@ def prompt_of(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str
 
 
 def texts_of(example: Example) -> Iterator[str]:
-    """All that an example says, for training a tokenizer."""
+    """All texts of an example, for training a tokenizer."""
     if isinstance(example, Pair):
         yield from (example.prompt, example.completion)
     else:
@@ -151,7 +152,7 @@ def _encode_marked(example: Turns, tokenizer: PreTrainedTokenizerBase) -> Encode
 def _answers(
     example: Turns, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> Iterator[tuple[int, int]]:
-    """Where each answer stands in the text of the whole conversation."""
+    """Start and end of each answer in the rendered conversation."""
     cursor = 0
     for index, message in enumerate(example.messages):
         is_answer = example.is_completion or message["role"] == ASSISTANT
@@ -164,7 +165,7 @@ def _answers(
         content = str(message["content"])
         if text.startswith(before) and text.startswith(upto) and len(upto) > len(before):
             span = len(before), len(upto)
-        else:  # templates that write an earlier turn in another way once there is a later one
+        else:  # the template renders a turn differently when another one follows
             begin = text.find(content, cursor)
             if begin < 0:
                 raise DataError(
@@ -209,7 +210,7 @@ def _applied(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     place: str,
-    settings: dict[str, bool],
+    settings: dict[str, Any],
 ) -> Any:
     """What the chat template makes of a conversation.
 
@@ -222,13 +223,13 @@ def _applied(
     except Exception as error:  # templates raise what they like
         raise DataError(
             f"data.path: expected a conversation that the chat template takes, got one at {place} "
-            f"that it refuses ({error}). Mend the record, or give sft.chat_template_path."
+            f"that it refuses ({error}). Correct the record, or give sft.chat_template_path."
         ) from error
 
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Ends a template that loops for too long; only the main thread can be interrupted.
+    """Interrupts a template that runs too long; works only in the main thread.
 
     Raises:
         TimeoutError: Inside the block, after TEMPLATE_LIMIT_S.

@@ -1,12 +1,15 @@
-"""What every kind of prepared data has: facts about it and a tokenizer, in the run's folder."""
+"""Prepared data of a run: facts, tokenizer, rows, and its files in the run's folder."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -26,21 +29,21 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """What is known about a data set besides its tokens.
+    """Facts about a data set besides its tokens.
 
     Attributes:
-        origin: What it was read from.
-        sequence_length: Most tokens in a sequence.
-        num_train_sequences: Number of sequences that steps draw from.
-        num_held_out_sequences: For evaluation.
-        num_train_tokens: In training sequences.
-        num_held_out_tokens: In held-out sequences.
+        origin: Files or library that it was read from, in words.
+        sequence_length: Largest number of tokens in a sequence.
+        num_train_sequences: Number of training sequences.
+        num_held_out_sequences: Number of sequences for evaluation.
+        num_train_tokens: Tokens in training sequences.
+        num_held_out_tokens: Tokens in held-out sequences.
         num_dropped_tokens: Tokens of both parts that are in no sequence.
-        vocab_size: Entries of the tokenizer.
-        baseline: The interpolated bigram over the held-out sequences, where it means something.
-        prompt: A sample goes on from it.
+        vocab_size: Number of entries of the tokenizer.
+        baseline: Interpolated bigram over the held-out sequences, if it was computed.
+        prompt: Prompt of the sample at the end of a run.
         notes: What else was done to the data, in words.
-        fingerprint: Checksum of all its tokens; empty where an older version wrote the facts.
+        fingerprint: Checksum of all tokens; empty if an older version wrote the facts.
         mixture: See `SampleOrder.mixture`.
     """
 
@@ -59,45 +62,48 @@ class DatasetFacts:
     mixture: tuple[tuple[int, int], ...] = ()
 
 
-class PreparedData(Protocol):
-    """Data that ranks can train on."""
+@dataclass(frozen=True)
+class PreparedData(ABC):
+    """Data that ranks can train on: numbered rows of tokens, and how they become batches."""
 
-    @property
-    def facts(self) -> DatasetFacts: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+    facts: DatasetFacts
+    tokenizer: PreTrainedTokenizerBase
 
     @property
     def labels_per_row(self) -> int | None:
-        """Label tokens of a row; None where rows differ."""
-        ...
+        """Label tokens of a row; None if rows differ."""
+        return None
 
     @property
     def row_length(self) -> int | None:
-        """Length that rows are padded to on XLA; None where all have the same length."""
-        ...
+        """Length that rows are padded to on XLA; None if all rows have the same length."""
+        return None
 
     @property
+    def prompts(self) -> Sequence[list[int]]:
+        """Tokens of held-out prompts, which are answered at evaluations."""
+        return ()
+
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
-        ...
+        raise NotImplementedError
 
     def dealt(self, chosen: Indices) -> Indices:
-        """The rows of a step, (accumulation, world_size, per_device), in the order for ranks."""
-        ...
+        """The rows of a step, (accumulation, world_size, per_device), perhaps in another order."""
+        return chosen
 
+    @abstractmethod
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
         """`input_ids`, `labels` and other inputs of some rows; -1 is a row without labels."""
-        ...
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes everything into a folder."""
-        ...
 
 
 def fingerprint_of(*arrays: Any) -> str:
-    """The checksum of arrays of tokens."""
+    """Checksum of arrays of tokens."""
     checksum = xxhash.xxh3_128()
     for array in arrays:
         checksum.update(np.ascontiguousarray(array).data)
@@ -107,7 +113,7 @@ def fingerprint_of(*arrays: Any) -> str:
 def save_facts(
     folder: Path, kind: str, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Writes facts and tokenizer; the folder is made if it is missing."""
+    """Writes facts and tokenizer into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder / TOKENIZER)
     text = json.dumps({"kind": kind, **asdict(facts)}, indent=2, ensure_ascii=False)
@@ -126,7 +132,7 @@ def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
     """Kind and facts as `save_facts` wrote them.
 
     Raises:
-        DataError: Nothing is there, as on a machine that does not share the run's folder.
+        DataError: There are none, as on a machine that does not share the run's folder.
     """
     if not (folder / FACTS).is_file():
         raise DataError(
@@ -141,7 +147,7 @@ def read_facts(folder: Path) -> tuple[str, DatasetFacts]:
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:
-    """The tokenizer's files that are text, by name: what a checkpoint takes along."""
+    """Text files of the tokenizer by name, which are copied into checkpoints."""
     texts: dict[str, str] = {}
     for path in sorted((folder / TOKENIZER).iterdir()):
         with suppress(UnicodeDecodeError, IsADirectoryError):

@@ -1,17 +1,17 @@
-"""Which sample every rank sees in every step: a function of step, rank and seed alone.
+"""The samples of every rank in every step, a function of step, rank and seed alone.
 
-    epoch       a permutation of all sequences, keyed by (seed, epoch), computed where it is asked
+    epoch       a permutation of all sequences, keyed by (seed, epoch), computed on demand
     global      |<------ step 0 ------>|<------ step 1 ------>| ... | rest: dropped
     in a step   | micro 0              | micro 1              |
                 | rank 0   | rank 1    | rank 0   | rank 1    |      each per_device samples
 
-The set of a step does not depend on how many ranks share it, so a run at another world size with
-the same global batch sees the same samples in the same steps; where the batch does not divide,
-some places are empty. Nothing but the number of finished steps is needed to go on, and nothing is
-held that grows with the data.
+The samples of a step do not depend on the number of ranks, so a run with another world size and the
+same global batch sees the same samples in the same steps. If the batch does not divide evenly, some
+places are empty. A run resumes from the number of finished steps alone, and no memory grows with
+the size of the data.
 
-    mixture     an epoch has as many places as there are sequences, shared by weight; each source
-                goes through a permutation of its own, and begins the next one where it is used up
+    mixture     an epoch has as many places as there are sequences, divided by weight; each source
+                has a permutation of its own, and a new one when all its sequences were used
 
 References:
     Luby and Rackoff, How to construct pseudorandom permutations from pseudorandom functions, 1988.
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from fullshard.errors import DataError
 
 Indices = npt.NDArray[np.int64]
-ROUNDS = 8  # of the cipher, an even number; four are enough for an ideal round function
+ROUNDS = 8  # an even number; four are enough for an ideal round function
 _ONE = np.uint64(1)
 
 
@@ -38,7 +38,7 @@ class BatchShape:
     """How a global batch is divided: per_device x accumulation x world.
 
     Attributes:
-        samples: Samples of one step, where they do not fill every place; None: they do.
+        samples: Samples per step if they do not fill every place; None: they do.
     """
 
     per_device: int
@@ -48,7 +48,7 @@ class BatchShape:
 
     @classmethod
     def of_batch(cls, global_batch: int, per_device: int, world_size: int) -> BatchShape:
-        """The fewest micro-batches of at most `per_device` that hold a global batch, evenly."""
+        """The fewest even micro-batches of at most `per_device` for a global batch."""
         accumulation = -(-global_batch // (per_device * world_size))
         per_device = -(-global_batch // (accumulation * world_size))
         places = per_device * accumulation * world_size
@@ -70,9 +70,9 @@ class SampleOrder:
     """The order of samples over all steps.
 
     Attributes:
-        num_samples: Sequences in the data.
-        shape: How a global batch is divided.
-        seed: Seed of the shuffling.
+        num_samples: Number of sequences in the data.
+        shape: Division of a global batch.
+        seed: Seed of the permutations.
         mixture: (sequences, places in an epoch) of each source, in the order in which their
             sequences are numbered; empty: there is one source.
     """
@@ -98,7 +98,7 @@ class SampleOrder:
 
     @property
     def num_dropped(self) -> int:
-        """Sequences at the end of each epoch that fill no whole global batch."""
+        """Sequences at the end of each epoch that do not fill a global batch."""
         return self.num_samples % self.shape.global_batch
 
     def of_step(self, step: int) -> Indices:
@@ -116,7 +116,7 @@ class SampleOrder:
         return chosen.reshape(shape.accumulation, shape.world_size, shape.per_device)
 
     def _of_sources(self, drawn: Indices, epoch: int) -> Indices:
-        """Sequences that places of an epoch stand for."""
+        """The sequences of all sources at some places of an epoch."""
         chosen, first_place, first_row = np.empty_like(drawn), 0, 0
         for number, (size, places) in enumerate(self.mixture):
             here = (drawn >= first_place) & (drawn < first_place + places)
@@ -130,15 +130,15 @@ class SampleOrder:
 
 
 def permuted(indices: Indices, size: int, key: tuple[int, ...]) -> Indices:
-    """Where a keyed permutation of range(size) takes some indices.
+    """A keyed permutation of range(size), applied to some indices.
 
-    A Feistel network permutes the smallest 2^n >= size, its halves as long as they can be alike;
-    what falls outside is permuted again until it falls inside, fewer than two times on average.
+    A Feistel network permutes the smallest range of 2^n >= size; its halves have nearly equal
+    length. Results outside range(size) are permuted again, fewer than two times on average.
 
     Args:
-        indices: (n,) in [0, size).
+        indices: (n,) indices in [0, size).
         size: Length of the range.
-        key: Numbers >= 0; others give an unrelated permutation.
+        key: Numbers >= 0; another key gives an unrelated permutation.
     """
     bits = max(2, (size - 1).bit_length())
     halves = np.uint64(bits // 2), np.uint64(bits - bits // 2)
@@ -164,8 +164,8 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def evaluation_samples(num_samples: int, per_device: int, world_size: int) -> Indices:
     """Held-out samples in batches, shape (num_batches, world_size, per_device).
 
-    Every rank gets the same number of batches, since every rank takes part in each forward;
-    places beyond the end hold -1 and count nothing.
+    Every rank gets the same number of batches, because every rank takes part in each forward.
+    Places beyond the end are -1.
     """
     global_batch = per_device * world_size
     num_batches = -(-num_samples // global_batch)

@@ -1,12 +1,12 @@
-"""Files of data: which there are, of which kind, and the records in them, each with its place.
+"""Data files: finding them, their kind, and reading their records with their places.
 
-    text file, folder of     no records: a file is a whole
-    JSONL, JSON, parquet     one record a line, list entry or row
-    datasets' own folder     one record a row (what `save_to_disk` wrote)
-    .bin, .npy               tokens that somebody made before: see arrays.py
+    text file, folder of     no records: a file is one document
+    JSONL, JSON, parquet     one record per line, list entry or row
+    folder of `datasets`     one record per row (written by `save_to_disk`)
+    .bin, .npy               existing tokens: see arrays.py
 
-A span is a part of a file. It is read piece by piece, so that a file may be larger than memory (a
-list in a .json file, which is read whole, may not).
+A span is a part of a file. It is read piece by piece, so a file may be larger than memory. The
+exception is a list in a .json file, which is read as a whole.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.data.arrays import tokens_in
 from fullshard.errors import DataError, untrusted
 
 
 class Kind(StrEnum):
-    """What files hold."""
+    """Kinds of data files."""
 
     TEXT = "text"
     JSONL = "JSONL"
@@ -59,7 +59,7 @@ PACKED = {
 }
 DATASETS_MARKS = ("dataset_dict.json", "dataset_info.json")
 SPLIT = "train"
-PIECE = 1 << 18  # bytes that are read at a time
+PIECE = 1 << 18  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Span:
     """A part of a file.
 
     Attributes:
-        file: The file, or the folder that datasets wrote.
-        kind: How it is read; JSON stands for a list, which a .json file need not hold.
+        file: Path of the file, or of a folder of `datasets`.
+        kind: How it is read; JSON means a list, though a .json file may hold JSONL.
         start: First byte (text, JSONL), token (arrays) or record.
-        stop: The one behind the last.
-        size: Bytes; of records about.
+        stop: End of the span, exclusive, in the same unit.
+        size: Bytes of the span; an estimate for records.
     """
 
     file: Path
@@ -81,7 +81,7 @@ class Span:
     size: int
 
     def part(self, start: int, stop: int) -> Span:
-        """A part of it."""
+        """A part of this span."""
         size = self.size * (stop - start) // (self.stop - self.start)
         return Span(self.file, self.kind, start, stop, size)
 
@@ -91,9 +91,9 @@ class Record:
     """One record.
 
     Attributes:
-        value: A mapping, unless the file holds something else.
-        span: Where it was read.
-        number: Its place there, from 0: of the line, or of the record in the file.
+        value: A mapping, unless the file has other JSON values.
+        span: Span that it was read from.
+        number: Number of its line in the span, or of the record in the file, from 0.
     """
 
     value: Any
@@ -111,9 +111,9 @@ class Files:
     """Files of one kind.
 
     Attributes:
-        path: What was named.
-        files: In their order.
-        kind: Kind of all of them.
+        path: Path that the user named.
+        files: Paths of the files, in order.
+        kind: Kind of all files.
     """
 
     path: Path
@@ -122,11 +122,11 @@ class Files:
 
     @property
     def origin(self) -> str:
-        """For people."""
+        """Path, kind and number of files, in words."""
         return f"{self.path} ({self.kind}, {len(self.files)} file(s))"
 
     def spans(self, dtype: str | None = None) -> list[Span]:
-        """Each file as a whole, without those that hold nothing; `dtype` is data.dtype."""
+        """One span per file, without empty files; `dtype` is data.dtype."""
         return [span for file in self.files if (span := whole(file, self.kind, dtype)).stop]
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record]:
@@ -136,10 +136,10 @@ class Files:
 
 
 def files_at(path: Path) -> Files:
-    """The files of a file, a folder or a pattern (`corpus/*.jsonl`, `**` for all folders below).
+    """The files of a path: a file, a folder or a pattern (`corpus/*.jsonl`, `**` for subfolders).
 
     Raises:
-        DataError: There is none, or they are of several kinds.
+        DataError: There is no file, or files are of several kinds.
     """
     try:
         if any((path / mark).is_file() for mark in DATASETS_MARKS):
@@ -155,7 +155,7 @@ def files_at(path: Path) -> Files:
             f"data.path: expected an existing file or folder, got "
             f"'{str(error.filename or path)[:200]}' ({error.strerror}). Name another."
         ) from error
-    files = [file for file in found if file.suffix != ".idx"]  # Megatron's, of the .bin beside it
+    files = [file for file in found if file.suffix != ".idx"]  # Megatron's index of a .bin file
     table = next((file for file in files if file.suffix.lower() in TABLES), None)
     if table is not None:
         raise DataError(
@@ -191,10 +191,10 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """What is not hidden, also in folders below.
+    """Files that are not hidden, including those in subfolders.
 
     Raises:
-        DataError: Something would be left out: a link to none or to a folder, a pipe, a device.
+        DataError: An entry would be left out: a broken link, a link to a folder, a pipe, a device.
         OSError: A folder cannot be read.
     """
     for entry in folder.iterdir():
@@ -207,14 +207,14 @@ def _files_below(folder: Path) -> Iterator[Path]:
             what = "a link to a folder, which is not followed" if entry.is_dir() else what
             raise DataError(
                 f"data.path: expected files that can be read, got '{entry}', {what}. "
-                "Mend or remove it."
+                "Correct or remove it."
             )
         else:
             yield from _files_below(entry)
 
 
 def whole(file: Path, kind: Kind, dtype: str | None = None) -> Span:
-    """The span of a whole file; `dtype` is data.dtype, of arrays."""
+    """The span of a full file; `dtype` is data.dtype, for arrays."""
     with _reading(file):
         if kind is Kind.JSON:
             kind = Kind.JSON if _begins_list(file) else Kind.JSONL
@@ -239,12 +239,13 @@ def identity(file: Path) -> list[tuple[int, int, int]]:
 
     They differ after any change: nobody can set the last of them back.
     """
-    found = (one.stat() for one in ([file] if file.is_file() else sorted(file.rglob("*"))))
+    with _reading(file):
+        found = [one.stat() for one in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     return [(one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
 
 
 def read_records(span: Span, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """The records of a span, of parquet files and datasets these columns alone.
+    """The records of a span; of parquet files and datasets only these columns.
 
     Raises:
         DataError: The file cannot be read; names the line.
@@ -272,19 +273,19 @@ def _reading(file: Path, what: str = "a file that can be read") -> AbstractConte
 
 
 def read_text(span: Span) -> Iterator[str]:
-    """The text of a span in pieces that end with a line where they can, about `PIECE` bytes each.
+    """The text of a span in pieces of about `PIECE` bytes that end with a line if possible.
 
     A leading byte-order mark is dropped.
 
     Raises:
-        DataError: It is no UTF-8, or a tenth of it is zero; names the byte and the line.
+        DataError: It is not UTF-8, or a tenth of it is zero; names the byte and the line.
     """
     decoder, left, held = codecs.getincrementaldecoder("utf-8")(), span.stop - span.start, ""
     with _reading(span.file), span.file.open("rb") as opened:
         opened.seek(span.start)
         while left:
             read = opened.read(min(PIECE, left))
-            left = left - len(read) if read else 0  # else it was cut while it was read
+            left = left - len(read) if read else 0  # the file was truncated meanwhile
             if read.count(0) * 10 > len(read):  # UTF-16 of Western text is valid UTF-8
                 _refuse_bytes(span.file, opened.tell() - len(read) + read.index(0), 0)
             try:
@@ -314,7 +315,7 @@ def _refuse_bytes(file: Path, offset: int, byte: int) -> NoReturn:
 
 
 def _line(file: Path, offset: int) -> int:
-    """The number of the line, from 1, in which a byte stands."""
+    """Number of the line, from 1, that contains a byte."""
     number = 1
     with file.open("rb") as opened:
         while read := opened.read(min(PIECE, offset)):
@@ -329,11 +330,11 @@ def _place(span: Span, number: int) -> str:
 
 
 def line_start(file: Path, place: int, *, within: int | None = None) -> int:
-    """Where the line begins in which a byte stands.
+    """Start of the line that contains a byte.
 
     Args:
         file: A file of lines, not empty.
-        place: Offset of the byte; a byte that begins a line is its own place.
+        place: Offset of the byte.
         within: How far back to look, in bytes. If no line begins there, the place itself is
             returned, or the byte with which its character begins.
     """
@@ -347,7 +348,7 @@ def line_start(file: Path, place: int, *, within: int | None = None) -> int:
 
 
 def next_line(file: Path, place: int) -> int:
-    """Where the next line begins after a byte; the end of the file if it is the last one."""
+    """Start of the next line after a byte; the end of the file if there is none."""
     with _mapped(file) as data:
         return data.find(b"\n", place) + 1 or len(data)
 
@@ -378,34 +379,34 @@ def _read_jsonl(span: Span) -> Iterator[Record]:
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"data.path: expected one JSON object a line, got {error.msg} at "
-                    f"{_place(span, number)}, column {error.colno}. Mend the line."
+                    f"{_place(span, number)}, column {error.colno}. Correct the line."
                 ) from error
             yield Record(value, span, number)
 
 
 def _parsed(text: str, place: Callable[[], str]) -> Any:
-    """The value of a JSON text, all of which can be tokenized.
+    """The value of a JSON text, checked to be valid for a tokenizer.
 
     Raises:
-        DataError: It is nested too deeply, or has numbers or characters that nothing can hold.
-        JSONDecodeError: It is no JSON.
+        DataError: It is nested too deeply, or has impossible numbers or characters.
+        JSONDecodeError: It is not JSON.
     """
     try:
         value = json.loads(text, object_pairs_hook=_mapping)
-        if "\\ud" in text.lower():  # half of a pair of \ud83d\ude00 alone is no character
+        if "\\ud" in text.lower():  # half of the pair \ud83d\ude00 is no character
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"data.path: expected JSON records, got one that cannot be read at {place()} "
-            f"({type(error).__name__}: {str(error)[:120]}). Mend or remove it."
+            f"({type(error).__name__}: {str(error)[:120]}). Correct or remove it."
         ) from error
     return value
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that comes twice, Python would keep the last value."""
+    """A JSON object without duplicate keys, of which Python would keep the last value."""
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -415,7 +416,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _begins_list(file: Path) -> bool:
-    """Whether a .json file is a list of records; else it is JSONL under another name."""
+    """Whether a .json file is a list of records; otherwise it is read as JSONL."""
     with file.open("rb") as opened:
         return opened.read(PIECE).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
@@ -427,7 +428,7 @@ def _read_list(file: Path) -> list[Any]:
     except json.JSONDecodeError as error:
         raise DataError(
             f"data.path: expected a JSON list of objects, got {error.msg} at "
-            f"{file}:{error.lineno}, column {error.colno}. Mend the file."
+            f"{file}:{error.lineno}, column {error.colno}. Correct the file."
         ) from error
 
 
@@ -455,7 +456,7 @@ def open_parquet(file: Path) -> Iterator[Any]:
 
 
 def row_groups(file: Path) -> list[int]:
-    """The first record of each row group of a parquet file, and the number of records."""
+    """First record of each row group of a parquet file, then the number of records."""
     with open_parquet(file) as reader:
         table = reader.metadata
         sizes = [table.row_group(group).num_rows for group in range(table.num_row_groups)]
@@ -477,7 +478,7 @@ def _read_parquet(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _open_datasets(folder: Path) -> Any:
-    """What `save_to_disk` wrote, mapped; of several splits the one called train."""
+    """The mapped rows of a folder that `save_to_disk` wrote; of several splits, `train`."""
     datasets = _library("datasets", folder)
     with _reading(folder, "a folder that save_to_disk of datasets wrote"):
         found: Any = datasets.load_from_disk(str(folder))

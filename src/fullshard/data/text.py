@@ -1,19 +1,19 @@
-"""Text to packed sequences: find, hold out, tokenize, map; made once, mapped by every rank.
+"""Packed sequences of text: found, split, tokenized once, and mapped by every rank.
 
     embedded text            one document per topic of the language reference
     text file, folder of     one document per file
     JSONL, parquet, datasets one document per record, taken from one column
-    arrays of tokens         no documents: they are mapped where they lie
+    arrays of tokens         no documents: the files are mapped in place
 
 source      [ file 1 ][ file 2 ] ... [ file n ]     in the order of their names
 held out                             |<- the end: `fraction` of its bytes, records or tokens
 stream      tok tok <eot> tok tok tok <eot> tok ...
-sequences   |<-- length -->|<-- length -->| ... | rest: dropped, and said
+sequences   |<-- length -->|<-- length -->| ... | rest: dropped, and reported
 
-data/tokens.json     the files of tokens of every source, for training and held out
-data/tokens/         links to the prepared ones; see [Note: prepared tokens]
+data/tokens.json     token files of every source, for training and evaluation
+data/tokens/         links to prepared files; see [Note: prepared tokens]
 
-Everything is read and checked before any rank trains, so a fault in the data is said once.
+Everything is read and checked before any rank trains, so an error in the data is reported once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fullshard.config.environment import cache_folder
 from fullshard.data.arrays import Rows, TokenFile, tokens_in
 from fullshard.data.bigram import Baseline, interpolated_bigram
-from fullshard.data.dataset import IGNORED, DatasetFacts, save_facts
+from fullshard.data.dataset import IGNORED, DatasetFacts, PreparedData, save_facts
 from fullshard.data.order import Indices
 from fullshard.data.records import (
     Files,
@@ -45,7 +45,7 @@ from fullshard.data.records import (
     next_line,
     open_parquet,
 )
-from fullshard.data.tokenize import Made, Settings, digest, missing_column, pieces, shards, tokenize
+from fullshard.data.tokenize import TokenSettings, digest, missing_column, pieces, shards, tokenize
 from fullshard.data.tokenizer import (
     encoder_of,
     numbers_tokenizer,
@@ -61,22 +61,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KIND = "text"
-VERSION = 1  # of how data becomes tokens and of the order of sequences
+VERSION = 1  # changes when the same data gives other tokens or another order
 PROMPT_ROWS, PROMPT_TOKENS, PROMPT_CHARACTERS = 64, 32, 60
-TRAINING_BYTES = 256 << 20  # of text, at most, that a tokenizer is trained on
-LINE_BYTES = 1 << 20  # how far running text is searched for the end of a line
+TRAINING_BYTES = 256 << 20  # most text that a tokenizer is trained on
+LINE_BYTES = 1 << 20  # distance to search for the end of a line
 EMBEDDED = "the language reference in pydoc_data (ships with Python)"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is read from one place.
+    """A source of data, one of several in a mixture.
 
     Attributes:
-        files: Its files.
-        weight: Its share of an epoch, beside the weights of other sources.
-        text_column: Column or key of records.
-        origin: For people.
+        files: Files of the source.
+        weight: Its share of an epoch, relative to the weights of other sources.
+        text_column: Column or key of the text in records.
+        origin: Description of the files.
     """
 
     files: Files
@@ -86,10 +86,10 @@ class Source:
 
     @classmethod
     def at(cls, path: Path | None, weight: float = 1.0, text_column: str = "text") -> Source:
-        """The files of a path; None: the text that ships with every Python.
+        """The source at a path; None: the text that ships with Python.
 
         Raises:
-            DataError: Nothing is there, or it holds no text.
+            DataError: There are no files, or they have no text.
         """
         if path is None:
             return cls(_embedded(), weight, text_column, EMBEDDED)
@@ -105,11 +105,11 @@ class DatasetSettings:
     """How text becomes sequences.
 
     Attributes:
-        sequence_length: Tokens in a sequence.
-        held_out_fraction: Share of each source that is held out.
-        vocab_size: Most entries of a tokenizer that is trained on the text.
-        dtype: Of arrays that do not say theirs; None: uint16.
-        baseline: Whether the bigram is fitted; it counts pairs in memory.
+        sequence_length: Tokens per sequence.
+        held_out_fraction: Share of each source to hold out.
+        vocab_size: Largest vocabulary of a tokenizer that is trained on the text.
+        dtype: Dtype of arrays without a header; None: uint16.
+        baseline: Whether to fit the bigram, which counts pairs in memory.
     """
 
     sequence_length: int
@@ -120,37 +120,29 @@ class DatasetSettings:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """Sequences, the facts about them, and their tokenizer."""
+class Dataset(PreparedData):
+    """Packed sequences of one length."""
 
-    facts: DatasetFacts
     train: Rows
     held_out: Rows
-    tokenizer: PreTrainedTokenizerBase
-
-    row_length: ClassVar[None] = None
 
     @property
     def labels_per_row(self) -> int:
         """A sequence predicts all its tokens but the first."""
         return self.train.length - 1
 
-    @property
+    @cached_property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return np.full(len(self.train), self.train.length, dtype=np.int64)
 
-    def dealt(self, chosen: Indices) -> Indices:
-        """The rows of a step as they are: all have the same length."""
-        return chosen
-
     def arrays(self, chosen: Indices, *, held_out: bool) -> dict[str, Any]:
-        """Input ids and labels of some rows; -1 is a row without labels."""
+        """Input ids and labels of some rows."""
         ids = (self.held_out if held_out else self.train).take(np.maximum(chosen, 0))
         return {"input_ids": ids, "labels": np.where(chosen[:, None] < 0, IGNORED, ids)}
 
     def save(self, folder: Path) -> None:
-        """Writes what ranks need into a folder: links to tokens of ours, paths of others'."""
+        """Writes what ranks need into a folder: links to prepared tokens, paths of other files."""
         save_facts(folder, KIND, self.facts, self.tokenizer)
         own, kept, root = folder / "tokens", {}, cache_root()
         own.mkdir(exist_ok=True)
@@ -162,7 +154,7 @@ class Dataset:
 
     @classmethod
     def load(cls, folder: Path, facts: DatasetFacts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        """Maps what `save` wrote; the tokens are read from disk as they are used."""
+        """Maps what `save` wrote; the tokens are read from disk when they are used."""
         kept = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
 
         def rows(part: str) -> Rows:
@@ -170,11 +162,11 @@ class Dataset:
             placed = [[replace(f, file=str(folder / f.file)) for f in source] for source in files]
             return Rows(placed, facts.sequence_length)
 
-        return cls(facts, rows("train"), rows("held_out"), tokenizer)
+        return cls(facts, tokenizer, rows("train"), rows("held_out"))
 
 
 def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
-    """A file that we made, beside the run; another one stays where it is."""
+    """Links a prepared file into the run's folder; returns other files unchanged."""
     file = Path(tokens.file)
     if root not in file.parents:
         return tokens
@@ -191,12 +183,12 @@ def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
 def make_dataset(
     sources: Sequence[Source], settings: DatasetSettings, tokenizer: PreTrainedTokenizerBase | None
 ) -> Dataset:
-    """Splits and tokenizes sources, and fits the baseline where it is asked for.
+    """Splits and tokenizes sources, and fits the baseline if requested.
 
     Args:
-        sources: Where the data is.
-        settings: Numbers.
-        tokenizer: None trains one on the training part of the text.
+        sources: Sources of the data.
+        settings: How text becomes sequences.
+        tokenizer: Tokenizer of the run; None trains one on the training part of the text.
 
     Raises:
         DataError: A source cannot be used, or has fewer tokens than one sequence in either part.
@@ -209,14 +201,12 @@ def make_dataset(
     tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
     length = settings.sequence_length
-    train, held_out = (
-        Rows([[one.tokens for one in both[part]] for both in made], length) for part in (0, 1)
-    )
-    for source, size in zip(sources, train.sizes, strict=True):
+    train, held_out = (Rows([both[part] for both in made], length) for part in (0, 1))
+    for source, size, files in zip(sources, train.sizes, train.sources, strict=True):
         if not size:
-            raise _too_few(source.files, train, length)
+            raise _too_few(source.files, sum(file.count for file in files), length)
     if settings.held_out_fraction and not len(held_out):
-        raise _too_few(None, held_out, length)
+        raise _too_few(None, held_out.num_dropped, length)
     mixture = _mixture(sources, train.sizes)
     sums = [[[one.checksum for one in part] for part in both] for both in made]
     facts = DatasetFacts(
@@ -234,20 +224,20 @@ def make_dataset(
         fingerprint=digest([VERSION, length, mixture, sums]),
         mixture=mixture,
     )
-    return Dataset(facts, train, held_out, tokenizer)
+    return Dataset(facts, tokenizer, train, held_out)
 
 
 # ---- held out -----------------------------------------------------------------------------------
 
 
 def split(spans: Sequence[Span], settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
-    """Takes the held-out part from the end.
+    """Splits files into training and held-out spans; the end is held out.
 
-    Records and lines stay whole, and at least one record is trained on.
+    Records and lines are not cut, and at least one record is for training.
 
     Args:
-        spans: Whole files, of one kind.
-        settings: Have the share.
+        spans: Full files of one kind.
+        settings: Settings with the share to hold out.
     """
     train, held_out = list(spans), list[Span]()
     missing = math.ceil(sum(span.stop for span in spans) * settings.held_out_fraction)
@@ -261,14 +251,14 @@ def split(spans: Sequence[Span], settings: DatasetSettings) -> tuple[list[Span],
 
 
 def _cut(span: Span, place: int, *, first: bool) -> int:
-    """Where a file is cut that shall be cut at `place`; the first one keeps a record."""
+    """The nearest place before `place` to cut a file; the first file keeps a record."""
     if place == 0 and not first:
         return 0
     match span.kind:
-        case Kind.TEXT:
-            return line_start(span.file, place, within=LINE_BYTES)
-        case Kind.JSONL:
-            return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
+        case Kind.TEXT | Kind.JSONL:
+            within = LINE_BYTES if span.kind is Kind.TEXT else None
+            place = line_start(span.file, place, within=within)
+            return place or (next_line(span.file, 0) if first else 0)
         case _:
             return max(place, int(first))
 
@@ -277,7 +267,7 @@ def _cut(span: Span, place: int, *, first: bool) -> int:
 
 
 def cache_root() -> Path:
-    """Where prepared tokens are kept; for this process alone where no cache can be written."""
+    """Cache of prepared tokens; a temporary folder of this process if it cannot be written."""
     folder = cache_folder() / "tokens"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -298,8 +288,8 @@ def _tokens(
     parts: tuple[list[Span], list[Span]],
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[Made], list[Made]]:
-    """The tokens of both parts of a source, from the cache or made."""
+) -> tuple[list[TokenFile], list[TokenFile]]:
+    """Tokens of both parts of a source, from the cache or made now."""
     encoder, text = encoder_of(tokenizer)
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
     dtype = token_dtype(vocab_size := len(tokenizer))
@@ -309,7 +299,7 @@ def _tokens(
         for file, array in arrays.items():
             _check_dtype(file, array.dtype, vocab_size)
     found = [shards(part, arrays) for part in parts]
-    how = Settings(text, end, source.text_column, vocab_size, dtype.name)
+    how = TokenSettings(text, end, source.text_column, vocab_size, dtype.name)
     key = digest([VERSION, words_of(tokenizer), asdict(replace(how, tokenizer=""))])
     made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
     return made[: len(found[0])], made[len(found[0]) :]
@@ -330,7 +320,7 @@ def _new_tokenizer(
     settings: DatasetSettings,
     notes: list[str],
 ) -> PreTrainedTokenizerBase:
-    """One trained on text, of which `TRAINING_BYTES` are enough; or the numbers of tokens."""
+    """Trains a tokenizer on at most `TRAINING_BYTES`; for arrays alone it shows numbers."""
     if all(source.files.kind is Kind.ARRAY for source in sources):
         notes.append("no tokenizer is named: tokens are shown as their numbers")
         return numbers_tokenizer(settings.vocab_size)
@@ -341,7 +331,7 @@ def _new_tokenizer(
             "mixed with it, got none. Name its folder."
         )
     found = [
-        (shard, Settings("", (), source.text_column, 0, ""))
+        (shard, source.text_column)
         for source, part in zip(sources, parts, strict=True)
         for shard in shards(part, {})
     ]
@@ -356,9 +346,10 @@ def _new_tokenizer(
 
 
 def _mixture(sources: Sequence[Source], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(sequences, places in an epoch) of each source; empty where there is one.
+    """(sequences, places in an epoch) of each source; empty for a single source.
 
-    An epoch has as many places as there are sequences; the largest remainders get what is left.
+    An epoch has as many places as there are sequences. They are divided by weight; the largest
+    remainders get the rest.
     """
     if len(sources) == 1:
         return ()
@@ -388,7 +379,7 @@ def _baseline(train: Rows, held_out: Rows, vocab_size: int) -> Baseline | None:
 
 
 def _prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The first words of a document that is surely not cut: the second, if it begins soon."""
+    """First words of the second document, which is not cut, if it begins early enough."""
     tokens = rows.take(np.arange(min(len(rows), PROMPT_ROWS))).ravel()
     ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
     first = tokens[ends[0] + 1 if len(ends) and ends[0] + 1 < len(tokens) else 0 :][:PROMPT_TOKENS]
@@ -399,7 +390,7 @@ def _prompt(rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _embedded() -> Files:
-    """The language reference that ships with every Python, one file a topic."""
+    """The language reference that ships with Python, one file per topic."""
     from pydoc_data.topics import topics
 
     texts = [topics[name] for name in sorted(topics) if topics[name]]
@@ -424,22 +415,22 @@ def _nothing_found(files: Files) -> DataError:
     )
 
 
-def _too_few(files: Files | None, rows: Rows, length: int) -> DataError:
-    """What is said of a part with less than one sequence; without files of the held-out one."""
-    what, way_out = "held-out", "Raise data.validation_fraction or set it to 0."
-    got = rows.num_dropped
+def _too_few(files: Files | None, got: int, length: int) -> DataError:
+    """The error for a part with less than one sequence; without files, the held-out part."""
+    what, way_out = "held-out tokens", "Raise data.validation_fraction or set it to 0."
     if files is not None:
-        what, way_out = "training", "Give more text or lower training.max_seq_length."
+        what = f"training tokens in '{files.path}'"
+        way_out = "Give more text, or lower training.max_seq_length or data.validation_fraction."
         if not got:
             return _nothing_found(files)
     return DataError(
-        f"data.path: expected at least {length:,} {what} tokens (one sequence of "
+        f"data.path: expected at least {length:,} {what} (one sequence of "
         f"training.max_seq_length), got {got:,}. {way_out}"
     )
 
 
 def _check_column(file: Path, text_column: str) -> None:
-    """A parquet file says what its columns hold before they are read."""
+    """Checks the type of a parquet file's text column before anything is read."""
     import pyarrow
 
     with open_parquet(file) as reader:

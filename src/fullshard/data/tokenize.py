@@ -1,16 +1,16 @@
-"""Tokens of large data: made once by several processes, kept in a cache, never held as a whole.
+"""Tokenization of large data by several processes, into a cache, shard by shard.
 
     spans     |<----- a.txt ----->|<- b.txt ->|<- c.txt ->| ...
-    shards    |<- 0 ->|<- 1 ->|<- 2 ->|<--- 3 --->| ...        each by one process, cut at lines
-    cache     tokens/SETTINGS/SHARD.npy, .json                  SHARD.json: complete
+    shards    |<- 0 ->|<- 1 ->|<- 2 ->|<--- 3 --->| ...        one process each, cut at lines
+    cache     tokens/SETTINGS/SHARD.npy, .json                  .json marks it complete
 
 [Note: prepared tokens]
-The cache lies in ~/.cache/fullshard/tokens (XDG_CACHE_HOME moves it). SETTINGS is the checksum of
-the tokenizer and of what else decides how text becomes tokens; SHARD that of the files' names,
-sizes and times of change (which nobody can set back), and of the places where the shard begins and
-ends. A start that was killed goes on with the shards that are missing, and a file that is added
-costs its own shards. A run's folder has links to the files (copies, on another disk), so the cache
-may be removed at any time.
+The cache is in ~/.cache/fullshard/tokens (XDG_CACHE_HOME moves it). SETTINGS is the checksum of the
+tokenizer and all other settings that affect the tokens. SHARD is the checksum of the files' names,
+sizes and times of change (which cannot be set back), and of the shard's start and end. A run that
+was killed during preparation continues with the missing shards, and a new file costs only its own
+shards. A run's folder has links to the files (copies, on another disk), so the cache may be removed
+at any time.
 
 Worker processes import neither torch nor transformers.
 """
@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -52,24 +51,24 @@ from fullshard.errors import DataError
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 16 << 20
-ALONE_BYTES = 8 << 20  # less is tokenized in this process, before others would have started
-PIECE_CHARACTERS = 250_000  # of a text that is tokenized at a time
-SAY_S = 5.0  # between lines of progress
+ALONE_BYTES = 8 << 20  # less is tokenized in this process, because starting others takes longer
+PIECE_CHARACTERS = 250_000  # text to tokenize at a time
+SAY_S = 5.0  # seconds between lines of progress
 BAR = 24  # characters
 
 Encoder = Callable[[list[str]], Iterable[Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenSettings:
     """How data becomes tokens.
 
     Attributes:
-        tokenizer: The tokenizer as JSON; empty: it has no such form, and works in this process.
-        end: The token that closes a document, if there is one.
-        text_column: Column or key of records.
-        vocab_size: Tokens are below it.
-        dtype: In which they are written.
+        tokenizer: The tokenizer as JSON; empty: a slow tokenizer, which runs in this process.
+        end: The token that ends a document, if there is one.
+        text_column: Column or key of the text in records.
+        vocab_size: Number of tokens; ids are below it.
+        dtype: Dtype of the written tokens.
     """
 
     tokenizer: str
@@ -81,11 +80,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Shard:
-    """What is tokenized at a time.
+    """A part of the data that one process tokenizes.
 
     Attributes:
         spans: Parts of files.
-        tokens: Where arrays have their tokens; None: they are made.
+        tokens: Existing tokens of an array; None: the tokens are made from text.
     """
 
     spans: tuple[Span, ...]
@@ -93,27 +92,19 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """About how much is read."""
+        """Approximate number of bytes to read."""
         return sum(span.size for span in self.spans)
 
     @property
     def name(self) -> str:
-        """The checksum of all that it depends on besides the settings."""
+        """Checksum of everything that its tokens depend on, besides the settings."""
         told = [asdict(span) | {"file": str(span.file)} for span in self.spans]
         files = [identity(span.file) for span in self.spans]
         return digest([told, files, self.tokens and asdict(self.tokens)])
 
 
-@dataclass(frozen=True)
-class Made:
-    """A shard's tokens, and their checksum."""
-
-    tokens: TokenFile
-    checksum: str
-
-
 def digest(told: object) -> str:
-    """The checksum of what JSON can hold."""
+    """Checksum of a JSON value."""
     return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
 
@@ -121,8 +112,8 @@ def shards(spans: Iterable[Span], arrays: Mapping[Path, TokenFile]) -> list[Shar
     """Parts of about `SHARD_BYTES`; many small files share one.
 
     Args:
-        spans: Of one kind.
-        arrays: What is known of those that are arrays.
+        spans: Parts of files, all of one kind.
+        arrays: Existing tokens by file, if the files are arrays.
     """
     found: list[Shard] = []
     held: list[Span] = []
@@ -148,13 +139,13 @@ def _parts(span: Span) -> Iterator[Span]:
 
 
 def _cuts(span: Span) -> Iterable[int]:
-    """Where a span may be cut for others to read on."""
+    """Places at which a span may be divided into shards."""
     match span.kind:
         case Kind.TEXT | Kind.JSONL:
             limit = SHARD_BYTES // 2 if span.kind is Kind.TEXT else None
             places = range(span.start + SHARD_BYTES, span.stop, SHARD_BYTES)
             return (line_start(span.file, place, within=limit) for place in places)
-        case Kind.PARQUET:  # a row group is decoded as a whole
+        case Kind.PARQUET:  # only full row groups can be decoded
             return [row for row in row_groups(span.file) if span.start < row < span.stop]
         case Kind.DATASETS | Kind.ARRAY:
             count = max(1, span.size // SHARD_BYTES)
@@ -163,14 +154,16 @@ def _cuts(span: Span) -> Iterable[int]:
             return []
 
 
-def tokenize(found: Sequence[Shard], folder: Path, how: Settings, encoder: Encoder) -> list[Made]:
-    """The tokens of all shards, in their order; those that the cache has are not made again.
+def tokenize(
+    found: Sequence[Shard], folder: Path, how: TokenSettings, encoder: Encoder
+) -> list[TokenFile]:
+    """Tokens of all shards in order; shards in the cache are not tokenized again.
 
     Args:
-        found: Shards.
-        folder: The cache of these settings.
-        how: Settings.
-        encoder: The tokenizer, for this process.
+        found: All shards.
+        folder: Cache folder of these settings.
+        how: How data becomes tokens.
+        encoder: The tokenizer of this process.
 
     Raises:
         DataError: Something cannot be read; or a process was killed.
@@ -193,7 +186,7 @@ def tokenize(found: Sequence[Shard], folder: Path, how: Settings, encoder: Encod
     return [_read(file) for file in files]
 
 
-def _in_processes(todo: dict[Path, Shard], how: Settings, progress: Progress) -> None:
+def _in_processes(todo: dict[Path, Shard], how: TokenSettings, progress: Progress) -> None:
     count = min(len(os.sched_getaffinity(0)), len(todo))
     spawn = multiprocessing.get_context("spawn")  # threads of this process would not survive a fork
     with ProcessPoolExecutor(count, spawn, _begin, (how, os.getpid())) as pool:
@@ -204,23 +197,23 @@ def _in_processes(todo: dict[Path, Shard], how: Settings, progress: Progress) ->
                 progress.add(futures[future])
         except BrokenProcessPool as error:
             raise DataError(
-                f"data: expected {count} processes to tokenize, got one that ended without a word. "
-                "Memory may have run out: look at the kernel's log. The same command goes on with "
-                "what is missing."
+                f"data: expected {count} processes to tokenize, got one that ended without an "
+                "error. Memory may have run out: look at the kernel's log. The same command "
+                "resumes with the missing parts."
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_WORKER: tuple[Settings, Encoder] | None = None  # of a process that does nothing else
+_WORKER: tuple[TokenSettings, Encoder] | None = None  # in a worker process
 
 
-def _begin(how: Settings, parent: int) -> None:
+def _begin(how: TokenSettings, parent: int) -> None:
     global _WORKER
     from fullshard.launch.rank_entry import die_with_parent
 
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     tokenize_on_one_thread()
     _WORKER = how, fast_encoder(how.tokenizer)
 
@@ -231,7 +224,7 @@ def _work(file: Path, shard: Shard) -> None:
 
 
 def fast_encoder(tokenizer: str) -> Encoder:
-    """A tokenizer of the tokenizers library, from its JSON."""
+    """The encoder of a tokenizer of the tokenizers library, from its JSON."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer)
@@ -245,13 +238,21 @@ def fast_encoder(tokenizer: str) -> Encoder:
     return encode
 
 
-def make(file: Path, shard: Shard, how: Settings, encoder: Encoder) -> None:
-    """Makes what one shard leaves in the cache: FILE.npy and FILE.json."""
+def make(file: Path, shard: Shard, how: TokenSettings, encoder: Encoder) -> None:
+    """Tokenizes one shard into the cache: FILE.npy and FILE.json."""
     if shard.tokens is not None:
         tokens, array = shard.tokens, shard.tokens.mapped()
     else:
-        parts = [np.asarray(ids, how.dtype) for ids in encode(encoder, pieces(shard, how), how.end)]
+        parts = [
+            np.asarray(ids, how.dtype)
+            for ids in encode(encoder, pieces(shard, how.text_column), how.end)
+        ]
         array = np.concatenate(parts) if parts else np.empty(0, how.dtype)
+        if shard.name != file.name:
+            raise DataError(
+                f"data.path: expected files that stay as they are, got '{shard.spans[0].file}' or "
+                "one after it that changed while it was tokenized. Start again when it is complete."
+            )
         aside = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             with aside.open("wb") as opened:
@@ -270,29 +271,29 @@ def make(file: Path, shard: Shard, how: Settings, encoder: Encoder) -> None:
         )
     checksum = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
     aside = file.with_name(f".{file.name}.{os.getpid()}.json")
-    aside.write_text(json.dumps({"tokens": asdict(tokens), "checksum": checksum}))
+    aside.write_text(json.dumps(asdict(replace(tokens, checksum=checksum))))
     aside.replace(f"{file}.json")
 
 
 def _is_made(file: Path) -> bool:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return Path(_read(file).tokens.file).is_file()
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        tokens = _read(file)
+        return tokens.stop <= Path(tokens.file).stat().st_size
     return False
 
 
-def _read(file: Path) -> Made:
-    found: dict[str, Any] = json.loads(Path(f"{file}.json").read_text())
-    return Made(TokenFile(**found["tokens"]), found["checksum"])
+def _read(file: Path) -> TokenFile:
+    return TokenFile(**json.loads(Path(f"{file}.json").read_text()))
 
 
 # ---- from text to tokens -------------------------------------------------------------------------
 
 
-def pieces(shard: Shard, how: Settings) -> Iterator[str | None]:
+def pieces(shard: Shard, text_column: str) -> Iterator[str | None]:
     """The documents of a shard in pieces; None after the last piece of each document.
 
     Raises:
-        DataError: A record has no such text; names its place.
+        DataError: A record has no text; names its place.
     """
     for span in shard.spans:
         if span.kind is Kind.TEXT:
@@ -302,14 +303,14 @@ def pieces(shard: Shard, how: Settings) -> Iterator[str | None]:
             if text and span.stop == span.file.stat().st_size:
                 yield None
             continue
-        for record in read_records(span, [how.text_column]):
-            if text := _text_of(record, how.text_column):
+        for record in read_records(span, [text_column]):
+            if text := _text_of(record, text_column):
                 yield from cut(text)
                 yield None
 
 
 def cut(document: str) -> Iterator[str]:
-    """A document in parts that end with a line where they can."""
+    """A document in parts that end with a line if possible."""
     begin = 0
     while len(document) - begin > PIECE_CHARACTERS:
         limit = begin + PIECE_CHARACTERS
@@ -324,8 +325,8 @@ def encode(
 ) -> Iterator[Sequence[int]]:
     """Token ids piece by piece, and `end` where a document ends (None among the pieces).
 
-    About `PIECE_CHARACTERS` are encoded at a time, so that a large corpus is never held as Python
-    integers.
+    About `PIECE_CHARACTERS` are encoded at a time, so that a large corpus never becomes Python
+    integers as a whole.
     """
     for batch in _batched(texts):
         found = [text for text in batch if text is not None]
@@ -364,7 +365,7 @@ def _text_of(found: Record, text_column: str) -> str:
 
 
 def missing_column(text_column: str, present: list[str], place: str) -> str:
-    """What a DataError says of a column that is not there."""
+    """The message of a DataError about a missing column."""
     guess = nearest(text_column, present)
     hint = f"Did you mean '{guess}'?" if guess else "Name one of them with data.text_column."
     columns = ", ".join(f"'{name}'" for name in present) or "none"
@@ -372,10 +373,10 @@ def missing_column(text_column: str, present: list[str], place: str) -> str:
 
 
 class Progress:
-    """Says how far the data is, every few seconds.
+    """Logs the progress of tokenization every few seconds.
 
     Args:
-        size: Bytes to be read.
+        size: Bytes to read.
     """
 
     def __init__(self, size: int) -> None:
@@ -383,7 +384,7 @@ class Progress:
         self._began = self._said = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """So many more were read."""
+        """Adds bytes that were read."""
         self._done += num_bytes
         now = time.monotonic()
         if now - self._said < SAY_S and not (self._done >= self._size and self._said > self._began):

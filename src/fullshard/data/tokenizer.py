@@ -1,4 +1,4 @@
-"""The tokenizer of a run: one trained on the spot, or the one that a model folder holds."""
+"""The tokenizer of a run: trained on its data, or loaded from a folder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SMALLEST_VOCABULARY = NUM_BYTES + 1  # every byte, and the end of a text
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Trains a byte-level BPE tokenizer.
 
-    Every byte is a token of its own, so that any text can be encoded and comes back unchanged;
-    the rest of the vocabulary is merged from the documents. One special token, `<|endoftext|>`
-    (id 0), ends a document and begins a sample.
+    Every byte is a token, so that any text can be encoded and decoded unchanged. The other tokens
+    are merged from the documents. One special token, `<|endoftext|>` (id 0), ends a document and
+    begins a sample.
 
     Args:
-        documents: The training text, without the held-out part.
-        vocab_size: Most entries, at least 257. A short text may give fewer.
+        documents: Training text, without the held-out part.
+        vocab_size: Largest number of entries, at least 257. A short text may give fewer.
 
     Raises:
         ConfigError: `vocab_size` leaves no room for the bytes.
@@ -46,6 +46,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
             f"special token) for a tokenizer trained on the data, got {vocab_size}. Raise it."
         )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,22 +58,6 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
         show_progress=False,
     )
     tokenizer.train_from_iterator(_without_long_words(documents), trainer)
-    return _wrapped(tokenizer)
-
-
-def _without_long_words(documents: Iterable[str]) -> Iterator[str]:
-    """The documents, cut within very long words: training takes the square of a word's length."""
-    for document in documents:
-        begin = 0
-        for run in LONG_WORD.finditer(document):
-            yield document[begin : run.end()]
-            begin = run.end()
-        yield document[begin:]
-
-
-def _wrapped(tokenizer: object) -> PreTrainedTokenizerBase:
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
@@ -82,15 +67,25 @@ def _wrapped(tokenizer: object) -> PreTrainedTokenizerBase:
     )
 
 
+def _without_long_words(documents: Iterable[str]) -> Iterator[str]:
+    """Cuts very long words, because training time is quadratic in a word's length."""
+    for document in documents:
+        begin = 0
+        for run in LONG_WORD.finditer(document):
+            yield document[begin : run.end()]
+            begin = run.end()
+        yield document[begin:]
+
+
 def load_tokenizer(
     model: ModelConfig, key: str = "model.name_or_path", folder: Path | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a local folder, or None where it has none.
+    """The tokenizer of a local folder; None if it has none.
 
     Args:
-        model: Names the folder, and says whether its own code may run.
-        key: Names the folder, for errors.
-        folder: Another folder than the model's.
+        model: Model section, with the folder and whether the folder's code may run.
+        key: Configuration key of the folder, for errors.
+        folder: Folder to read in place of the model's.
 
     Raises:
         ConfigError: The folder has tokenizer files that cannot be loaded.
@@ -103,7 +98,7 @@ def load_tokenizer(
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase) -> tuple[Encoder, str]:
-    """What encodes texts, and the tokenizer as JSON (empty: it has no such form)."""
+    """A function that encodes texts, and the tokenizer as JSON (empty for slow tokenizers)."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         return fast_encoder(text := backend.to_str()), text
@@ -122,13 +117,12 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def numbers_tokenizer(vocab_size: int) -> PreTrainedTokenizerBase:
-    """Shows tokens whose tokenizer nobody named as their numbers: "17 4 230"."""
+    """A tokenizer that shows tokens as numbers, "17 4 230", for data without a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 

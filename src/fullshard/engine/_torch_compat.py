@@ -7,6 +7,7 @@ Checked with torch 2.11 and 2.13; written for 2.8 and newer.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +115,17 @@ tree_map_only: Callable[..., Any] = _pytree.tree_map_only
 def local_tensor(tensor: Any) -> torch.Tensor:
     """What a DTensor holds, the very object: `to_local` of a parameter makes another since 2.13."""
     return tensor._local_tensor
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a DTensor. Who has made none does not pay for the import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor as it is."""
+    return local_tensor(tensor).detach() if is_distributed(tensor) else tensor
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -35,9 +35,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         The norm before clipping: a plain replicated scalar.
     """
     engine = engine_of(model)
-    groups = [group for unit in engine.units for group in unit.trained]
     with no_guard():
-        shown = [m.param.grad for g in groups for m in g.members if m.param.grad is not None]
+        trained = [m for m in engine.members if m.grad is not None]
+        shown = [m.param.grad for m in trained if m.param.grad is not None]
     others = _left_out(model) if engine.config.ignore else []
     order = norm_order(norm_type)
     apart = _largest_norm(engine, others, order) if engine.config.ignore else None
@@ -51,10 +51,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where it is NaN, which then shows in every weight, as in torch.
     if not is_at_hand(factor) or not factor >= 1.0:
-        ours = {id(m.grad) for g in groups for m in g.members}
-        for group in groups:
-            assert group.grads is not None
-            group.grads.scale(factor)
+        ours = {id(m.grad) for m in trained}
+        for group in engine.groups:
+            if group.grads is not None:
+                group.grads.scale(factor)
         for grad in shown:
             if id(grad) not in ours:  # replaced by the user since the backward
                 grad.mul_(factor.to(grad.device, grad.dtype))

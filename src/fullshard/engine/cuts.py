@@ -12,7 +12,6 @@ this rank's place on the other axes holds. Everything that knows of the other ax
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,19 +19,8 @@ from typing import Any
 
 import torch
 
-from fullshard.engine._torch_compat import local_tensor
+from fullshard.engine._torch_compat import is_distributed, local_tensor
 from fullshard.errors import ConfigError, UnsupportedModelError
-
-
-def is_distributed(tensor: Any) -> bool:
-    """Whether it is a DTensor. Who has made none does not pay for the import."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; any other tensor as it is."""
-    return local_tensor(tensor).detach() if is_distributed(tensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -41,9 +29,9 @@ class Cut:
 
     Attributes:
         mesh: DeviceMesh of these axes.
-        placements: One for each of them.
-        shape: Of the whole parameter.
-        stride: Of the whole parameter, in elements.
+        placements: Placement on each of these axes.
+        shape: Shape of the whole parameter.
+        stride: Strides of the whole parameter, in elements.
     """
 
     mesh: Any

@@ -1,14 +1,14 @@
 """The engine of one sharded model on this rank: plan, units, slots, hooks, and their lifetime.
 
 [Note: parameters that come later]
-The plan knows the parameters of its day. One that is put into the model afterwards would train on
-each rank by itself. The objects in all modules' tables are compared at every step; where they
-differ from the last look, every parameter that stands in a place unknown to the plan is looked at.
+The plan knows the parameters that the model had in `fs.shard`. A parameter that is added afterwards
+would train on each rank by itself. So the objects in all modules' tables are compared at every
+step. If they changed, every parameter in a place that the plan does not know is checked.
 
 [Note: parts of the root]
 `generate` calls the encoder of a T5 or the base of a PEFT model, not the module that was sharded.
-So every module of the root unit enters the root unit when it is called from outside of it, and
-leaves it at the end of its own forward.
+So when a module of the root unit is called from outside, the root unit is entered before the
+module's forward and left after it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from fullshard.engine._torch_compat import (
     no_guard,
     unless_compiling,
 )
+from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
 from fullshard.engine.homes import DeviceHomes, compute_device
-from fullshard.engine.kept import Kept, own_modules, tensors_in
 from fullshard.engine.model_spec import places_of
-from fullshard.engine.norms import GradientNorms
+from fullshard.engine.norms import Count, GradientNorms
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.placing import Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.record import ShardRecord
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
-from fullshard.engine.unit import Group, Member, Rings, Swap, Unit, address_of, cut_group
+from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
@@ -68,11 +69,11 @@ class Engine:
 
     Args:
         model: The user's module, whole parameters.
-        plan: What to do.
-        config: What was asked for.
-        transports: Move bytes, one a mesh of the plan.
-        recorder: Told of every event.
-        values: Gives the (n_local,) of each parameter that is on meta, by first name.
+        plan: The plan to run.
+        config: The configuration that the plan was made with.
+        transports: One transport for each mesh of the plan.
+        recorder: Records every event.
+        values: For each parameter on meta, by first name: a function that returns its (n_local,).
     """
 
     def __init__(
@@ -98,14 +99,15 @@ class Engine:
         self.residences = DeviceHomes.of(plan.homes, self.device, config.offload)
         self.norms = GradientNorms(transport, self.device)
         self.units: list[Unit] = []
+        self._num_trained = 0
         self.home.open_weights(plan.units)
-        for unit in plan.units:  # one after another: a part and its home are not held twice
-            self.units.append(self._cut(unit, params))
-            for member in (m for group in self.units[-1].groups for m in group.members):
+        for unit_plan in plan.units:  # one by one: a whole parameter is freed before the next
+            self.units.append(self._cut(model, unit_plan, params))
+            for member in self.units[-1].members:
                 if values and member.piece.name in values:
                     member.param.to_local().view(-1).copy_(values[member.piece.name]())
-        self._attach_records()
-        self._find_swaps(model)
+        self.groups = [group for unit in self.units for group in unit.groups]
+        self.members = [member for unit in self.units for member in unit.members]
         divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
         self.gradients = Gradients(transport, self.norms, divisor, self._on_spill)
         made = streams.of(self.device)
@@ -123,7 +125,7 @@ class Engine:
         self._hook(model)
         self._root = weakref.ref(model)
         self._inventory = Inventory(model, [p[:2] for unit in self.units for p in unit.places])
-        self.on_change: Callable[[nn.Module], Engine | None] = _keep
+        self.on_change: Callable[[nn.Module], Engine | None] | None = None
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedTensorError(
@@ -140,8 +142,8 @@ class Engine:
 
     # ---- building
 
-    def _cut(self, plan: UnitPlan, params: dict[str, nn.Parameter]) -> Unit:
-        transport = self.transports[plan.mesh]
+    def _cut(self, model: nn.Module, plan: UnitPlan, params: dict[str, nn.Parameter]) -> Unit:
+        """Shard the parameters of a unit, and note every place in which they stand."""
         part = plan.mesh.coordinates(self.rank)[1]
         groups = [
             cut_group(
@@ -153,42 +155,34 @@ class Engine:
             )
             for at, group in enumerate(plan.groups)
         ]
-        return Unit(plan, groups, transport)
-
-    def _attach_records(self) -> None:
-        trained = [m for u in self.units for g in u.trained for m in g.members]
-        index = {id(member): i for i, member in enumerate(trained)}
-        for unit in self.units:
-            for group in unit.groups:
-                layout = group.plan.layout
-                for member, placement in zip(group.members, layout.placements, strict=True):
-                    parts = member.cut.num_parts if member.cut is not None else 1
-                    record = ShardRecord(
-                        piece=member.piece,
-                        unit=unit.plan.title,
-                        index=index.get(id(member), -1),
-                        is_cut=layout.num_parts * parts > 1,
-                        copies=unit.plan.mesh.replicate * unit.plan.mesh.inner // parts,
-                        holders=layout.holders(placement),
-                        norms=self.norms,
-                        before_write=self.home.before_write,
-                        gather=_weak_gather(self, unit, group, member),
-                        post_accumulate=_taken_hooks(member.param),
-                        states=self.residences.states,
-                        cut=member.cut,
-                    )
-                    member.param.record = record
-                if group.grads is not None:
-                    group.hold(group.grads)
-
-    def _find_swaps(self, model: nn.Module) -> None:
-        """Every place where a parameter stands, tied ones in all of theirs."""
-        for unit in self.units:
-            for group in unit.groups:
-                for names, member in zip(group.plan.names, group.members, strict=True):
-                    for name in names:
-                        path, _, attribute = name.rpartition(".")
-                        unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
+        unit = Unit(plan, groups, self.transports[plan.mesh])
+        for group in groups:
+            layout = group.plan.layout
+            for member, at, names in zip(
+                group.members, layout.placements, group.plan.names, strict=True
+            ):
+                parts = member.cut.num_parts if member.cut is not None else 1
+                member.param.record = ShardRecord(
+                    piece=member.piece,
+                    unit=plan.title,
+                    index=self._num_trained if group.grads is not None else -1,
+                    is_cut=layout.num_parts * parts > 1,
+                    copies=plan.mesh.replicate * plan.mesh.inner // parts,
+                    holders=layout.holders(at),
+                    norms=self.norms,
+                    before_write=self.home.before_write,
+                    gather=_gatherer(member),
+                    post_accumulate=_taken_hooks(member.param),
+                    states=self.residences.states,
+                    cut=member.cut,
+                )
+                self._num_trained += group.grads is not None
+                for name in names:
+                    path, _, attribute = name.rpartition(".")
+                    unit.swaps.append(Swap(model.get_submodule(path), attribute, member))
+            if group.grads is not None:
+                group.show_in(group.grads)
+        return unit
 
     def _bind(self, given: dict[str, list[torch.Tensor]]) -> Rings:
         """Make the plan's rings but for those that are given, and let units use them."""
@@ -207,7 +201,7 @@ class Engine:
             first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             self.handles += [first, module.register_forward_hook(after, always_call=True)]
         others = set(self.index_of)
-        self.runtime.kept = [Kept(own_modules(module, others)) for module in modules]
+        self.runtime.attributes = [ModuleTensors(own_modules(module, others)) for module in modules]
         owners = {id(swap.module): u.plan.index for u in self.units for swap in u.swaps}
         self.handles += _watch_exits(self.units, owners, others, self._watch)
         for part in own_modules(model, others)[1:]:
@@ -252,11 +246,11 @@ class Engine:
                 raise EngineError(_TRACED)
             root = self._root()
             assert root is not None
-            changed = self.on_change(root)
+            changed = None if self.on_change is None else self.on_change(root)
             if changed is not None:
                 return changed.begin_call(module, args, kwargs)
             if root.training and torch.is_grad_enabled():
-                self.norms.num_forwards += self.gradients.sync is Sync.ALL
+                self.norms.counts[Count.FORWARDS] += self.gradients.sync is Sync.ALL
             if not self._agreed:
                 convert_reentrant(root)  # the switch may have been turned on since fs.shard
         self.runtime.enter(index, begins=begins)
@@ -283,10 +277,8 @@ class Engine:
         self.recorder.record(spill, self.runtime.step)
 
     def reduce_with(self, hook: Hook) -> None:
-        """Let a hook reduce gradients from the next backward on; see `HookedReduction`."""
-        self.gradients.divisor = 1
-        for unit in self.units:
-            unit.reduce_hook = hook
+        """Let a hook reduce gradients from the next backward on; see `reduce_by`."""
+        self.gradients.divisor, self.gradients.hook = 1, hook
 
     # ---- between steps
 
@@ -297,10 +289,9 @@ class Engine:
             EngineError: One was moved or converted behind our back.
         """
         with no_guard():
-            for unit in self.units:
-                for group in unit.groups:
-                    if not group.is_in_place():
-                        self._check_params(group)
+            for group in self.groups:
+                if not group.is_in_place():
+                    self._check_params(group)
 
     def _before_step(self) -> None:
         self.check_params()
@@ -317,17 +308,16 @@ class Engine:
                 self._agree_on_order()
 
     def _check_params(self, group: Group) -> None:
-        """Shards must be where the plan put them; `requires_grad` may have been turned off."""
-        with no_guard():
-            follow_freezing(group)
-            for member in group.members:
-                was_moved = address_of(member.param) != member.address
-                if was_moved or member.param.dtype is not group.master.dtype:
-                    raise EngineError(
-                        f"{member.piece.name}: expected its shard where fs.shard put it; it was "
-                        "moved or converted (.to, .double, .data = ...). Convert the model before "
-                        "fs.shard, and write into shards in place (p.data.copy_)."
-                    )
+        """Check one group's shards; `requires_grad` may have been turned off. Outside the guard."""
+        follow_freezing(group)
+        for member, address in zip(group.members, group.addresses, strict=True):
+            param = member.param
+            if address_of(param) != address or param.dtype is not group.master.dtype:
+                raise EngineError(
+                    f"{member.piece.name}: expected its shard where fs.shard put it; it was "
+                    "moved or converted (.to, .double, .data = ...). Convert the model before "
+                    "fs.shard, and write into shards in place (p.data.copy_)."
+                )
 
     def _agree_on_order(self) -> None:
         """After the first step: do all ranks see one order, and is it the plan's? (law 6)."""
@@ -344,11 +334,11 @@ class Engine:
             assert not strange, strange
             self.runtime.scheduler.order = replace(order, learned=True)
         elif observed.differs_from(order):
-            self._adopt(self.plan.reordered(observed.forward, observed.backward))
+            self._switch_to(self.plan.reordered(observed.forward, observed.backward))
         else:
             self.runtime.scheduler.order = replace(order, learned=True)
 
-    def _adopt(self, plan: Plan) -> None:
+    def _switch_to(self, plan: Plan) -> None:
         """Run another plan of the same units and shards from the next forward on."""
         self.plan = plan
         for unit, unit_plan in zip(self.units, plan.units, strict=True):
@@ -360,45 +350,6 @@ class Engine:
         self.rings = self._bind(self.rings.give(plan.rings))
         self.runtime.scheduler = plan.scheduler()
 
-    # ---- whole tensors
-
-    def meet(self, unit: Unit, asked: str) -> None:
-        """Before a unit is gathered outside of a step: every rank asks for it. A collective."""
-        if unit.plan.mesh.shard > 1:
-            self.norms.all_reduce(torch.zeros(1, device=self.device), asked)
-
-    def gather_group(self, unit: Unit, group: Group) -> torch.Tensor:
-        """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
-        layout = group.plan.layout
-        self.meet(unit, f"the whole of {unit.plan.title}")
-        full = torch.empty(layout.numel, dtype=group.master.dtype, device=self.device)
-        full.chunk(layout.num_parts)[unit.part].copy_(group.master)
-        unit.transport.fetch([full]).wait()
-        return full
-
-    def gather_member(
-        self, unit: Unit, group: Group, member: Member, local: torch.Tensor
-    ) -> torch.Tensor:
-        """A whole tensor of a parameter's shape, newly allocated. A collective.
-
-        Args:
-            unit: The parameter's.
-            group: The parameter's.
-            member: The parameter.
-            local: (n_local,), this rank's elements of it, its gradient or a state of its.
-
-        Returns:
-            Of the whole parameter's shape, over other axes too.
-        """
-        layout, piece = group.plan.layout, member.piece
-        self.meet(unit, f"the whole of {piece.name!r}")
-        full = torch.zeros(layout.numel, dtype=local.dtype, device=self.device)
-        own = full.chunk(layout.num_parts)[unit.part]
-        own[piece.offset : piece.offset + piece.numel].copy_(local)
-        unit.transport.fetch([full]).wait()
-        local = full[member.offset : member.offset + member.numel].view(piece.shape)
-        return local.clone() if member.cut is None else member.cut.whole_of(local)
-
 
 def _watch_exits(
     units: Sequence[Unit],
@@ -406,17 +357,17 @@ def _watch_exits(
     left_out: Container[int],
     watch: Callable[..., None],
 ) -> list[Any]:
-    """Let `watch(unit, module, args, output)` see what the modules that own parameters return.
+    """Call `watch(unit, module, args, output)` after the modules that own parameters.
 
-    Compiled code does without: it is one autograd node, and a hook would cut its graph in two. A
-    module with frozen parameters is watched nevertheless, because nothing would tell that these
-    were read from a slot that held another unit; trained ones have gradients, which do.
+    Compiled code skips these hooks: it is one autograd node, and a hook would split its graph. A
+    module with frozen parameters is watched there too, because frozen parameters have no gradient
+    hook that could detect a stale slot.
 
     Args:
-        units: In plan order.
-        owners: By the id of a module, the unit that watches its output.
-        left_out: Ids of modules that are watched in another way.
-        watch: Is told.
+        units: The model's units in plan order.
+        owners: Index of the unit that watches a module's output, by the module's id.
+        left_out: Ids of modules whose outputs are watched by other hooks.
+        watch: Called with the unit's index and the hook's arguments.
 
     Returns:
         Handles that remove the hooks.
@@ -433,28 +384,14 @@ def _watch_exits(
     return handles
 
 
-def _weak_gather(
-    engine: Engine, unit: Unit, group: Group, member: Member
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`engine.gather_member` without holding the engine.
-
-    The way from a parameter to its gradient's record leads through C++, where the garbage
-    collector sees no cycle.
-    """
-    weak_engine, weak_unit = weakref.ref(engine), weakref.ref(unit)
-    weak_group, weak_member = weakref.ref(group), weakref.ref(member)
-
-    def gather(local: torch.Tensor) -> torch.Tensor:
-        alive, within, of, which = weak_engine(), weak_unit(), weak_group(), weak_member()
-        if alive is None or within is None or of is None or which is None:
-            raise EngineError("full_tensor: expected the sharded model to exist; it was deleted.")
-        return alive.gather_member(within, of, which, local)
-
-    return gather
+def _gatherer(member: Member) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`member.gather`, without keeping the model alive."""
+    weak = weakref.ref(member)
+    return lambda local: alive(weak, "full_tensor").gather(local)
 
 
 def refuse_other_axes(engine: Engine, asked: str, instead: str) -> None:
-    """For what does not know parameters that are cut along other axes of the mesh.
+    """Refuse a function that does not support tensor or expert parallelism.
 
     Raises:
         EngineError: The model has such axes.
@@ -486,15 +423,11 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def _keep(_: nn.Module) -> None:
-    """Changes between steps are errors, found where they are met."""
-
-
 def _taken_hooks(param: Any) -> OrderedDict[int, Any]:
-    """Hooks that the user put on the parameter before it was sharded; ours to call from now on.
+    """Hooks that the user put on the parameter before it was sharded; the engine calls them.
 
-    The very dict, so that the handles that the user holds still remove them. Autograd will not call
-    them: it accumulates into the compute parameter.
+    Autograd would not, because it accumulates into the compute parameter. The dict itself is kept,
+    so that the user's handles still remove hooks.
     """
     if hasattr(param, "record"):  # cut before
         return param.record.post_accumulate
@@ -517,8 +450,8 @@ class Inventory:
     """The parameters of a model. See [Note: parameters that come later].
 
     Args:
-        model: Just sharded.
-        tables: The `_parameters` and names under which the plan's parameters stand.
+        model: The model, just sharded.
+        tables: `_parameters` and name of every place of the plan's parameters.
     """
 
     def __init__(self, model: nn.Module, tables: Iterable[tuple[dict[str, Any], str]]) -> None:
@@ -531,10 +464,10 @@ class Inventory:
         self._objects: list[Any] = []
 
     def check(self, model: nn.Module) -> None:
-        """Look for parameters that came later.
+        """Look for parameters that were added after `fs.shard`.
 
         Raises:
-            EngineError: One is trained, or is one of the plan's in a second place.
+            EngineError: One is trained, or is a parameter of the plan in another place.
         """
         now = list(chain.from_iterable(map(dict.values, self._tables)))
         same = len(now) == len(self._objects) and all(map(is_, now, self._objects))

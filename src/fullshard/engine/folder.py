@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fullshard.config.regular import open_regular, read_regular
+from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import ConfigError, untrusted
 
 _VALUES = ("F16", "BF16", "F32", "F64")  # other dtypes are codes of quantized tensors
@@ -66,11 +66,11 @@ class FolderWeights:
         self._stored = StoredNames(self._files, f"{prefix}." if prefix else "")
 
     def parts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The stored tensors whose elements, one after another, are those of a tensor; or ()."""
+        """The stored tensors that make up a tensor, in order of its elements; () if missing."""
         return self._stored.parts(names)
 
     def unused(self, model: torch.nn.Module) -> list[str]:
-        """The tensors that the model has not: its configuration may be another's."""
+        """Stored tensors that the model does not have: its configuration may be wrong."""
         taken = {part for name in model.state_dict() for part in self.parts([name])}
         ignored = *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), "inv_freq$"
         spare = sorted({*self._files} - taken)
@@ -141,7 +141,7 @@ class FolderWeights:
 
     @contextmanager
     def _opened(self, names: Sequence[str], shape: tuple[int, ...]) -> Generator[list[Any]]:
-        """The stored parts of a tensor, which must be of its shape."""
+        """Open the stored parts of a tensor and check their shapes."""
         parts = self.parts(names)
         assert len(parts) > 0, names
         with ExitStack() as closing:
@@ -177,7 +177,7 @@ class FolderWeights:
 
 
 def _is_made_of(shape: tuple[int, ...], parts: list[tuple[int, ...]]) -> bool:
-    """Whether a tensor is its only part, or made of the rows of experts."""
+    """Whether these parts make up a tensor: the tensor itself, or rows of experts."""
     if parts == [shape]:
         return True
     rows = {part[1:] for part in parts}
@@ -243,7 +243,7 @@ class StoredNames:
         return ()
 
     def _is_scaled(self, name: str) -> bool:
-        """Whether a tensor's values are those of the files times others: it is quantized."""
+        """Whether a stored tensor is quantized: its values must be multiplied by scales."""
         return any(name + ending in self._names for ending in ("_scale_inv", "_scale"))
 
     def _spellings(self, name: str) -> list[str]:

@@ -4,21 +4,22 @@
        (dropped at once)        (numel,)                        (part_numel,)     (views)
 
 [Note: which gradients will come]
-At the first hook of a backward autograd is asked which accumulation nodes it will reach, so that a
-unit is reduced as soon as the gradients that do come are there, also with `backward(inputs=)`, side
-losses and unused parameters. What does not come is zero in the reduction. Whether a parameter was
-touched on any rank is one bit of the small all-reduce at the end: untouched everywhere, its `.grad`
-stays None, as it does in one process (AdamW would decay it otherwise).
+At the first hook of a backward the engine asks autograd which accumulation nodes it will reach. So
+a unit is reduced as soon as its last gradient arrives, also with `backward(inputs=)`, side losses
+and unused parameters. A missing gradient is zero in the reduction. One bit per parameter of the
+small all-reduce at the end tells whether any rank touched it. If none did, its `.grad` stays None,
+as in one process (AdamW would decay it otherwise).
 
 [Note: gradients that wait]
 A backward under `no_sync` leaves its sum to a later one. Until then `p.grad` is a
 `PendingGradient`, which may be dropped and not read: this rank's part is no gradient of the model.
 
 [Note: gradients that are kept]
-Each reduction lands where the last one did. In one process a new backward makes new gradients, so
-whoever kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. References are
-counted before a landing: where there are more than the engine's own, the old memory is theirs. A
-tensor that the user put into `p.grad` is added to, and stays there.
+Each reduction is received in the same memory. In one process a new backward makes new gradients, so
+a user who kept the old ones (`kept = [p.grad ...]; zero_grad()`) still has them. So references are
+counted before a reduction is received. If there are more than the engine's own, the user keeps the
+old memory and the engine allocates new one. A tensor that the user put into `p.grad` stays there,
+and the sum is added to it.
 """
 
 from __future__ import annotations
@@ -44,18 +45,20 @@ from fullshard.engine._torch_compat import (
     no_guard,
     storage_use_count,
 )
-from fullshard.engine.norms import GradientNorms, from_host
+from fullshard.engine.norms import Count, GradientNorms, from_host
 from fullshard.engine.parameter import PendingGradient, ShardedGradient
-from fullshard.engine.unit import GradientShard, Group, Member, Unit, expect
+from fullshard.engine.unit import GradientShard, Group, Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, UnsupportedModelError
 from fullshard.planner.events import Sync
 from fullshard.transport import Transport
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Hook, reduce_by, torch_dtype
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 64  # small gradients of a unit that wait to be moved together
 _ENDED = object()
+# Kinds of backwards, which ranks compare.
+_KINDS = {Sync.ALL: "", Sync.INNER: " under no_sync(outer_only)", Sync.NONE: " under no_sync"}
 
 
 class _Outer(NamedTuple):
@@ -76,10 +79,10 @@ class Gradients:
     """Gradient bookkeeping of one model on one rank.
 
     Args:
-        transport: Reduces.
+        transport: Transport over the whole mesh.
         norms: Cache of global norms, filled at the end of each backward.
-        divisor: What the sum over ranks is divided by.
-        on_spill: Told when gradients came so far out of order that a unit got an own buffer.
+        divisor: Sums over ranks are divided by it.
+        on_spill: Called with a unit that gets a buffer of its own because its slot is in use.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Gradients:
         self.sync = Sync.ALL
         self.expects_any = False
         self.divisor = divisor
+        self.hook: Hook | None = None  # of the user, which reduces instead
         self._on_spill = on_spill
         self._slots: dict[Any, Group] = {}  # who fills a gradient slot, or is reduced from it
         self._shown: Shown | None = None
@@ -120,49 +124,38 @@ class Gradients:
     def begin_backward(self, units: Sequence[Unit]) -> list[int]:
         """Ask autograd which gradients will come; returns the units that get none."""
         self.norms.mark_changed()
-        if self.norms.froze:
-            self.norms.froze = False
-            with no_guard():
-                for member in (member for unit in units for member in unit.trainees):
-                    if not member.param.requires_grad:
-                        member.compute.requires_grad = False
         nothing, total = [], 0
         for unit in units:
-            unit.left = expect(unit.trainees)
-            total += unit.left
-            if unit.left == 0:
+            for member in unit.trainees:
+                member.expected = is_reached(member)
+            unit.num_expected = sum(member.expected for member in unit.trainees)
+            total += unit.num_expected
+            if unit.num_expected == 0:
                 nothing.append(unit.plan.index)
         self.expects_any = total > 0
+        kind = _KINDS[self.sync] if total else " without parameters"
+        self.transport.home.place = f"a backward{kind}"
         return nothing
 
-    def place(self) -> str:
-        """The backward that has begun, as ranks compare it."""
-        names = {
-            Sync.ALL: "",
-            Sync.INNER: " under no_sync(outer_only)",
-            Sync.NONE: " under no_sync",
-        }
-        return "a backward" + (names[self.sync] if self.expects_any else " without parameters")
-
-    def collect(self, unit: Unit, group: Group, member: Member) -> bool:
-        """A gradient is final: move it into the unit's buffer, now or with others.
+    def collect(self, unit: Unit, member: Member) -> bool:
+        """Move a final gradient into the unit's buffer, now or with others.
 
         Returns:
             Whether it was the unit's last; all are in the buffer then.
         """
-        unit.left -= 1
+        unit.num_expected -= 1
         waiting = unit.waiting
-        waiting.append((group, member))
-        if not unit.left or member.is_large or len(waiting) == MOST_WAITING:
+        waiting.append(member)
+        if not unit.num_expected or member.is_large or len(waiting) == MOST_WAITING:
             self._move(unit)
-        return not unit.left
+        return not unit.num_expected
 
     def _move(self, unit: Unit) -> None:
         """Move the gradients that wait into the unit's buffer, in one call for all."""
         waiting, unit.waiting = unit.waiting, []
         copied: tuple[list[Any], list[Any]] = [], []
         added: tuple[list[Any], list[Any]] = [], []
-        for group, member in waiting:
+        for member in waiting:
             compute = member.compute
             gradient = compute.grad
             if gradient is None:
@@ -176,8 +169,8 @@ class Gradients:
                     f"{member.piece.name}: expected a dense gradient; got {gradient.layout}. Use "
                     "sparse=False."
                 )
-            target = self._target(unit, group, member)
-            targets, gradients = added if group.deferred is not None else copied
+            target = self._target(unit, member)
+            targets, gradients = added if member.group.deferred is not None else copied
             targets.append(target)
             gradients.append(gradient)
             member.touched = True
@@ -186,28 +179,26 @@ class Gradients:
         if added[0]:
             foreach_add(*added)
 
-    def _target(self, unit: Unit, group: Group, member: Member) -> torch.Tensor:
+    def _target(self, unit: Unit, member: Member) -> torch.Tensor:
         """The parameter's place in the unit's buffer, in its own shape."""
+        group = member.group
         buffer = group.grad_full
         if buffer is None:
             buffer = self._buffer(unit, group)
         if buffer is group.grad_slot:
             return member.target  # pyright: ignore[reportReturnType]
-        return buffer[member.offset : member.offset + member.numel].view(member.piece.shape)
+        return member.view(buffer)
 
     def _buffer(self, unit: Unit, group: Group) -> torch.Tensor:
         """Where the group's gradients are collected in this backward."""
         if group.grad_full is None:
             if self.sync is Sync.NONE and group.deferred is None:
-                self._start_deferring(group)
-            kept = group.deferred
-            group.grad_full = kept if kept is not None else self._take_slot(unit, group)
+                dtype, numel = group.plan.dtypes.accumulate, group.plan.layout.numel
+                group.deferred = group.full.new_zeros(numel, dtype=torch_dtype(dtype))
+                self._count_deferred(group.deferred.nbytes)
+            deferred = group.deferred
+            group.grad_full = deferred if deferred is not None else self._take_slot(unit, group)
         return group.grad_full
-
-    def _start_deferring(self, group: Group) -> None:
-        dtype = torch_dtype(group.plan.dtypes.accumulate)
-        group.deferred = torch.zeros(group.plan.layout.numel, dtype=dtype, device=group.full.device)
-        self._count_deferred(group.deferred.nbytes)
 
     def _count_deferred(self, num_bytes: int) -> None:
         self._deferred_bytes += num_bytes
@@ -221,9 +212,7 @@ class Gradients:
         other = self._slots.get(key)
         if other is not None and other is not group:
             self._on_spill(unit)
-            buffer = torch.empty_like(group.grad_slot)
-            for start, stop in group.padding:
-                buffer[start:stop].zero_()
+            buffer = torch.zeros_like(group.grad_slot)
             self.spilled_bytes = max(self.spilled_bytes, buffer.nbytes)
         else:
             self._slots[key] = group
@@ -244,10 +233,13 @@ class Gradients:
             if group.deferred is None:
                 for member in group.members:
                     if not member.expected:
-                        buffer[member.offset : member.offset + member.numel].zero_()
+                        member.view(buffer).zero_()
             group.grad_full = buffer if buffer.dtype is group.wire else buffer.to(group.wire)
         fulls = [group.grad_full for group in unit.trained if group.grad_full is not None]
-        unit.reduce(fulls)
+        if self.hook is None:
+            unit.reduction = unit.transport.reduce(fulls)
+        else:
+            unit.reduction = reduce_by(self.hook, fulls, unit.plan.mesh.shard)
 
     def accumulate(self, unit: Unit) -> None:
         """Land the reduction in the gradient shards; the gradient slots are free."""
@@ -256,23 +248,24 @@ class Gradients:
         waits = self.sync is Sync.INNER
         outs: list[torch.Tensor] = []
         for group in unit.trained:
-            carries = not waits and self._carries_gradients(group)
+            accumulates = not waits and self._accumulates(group)
             grads = group.grads
             assert grads is not None
-            self.norms.num_added += carries
-            self._has_added |= carries
-            aside = carries or waits or grads.lands_aside
-            outs.append(scratch.take(grads.like, grads.sums.numel()) if aside else grads.sums)
+            self.norms.counts[Count.ADDED] += accumulates
+            self._has_added |= accumulates
+            apart = accumulates or waits or grads.is_offloaded
+            outs.append(scratch.take(grads.like, grads.sums.numel()) if apart else grads.sums)
         unit.reduction.land(outs)
         unit.reduction = None
-        self._advance_outer()
+        if self._outer:
+            self._advance_outer()
         for group, out in zip(unit.trained, outs, strict=True):
             assert group.grads is not None
             self._land(unit, group.grads, out, waits=waits)
             self._forget(group)
             self._free_slot(group)
 
-    def _carries_gradients(self, group: Group) -> bool:
+    def _accumulates(self, group: Group) -> bool:
         """Whether `p.grad` holds earlier gradients of ours; those of the user are noted.
 
         See [Note: gradients that are kept].
@@ -281,35 +274,35 @@ class Gradients:
         with no_guard():
             grads = [member.param.grad for member in group.members]
             if all(map(is_, grads, repeat(None))) and num_holders(group) == group.grads.holders:
-                group.grads.carries = False  # nearly always
+                group.grads.accumulates = False  # nearly always
                 return False
             shown = list(map(_before, grads))
             ours = list(map(_is_same, shown, group.views))
             found = zip(group.members, shown, ours, strict=True)
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
-                group.hold(group.grads.anew())
+                group.show_in(group.grads.anew())
                 self._is_stale = True
-            group.grads.carries = any(ours)
-            if group.grads.carries:
+            group.grads.accumulates = any(ours)
+            if group.grads.accumulates:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
                     elif grad is not gradient:  # given new memory just now
                         gradient.copy_(grad)
-        return group.grads.carries
+        return group.grads.accumulates
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
         """Start to sum over replicas, or keep for a later backward what is summed over shards."""
-        if grads.held is not None:
-            landed.add_(grads.held)
-            self._count_deferred(-grads.held.nbytes)
-            grads.held = None
+        if grads.partial is not None:
+            landed.add_(grads.partial)
+            self._count_deferred(-grads.partial.nbytes)
+            grads.partial = None
         if waits:
-            grads.held = landed.clone()
-            self._count_deferred(grads.held.nbytes)
+            grads.partial = landed.clone()
+            self._count_deferred(grads.partial.nbytes)
             unit.transport.scratch.give(landed)
-        elif unit.plan.mesh.replicate > 1 and unit.reduce_hook is None:
+        elif unit.plan.mesh.replicate > 1 and self.hook is None:
             steps = unit.transport.sum_replicas(landed)
             next(steps, None)
             self._outer.append(_Outer(unit, grads, landed, steps))
@@ -363,26 +356,19 @@ class Gradients:
         bits = [member.touched for member in members]
         squares = self.norms.local_squares(self._shown.plain, self._shown.records)
         vector = torch.cat([from_host(bits, squares.device), squares])
-        said = {
-            "optimizer steps": self.norms.num_steps,
-            "forwards that train": self.norms.num_forwards,
-            "gradients that were there before a backward": self.norms.num_added,
-            "clippings": self.norms.num_clips,
-        }
-        vector = self.norms.all_reduce(vector, "backward", said)
+        vector = self.norms.all_reduce(vector, "backward", self.norms.counts)
         touched, squares = vector.chunk(2)
         squares = squares.clone()
-        if all(bits):  # nearly always; what this rank touched, one rank touched
-            shown = self._shown.show_all()
-        else:
-            shown = self._shown.show_touched(touched.tolist())
-        self._add_to_theirs()
+        # Nearly always all: what this rank touched, one rank touched.
+        shown = self._shown.show(None if all(bits) else touched.tolist())
+        if self._theirs:
+            self._add_to_theirs()
         self.norms.waits = self._has_added = False
         self.transport.home.leave(settled=True)
         self.norms.keep(squares, shown, self._shown.memory)
-        for member, hooks in self._shown.hooked():
-            if id(member.grad) in shown:
-                for hook in tuple(hooks.values()):
+        if any(self._shown.hooks):
+            for member, hooks in zip(members, self._shown.hooks, strict=True):
+                for hook in tuple(hooks.values()) if id(member.grad) in shown else ():
                     hook(member.param)
 
     def _add_to_theirs(self) -> None:
@@ -400,11 +386,11 @@ class Gradients:
         """After a backward that is not summed: `p.grad` says so."""
         self.norms.waits = True
         with no_guard():
-            for group in (group for unit in units for group in unit.trained):
-                for member in group.members:
+            for unit in units:
+                for member in unit.trainees:
                     before = member.param.grad
                     if member.touched and not isinstance(before, PendingGradient):
-                        drop = partial(_drop, weakref.ref(group), weakref.ref(member))
+                        drop = partial(_drop, weakref.ref(member))
                         member.param.grad = PendingGradient.of(member.param, drop)
                         member.param.grad.before = before
 
@@ -431,15 +417,15 @@ class Gradients:
             deque(outer.steps, maxlen=0)
         self._outer.clear()
         for unit in units:
-            unit.left = 0
+            unit.num_expected = 0
             unit.waiting.clear()
             if unit.reduction is not None:
                 self.drop(unit)
             for group in unit.trained:
                 self._forget(group)
-                if group.grads is not None and group.grads.held is not None:
-                    self._count_deferred(-group.grads.held.nbytes)
-                    group.grads.held = None
+                if group.grads is not None and group.grads.partial is not None:
+                    self._count_deferred(-group.grads.partial.nbytes)
+                    group.grads.partial = None
                 for member in group.members:
                     member.touched = member.expected = False
                     member.compute.grad = None
@@ -473,19 +459,15 @@ def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
     )
 
 
-def _drop(weak_group: weakref.ref[Group], weak_member: weakref.ref[Member]) -> Any:
-    """Forget what waits for one parameter; returns a gradient to be zeroed, which nobody keeps.
-
-    Weak, because the way from a parameter to its gradient leads through C++.
-    """
-    group, member = weak_group(), weak_member()
-    if group is None or member is None or group.grads is None:
-        raise EngineError("zero_grad: expected the sharded model to exist; it was deleted.")
+def _drop(weak: weakref.ref[Member]) -> Any:
+    """Forget what waits for one parameter; returns a gradient to be zeroed, which nobody keeps."""
+    member = alive(weak, "zero_grad")
+    group = member.group
+    assert group.grads is not None
     if group.deferred is not None:
-        group.deferred[member.offset : member.offset + member.numel].zero_()
-    if group.grads.held is not None:
-        at = member.piece.offset
-        group.grads.held[at : at + member.piece.numel].zero_()
+        member.view(group.deferred).zero_()
+    if group.grads.partial is not None:
+        member.local(group.grads.partial).zero_()
     member.touched = False
     with no_guard():
         ours = [_is_same(_before(m.param.grad), m.grad) for m in group.members]
@@ -508,7 +490,7 @@ class Shown:
 
     Attributes:
         plain: (n_local,) each: `grads` without their class.
-        memory: What they are views of, where that has a version.
+        memory: The buffers that `grads` are views of, if they have a version counter.
     """
 
     members: list[Member]
@@ -537,30 +519,17 @@ class Shown:
             group.grads.holders = group.grads.holders or num_holders(group)
         return shown
 
-    def show_all(self) -> dict[int, Any]:
-        """Show every gradient; returns them by id."""
+    def show(self, touched: Sequence[float] | None) -> dict[int, Any]:
+        """Set `p.grad` of parameters that some rank touched (None: all); returns them by id."""
+        shown: dict[int, Any] = {} if touched is not None else self.by_id
         with no_guard():
-            for member, grad in zip(self.members, self.grads, strict=True):
+            for at, (member, grad) in enumerate(zip(self.members, self.grads, strict=True)):
                 member.touched = False
-                member.param.grad = grad
-        return self.by_id
-
-    def show_touched(self, bits: Sequence[float]) -> dict[int, Any]:
-        """Show the gradients of parameters that some rank touched; returns them by id."""
-        shown: dict[int, Any] = {}
-        with no_guard():
-            for member, grad, bit in zip(self.members, self.grads, bits, strict=True):
-                member.touched = False
-                if bit > 0 or member.param.grad is not None:
+                if touched is None:
                     member.param.grad = grad
-                    shown[id(grad)] = grad
+                elif touched[at] > 0 or member.param.grad is not None:
+                    member.param.grad = shown[id(grad)] = grad
         return shown
-
-    def hooked(self) -> list[tuple[Member, Any]]:
-        """Those whose parameter has hooks of the user's now."""
-        if not any(self.hooks):
-            return []
-        return [pair for pair in zip(self.members, self.hooks, strict=True) if pair[1]]
 
 
 def follow_freezing(group: Group) -> None:

@@ -31,7 +31,6 @@ class Rule(Enum):
     COMPARE = auto()  # elementwise, with a plain result: torch.testing's view of two shards
     REPLACE = auto()  # p.data = x
     ASSIGN = auto()  # p.grad = x
-    FREEZE = auto()  # p.requires_grad_()
     UNSCALE = auto()  # GradScaler's check: one rank's infinity is every rank's
     REFUSED = auto()  # needs the whole tensor
     RANDOM = auto()  # would differ from rank to rank
@@ -91,7 +90,7 @@ def _table() -> dict[str, Rule]:
     rules["grad_fn"], rules["detach_"], rules["backward"] = Rule.GRAPH, Rule.DETACH, Rule.AUTOGRAD
     rules["data="] = Rule.REPLACE
     rules["grad="] = Rule.ASSIGN
-    rules["requires_grad="] = rules["requires_grad_"] = Rule.FREEZE
+    rules["requires_grad="] = rules["requires_grad_"] = Rule.PLAIN
     rules["view"] = rules["view_as"] = rules["reshape"] = Rule.ELEMENTWISE  # size is checked
     return rules
 
@@ -118,28 +117,23 @@ def rule_of(function: Any) -> tuple[Rule, str]:
 
 
 def is_alias(name: str) -> bool:
-    """Whether a function's result has the same elements in the same memory."""
+    """Whether a function returns a view of the same elements."""
     return name in _ALIASES
 
 
 def written_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """What a function is about to write among its arguments; `x *= 2` arrives as mul_."""
+    """The arguments that a function writes into; `x *= 2` arrives as mul_."""
     if "out" in kwargs:
         out = kwargs["out"]
         return out if isinstance(out, list | tuple) else (out,)
-    if not (name[-1] == "_" and _writes(name)) and not kwargs.get("inplace"):
+    writes = name == "__setitem__" if name.startswith("__") else name[-1] == "_"
+    if not (writes and name != "detach_") and not kwargs.get("inplace"):
         return ()
     first = args[0] if args else next(kwargs[k] for k in ("self", "input", "tensor") if k in kwargs)
     if isinstance(first, list | tuple):  # a fused optimizer writes gradients that it unscales
         unscaled = kwargs.get("grad_scale") is not None
         return [*first, *(args[1] if len(args) > 1 else kwargs["grads"])] if unscaled else first
     return (first,)
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__"
-    return name != "detach_"
 
 
 def norm_order(order: Any) -> float:
@@ -161,7 +155,7 @@ def norm_order(order: Any) -> float:
 
 
 def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorError:
-    """The error for a function that a shard may not meet."""
+    """The error for a function that is not allowed on a shard."""
     record = getattr(like, "record", None)
     what = record.describe() if record is not None else "a tensor"
     if rule is Rule.AUTOGRAD:
@@ -202,7 +196,7 @@ def refusal(name: str, like: Any, rule: Rule = Rule.REFUSED) -> ShardedTensorErr
 
 
 def _stepping() -> str | None:
-    """The class of the optimizer whose step is under way."""
+    """Class name of the optimizer whose step is running; None outside of a step."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "step" and isinstance(
@@ -214,7 +208,7 @@ def _stepping() -> str | None:
 
 
 def misfit(name: str, like: Any, got: str) -> ShardedTensorError:
-    """The error for operands of other shapes than the shard's."""
+    """The error for operands whose shapes differ from the shard's."""
     return ShardedTensorError(
         f"{name} on the shard of {like.record.describe()}: expected operands of the shard's "
         f"own shape {tuple(like.shape)} or numbers; got others: {got}. "

@@ -21,7 +21,7 @@ class Residence:
     Attributes:
         device: It is on it.
         pinned: Whether it lies in pages of the host that another device reads by itself.
-        folder: Where it is mapped from files; None where it is in memory.
+        folder: Folder of the files that it is mapped from; None if it is in memory.
     """
 
     device: torch.device
@@ -30,7 +30,7 @@ class Residence:
 
     @classmethod
     def of(cls, place: Place, device: torch.device, offload: Offload | None) -> Residence:
-        """What a place of the plan means beside the device that computes."""
+        """The residence of a place of the plan, for a compute device."""
         if place in (Place.DEVICE, Place.SHARED):
             return cls(device)
         host = torch.device("cpu")
@@ -58,19 +58,19 @@ class DeviceHomes:
         parameters: Residence of the masters.
         gradients: Residence of the reduced gradients.
         states: Residence of optimizer states made later; None: beside the parameters.
-        lands_aside: Whether reductions land in a buffer of the device first; so they do where the
-            host is the device, which takes the same way.
+        offloads_gradients: Whether reductions are received in a buffer of the device first. CPU
+            offload on a CPU device takes the same path.
     """
 
     device: torch.device
     parameters: Residence
     gradients: Residence
     states: Residence | None
-    lands_aside: bool
+    offloads_gradients: bool
 
     @classmethod
     def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
-        """What the plan's places mean beside a device."""
+        """The residences of the plan's places, for a compute device."""
         places = (homes.parameters, homes.gradients, homes.optimizer)
         parameters, gradients, states = (Residence.of(p, device, offload) for p in places)
         return cls(
@@ -78,7 +78,7 @@ class DeviceHomes:
             parameters,
             gradients,
             states if homes.optimizer is Place.DISK else None,
-            lands_aside=homes.gradients is not Place.DEVICE,
+            offloads_gradients=homes.gradients is not Place.DEVICE,
         )
 
 

@@ -39,6 +39,7 @@ from fullshard.engine._torch_compat import (
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.hugging_face import some
 from fullshard.engine.replicas import check_equal_random
+from fullshard.engine.unit import gather_piece
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
@@ -52,27 +53,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a parameter belongs on this rank."""
+    """A parameter's place in the plan on this rank."""
 
     unit: UnitPlan
     group: GroupPlan
     names: tuple[str, ...]
     piece: Slice
-    part: int
 
 
 class InitialValues:
     """Values of what is on meta, by first name.
 
     Attributes:
-        parts: (n_local,) of each sharded parameter that was initialised, master dtype.
-        whole: Parameters that are left out of sharding.
+        shards: (n_local,) of each sharded parameter that was initialised, master dtype.
+        left_out: Parameters that are left out of sharding.
         buffers: Buffers.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, transports: Mapping[Mesh, Transport]) -> None:
-        self.parts: dict[str, torch.Tensor] = {}
-        self.whole: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, torch.Tensor] = {}
+        self.left_out: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self._reads: dict[str, Callable[[], torch.Tensor]] = {}
         self._model = model
@@ -80,11 +80,12 @@ class InitialValues:
         self._device = torch.device("cpu")
         rank = transports[plan.mesh].rank
         self._homes = {
-            names[0]: _Home(unit, group, names, piece, part)
+            names[0]: _Home(unit, group, names, piece)
             for unit in plan.units
-            for part in [unit.mesh.coordinates(rank)[1]]
             for group in unit.groups
-            for names, piece in zip(group.names, group.layout.slices(part), strict=True)
+            for names, piece in zip(
+                group.names, group.layout.slices(unit.mesh.coordinates(rank)[1]), strict=True
+            )
         }
         self._first = {name: h.names[0] for h in self._homes.values() for name in h.names}
 
@@ -93,7 +94,7 @@ class InitialValues:
 
         Args:
             transport: Compares the ranks' random numbers.
-            device: That collectives work on.
+            device: Device of collectives.
         """
         self._device = device
         check_equal_random(transport, device)
@@ -122,16 +123,16 @@ class InitialValues:
         self._read_others(files)
 
     def taken(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Takes a sharded parameter's part out, by name: what is read, is read then."""
-        return {**{name: partial(self.parts.pop, name) for name in self.parts}, **self._reads}
+        """For each sharded parameter, by name: a function that returns its (n_local,)."""
+        return {**{name: partial(self.shards.pop, name) for name in self.shards}, **self._reads}
 
     def _read_others(self, files: FolderWeights) -> None:
-        """What is not sharded: whole."""
+        """Read ignored parameters and buffers, whole."""
         self.buffers = initialise(self._model, self._keep, self._recall, writes=False)
         for name, param in self._model.named_parameters():
             if name not in self._first and param.is_meta and files.parts([name]):
                 shape = tuple(param.shape)
-                self.whole[name] = (
+                self.left_out[name] = (
                     files.read([name], shape, 0, param.numel()).view(shape).to(param.dtype)
                 )
         for name, buffer in self.buffers.items():
@@ -144,28 +145,21 @@ class InitialValues:
         """Keep this rank's part of a whole tensor."""
         first = self._first.get(name)
         if first is None:
-            self.whole[name] = tensor.clone()
+            self.left_out[name] = tensor.clone()
             return
         home = self._homes[first]
         local = tensor.reshape(-1)[home.piece.start : home.piece.stop]
-        self.parts[first] = local.to(torch_dtype(home.group.dtypes.master), copy=True)
+        self.shards[first] = local.to(torch_dtype(home.group.dtypes.master), copy=True)
 
     def _recall(self, name: str) -> torch.Tensor:
-        """Put a tensor together again. A collective."""
+        """Gather a whole tensor from its shards. A collective."""
         first = self._first.get(name)
         if first is None:
-            return self.whole[name]
-        home = self._homes[first]
-        layout, piece = home.group.layout, home.piece
-        full = torch.zeros(
-            layout.numel, dtype=torch_dtype(home.group.dtypes.master), device=self._device
-        )
-        own = full.chunk(layout.num_parts)[home.part]
-        own[piece.offset : piece.offset + piece.numel].copy_(self.parts[first])
-        self._transports[home.unit.mesh].fetch([full]).wait()
-        place = next(p for p in layout.placements if p.name == first)
-        tensor = full[place.offset : place.stop].to("cpu", copy=True)
-        return tensor.to(self._model.get_parameter(name).dtype)
+            return self.left_out[name]
+        home, local = self._homes[first], self.shards[first].to(self._device)
+        transport = self._transports[home.unit.mesh]
+        whole = gather_piece(transport, home.group.layout, home.piece, local)
+        return whole.to("cpu", self._model.get_parameter(name).dtype)
 
 
 def _read_part(files: FolderWeights, home: _Home) -> torch.Tensor:
@@ -186,7 +180,7 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
         if buffer.is_meta and name in values.buffers:
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = values.buffers[name].to(device)
-    for name, value in values.whole.items():
+    for name, value in values.left_out.items():
         param = model.get_parameter(name)
         if param.is_meta:
             real = nn.Parameter(value.to(device), requires_grad=param.requires_grad)
@@ -214,7 +208,7 @@ def check_weights_of(model: nn.Module, folder: str | Path) -> None:
     """Reads the headers of a folder's files.
 
     Args:
-        model: Which shall have these weights.
+        model: The model that is to have these weights.
         folder: Hugging Face's.
 
     Raises:
@@ -255,8 +249,8 @@ class _Storage:
     Attributes:
         base: The tensor on meta that it was made for; held so that its identity stays its own.
         name: The parameter's, once it is known; what has none (temporaries) is never given away.
-        real: Its elements while they are in memory.
-        given: Whether the sink has had it.
+        real: The elements while they are in memory.
+        given: Whether the sink has received it.
     """
 
     base: torch.Tensor
@@ -281,15 +275,15 @@ class Birth(TorchDispatchMode):
         self._writes = writes
         self._storages: dict[int, _Storage] = {}
 
-    def adopt(self, tensor: torch.Tensor, name: str) -> None:
-        """Take a tensor on meta as memory to be written, or give one that is there a name."""
+    def register(self, tensor: torch.Tensor, name: str) -> None:
+        """Register a tensor on meta as memory to be written, or name one that is registered."""
         storage = self._find(tensor)
         if storage is None:
             storage = self._add(tensor.detach())
         storage.name = storage.name or name
 
     def take_real(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Put what was real at once (`torch.ones`) under the same rule; returns its stand-in."""
+        """Register a tensor that was real at once (`torch.ones`); returns its meta replacement."""
         with outside_modes():
             base = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
@@ -306,12 +300,12 @@ class Birth(TorchDispatchMode):
         return self._find(tensor) is not None
 
     def close(self) -> list[str]:
-        """Give away what is left; returns the names that were never written."""
+        """Pass the rest to the sink; returns the names that were never written."""
         self._give_away(keep=[])
         return [s.name for s in self._storages.values() if s.name and not s.given]
 
     def real_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A buffer's elements: what was made on meta and written, or the tensor itself."""
+        """A buffer's elements: those written into its memory, or the tensor itself."""
         storage = self._find(tensor)
         if storage is None:
             return None if tensor.is_meta else tensor
@@ -351,7 +345,7 @@ class Birth(TorchDispatchMode):
         return result
 
     def _make_real(self, storage: _Storage, func: Any, written: list[torch.Tensor]) -> None:
-        """Real memory for a tensor; one that was given away is fetched, unless overwritten."""
+        """Allocate a tensor's memory; one that the sink has is recalled unless overwritten."""
         name = func._schema.name.rpartition("::")[2]
         whole = name in _OVERWRITES and any(
             self._find(w) is storage and w.numel() == storage.base.numel() for w in written
@@ -415,7 +409,7 @@ _QUESTIONS: dict[Any, Any] = {
 
 
 def _place(storage: _Storage, like: torch.Tensor) -> torch.Tensor:
-    """The real elements seen as a tensor on meta sees them."""
+    """A view of the real elements with the geometry of a tensor on meta."""
     assert storage.real is not None
     with outside_modes():
         return storage.real.as_strided(like.size(), like.stride(), like.storage_offset())
@@ -450,7 +444,7 @@ def initialise(
     """Run the initialisation of a model on meta.
 
     Args:
-        model: With parameters on meta; it is not changed.
+        model: A model with parameters on meta; it is not changed.
         sink: Gets (name, whole tensor) of each parameter, one after another, some more than once;
             the last time counts.
         recall: Gives back what the sink got. A collective, if the sink kept a part: all ranks ask
@@ -516,7 +510,7 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
             return None
         name = next(order, "")
         if birth.knows(param):
-            birth.adopt(param, name)
+            birth.register(param, name)
             return None
         return nn.Parameter(birth.take_real(param, name), requires_grad=param.requires_grad)
 
@@ -525,13 +519,13 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
 
 
 def _settings(model: Any) -> Any:
-    """A configuration of its own: building a model may write into it."""
+    """A copy of the model's configuration, because building a model may write into it."""
     return copy.deepcopy(model.config)
 
 
 @contextlib.contextmanager
 def _drawing_nothing() -> Iterator[None]:
-    """Building on meta draws no random numbers, but what is real in it may."""
+    """Restore torch's random state, which tensors that are real at once may advance."""
     state = torch.get_rng_state()
     try:
         yield
@@ -549,12 +543,12 @@ def _registering(hook: Callable[[nn.Module, str, Any], Any]) -> Iterator[None]:
 
 
 def _initialise_in_place(model: nn.Module, birth: Birth) -> nn.Module:
-    """Run what the modules have: `init_weights` of the whole, else each one's own, inner first."""
+    """Run `init_weights` of the model, or else each module's initialiser, inner ones first."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     params = dict(model.named_parameters())
     for name, tensor in tensors:
         if tensor.is_meta:
-            birth.adopt(tensor, name if name in params else "")
+            birth.register(tensor, name if name in params else "")
     with birth, _Disguise(birth), torch.no_grad():
         whole = getattr(model, "init_weights", None)
         if callable(whole):

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.config.values import DType
-from fullshard.engine._torch_compat import saved_buffers
-from fullshard.engine.cuts import is_distributed, plain
+from fullshard.engine._torch_compat import is_distributed, plain, saved_buffers
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, UnsupportedModelError
@@ -96,7 +95,7 @@ def param_spec(names: tuple[str, ...], param: nn.Parameter) -> ParamSpec:
     """
     reason = None
     dtype = str(param.dtype).removeprefix("torch.")
-    if isinstance(param, ShardedParameter):  # cut before: see engine/adopt.py
+    if isinstance(param, ShardedParameter):  # cut before: see compat/recut.py
         return ParamSpec(names, tuple(param.record.piece.shape), DType(dtype), param.requires_grad)
     if is_distributed(param) and param.is_meta:
         reason = (

@@ -2,14 +2,14 @@
 
 [Note: cached norms]
 After a backward every rank has the squared 2-norm of every parameter's whole gradient, from one
-small all-reduce. So torch's own clipping is right, and a norm that one rank alone logs cannot
-hang. An in-place change of any gradient makes the next norm a collective again.
+small all-reduce. So torch's own clipping is right, and a norm that only one rank logs cannot hang.
+After an in-place change of a gradient the next norm is a collective again.
 
 [Note: what ranks say]
-A rank that leaves out a backward, a step or a question shifts its later sums against the others',
-and numbers of one would meet numbers of another. So each sum carries integers in front that must be
-equal: what it is of, and how far the rank has come. The sum itself tells: n numbers are equal
-exactly when n times the sum of their squares is the square of their sum.
+If a rank skips a backward, a step or a norm, its later sums would be added to other sums of the
+other ranks. So each sum begins with integers that must be equal on all ranks: a hash of the sum's
+name, and counters of steps. The all-reduce itself compares them: n numbers are equal exactly when n
+times the sum of their squares is the square of their sum.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ class Known:
     record: ShardRecord
 
     def answer(self, reduction: str) -> torch.Tensor | None:
-        """Its sum, mean, any or all; None where the norms do not tell."""
+        """Sum, mean, any or all of the function; None if the norms do not determine it."""
         square = self.squares[self.record.index]
         if self.name in _SQUARED:
             count = math.prod(self.record.shape)
@@ -66,23 +67,29 @@ class Known:
         return None
 
 
+class Count(StrEnum):
+    """Counters that must be equal on all ranks of a model."""
+
+    STEPS = "optimizer steps"
+    FORWARDS = "forwards that train"  # and whose gradients are not deferred
+    ADDED = "gradients that were there before a backward"
+    CLIPPINGS = "clippings"
+
+
 class GradientNorms:
     """Squared 2-norms of the model's gradients, by parameter index.
 
     Args:
         transport: Sums over ranks.
-        device: That collectives work on.
+        device: Device of collectives.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
-        self._transport, self._alike = transport, Alike()
+        self.transport = transport
         self._device = device
-        self.num_steps = 0  # of optimizers that hold any of the model's shards
-        self.num_forwards = 0  # that train, and whose gradients are not deferred
-        self.froze = False  # requires_grad of a shard was set since the last backward
+        self.counts: dict[str, int] = dict.fromkeys(Count, 0)
         self.waits = False  # gradients of backwards under no_sync wait to be summed
-        self.num_added = 0  # groups whose reductions were added to gradients that were there
-        self.num_clips = 0
+        self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
         self._squares: torch.Tensor | None = None
         self._shown: dict[int, Any] = {}  # id of each gradient that the cache speaks of
         self._memory: Sequence[torch.Tensor] = ()  # that they are views of
@@ -96,24 +103,24 @@ class GradientNorms:
         Args:
             squares: (num_params,), global sums of squares.
             shown: The gradient objects that they belong to, by id.
-            memory: What these are views of, which has their versions.
+            memory: The buffers that these are views of, whose versions count writes.
         """
         self._squares, self._shown, self._memory = squares, shown, memory
         self._versions = [flat._version for flat in memory]
 
     def _known(self) -> torch.Tensor | None:
-        """The squares, unless something was written through a plain tensor (`to_local()`)."""
+        """The cached squares, unless a gradient was written through `to_local()`."""
         if self._squares is not None and [f._version for f in self._memory] != self._versions:
             self.mark_changed()
         return self._squares
 
     def note_write(self, gradient: Any) -> None:
-        """A function writes into a gradient, or into what was made of one."""
+        """Note that a function writes into a gradient or an alias of one."""
         if self._squares is not None and self._knows(gradient):
             self.mark_changed()
 
     def _knows(self, gradient: Any) -> bool:
-        """Whether a gradient is one of those kept, or an alias of one (`p.grad.data`)."""
+        """Whether the cache has this gradient, or the one that this is an alias of (`.data`)."""
         source = gradient.alias_of
         return id(gradient if source is None else source) in self._shown
 
@@ -123,7 +130,7 @@ class GradientNorms:
         Args:
             gradient: Went in.
             name: The function.
-            others: Its further arguments.
+            others: Further arguments of the function.
         """
         squares = self._known()
         if squares is None or not self._knows(gradient):
@@ -134,18 +141,17 @@ class GradientNorms:
             return None
         return Known(name, squares, gradient.record)
 
-    @property
-    def transport(self) -> Transport:
-        """Sums over ranks."""
-        return self._transport
+    def meet(self, asked: str) -> None:
+        """Check that every rank asks for the same thing here. A collective."""
+        self.all_reduce(torch.zeros(1, device=self._device), asked)
 
     def mark_changed(self) -> None:
-        """A gradient was changed in place, or a backward is under way."""
+        """Drop the cache: a gradient was changed in place, or a backward is running."""
         self._squares, self._shown = None, {}
 
     def scale(self, factor: torch.Tensor) -> None:
-        """All gradients were multiplied by a factor."""
-        self.num_clips += 1
+        """Note that all gradients were multiplied by a factor."""
+        self.counts[Count.CLIPPINGS] += 1
         if self._squares is not None:
             self._squares = self._squares * factor.to(self._squares) ** 2
             self._versions = [flat._version for flat in self._memory]
@@ -169,7 +175,7 @@ class GradientNorms:
         Args:
             shard: This rank's shard.
             name: sum, mean, max, min, amax, amin, any, all, count_nonzero, std or var.
-            correction: What std and var leave out of the count.
+            correction: Subtracted from the count in std and var.
         """
         local, record = shard.to_local(), shard.record
         count, asked = math.prod(record.shape), f"{name} of {clean_name(record.piece.name)!r}"
@@ -193,13 +199,13 @@ class GradientNorms:
         return self.all_reduce(own.view(1).to(self._device), asked)[0]
 
     def _largest(self, local: torch.Tensor, asked: str) -> torch.Tensor:
-        """NaN where there is one anywhere: the largest number of all ranks would not tell."""
+        """The maximum over all ranks; NaN if any element is NaN."""
         lowest = torch.full((1,), -math.inf, dtype=torch.float64, device=local.device)
         own = torch.cat([lowest, local.reshape(-1).double()]).max().to(self._device)
         return self.maxima(own.view(1), asked)[0]
 
     def maxima(self, values: torch.Tensor, asked: str) -> torch.Tensor:
-        """(n,): the largest of all ranks' values, float64; NaN where a rank has one."""
+        """(n,), float64: the maxima of all ranks' values; NaN where a rank has NaN."""
         nan = values.isnan()
         both = torch.cat([values.masked_fill(nan, -math.inf), nan.to(values)])
         largest, nan = self.all_reduce(both, asked, maximum=True).chunk(2)
@@ -213,8 +219,50 @@ class GradientNorms:
         *,
         maximum: bool = False,
     ) -> torch.Tensor:
-        """See `Alike.all_reduce`."""
-        return self._alike.all_reduce(self.transport, values, asked, said, maximum=maximum)
+        """The sum or the maximum of all ranks' values: (n,), float64. A collective.
+
+        See [Note: what ranks say].
+
+        Args:
+            values: (n,), without NaN where the largest are asked for.
+            asked: Name of the quantity, which must be the same on every rank.
+            said: Counts that must be equal on every rank, by name.
+            maximum: Return the maximum instead of the sum.
+
+        Raises:
+            EngineError: Ranks ask for different things, or their counts differ. Devices that the
+                host does not wait for raise it in the next call.
+        """
+        said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
+        numbers = [float(number % _MOST) for number in said.values()]
+        pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
+        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
+        vector = torch.cat([head, values.double()])
+        self.transport.home.place = f"a sum ({asked})"
+        self.transport.all_reduce(vector, maximum=maximum)
+        head, values = vector[: len(head)], vector[len(head) :]
+        if is_at_hand(vector):
+            wrong = _differing(head, said, maximum=maximum)
+            if wrong is not None:
+                told = wrong and _table(self.transport, said[wrong], int(head[0]))
+                raise _refusal(asked, wrong, told)
+        elif not maximum:
+            self._look_later(head, asked, said)
+        return values
+
+    def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
+        """Check the last sum, which has most likely arrived by now, and keep this one."""
+        found = streams.of(head.device)
+        assert found is not None
+        if self._landing is not None:
+            landed, before, counts, done = self._landing
+            found.finish(done)
+            wrong = _differing(landed, counts, maximum=False)
+            if wrong is not None:
+                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
+        landing = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
+        landing.copy_(head, non_blocking=True)
+        self._landing = landing, asked, said, found.event()
 
     def local_squares(
         self, tensors: Sequence[torch.Tensor], records: Sequence[ShardRecord]
@@ -225,13 +273,10 @@ class GradientNorms:
             tensors: Plain local parts.
             records: Records of the shards that they are.
         """
-        squares = local_powers(tensors, 2.0, self._device)
-        if any(record.copies > 1 for record in records):
-            squares = squares / self._copies(records)
-        return squares
+        return self._share(local_powers(tensors, 2.0, self._device), records)
 
     def known_total(self, gradients: Sequence[Any]) -> torch.Tensor | None:
-        """The 2-norm of all gradients together if the cache has it."""
+        """The 2-norm of all these gradients together, if the cache has it."""
         if self._known() is None or any(id(g) not in self._shown for g in gradients):
             return None
         return self._squares_of(gradients).sum().sqrt()
@@ -244,7 +289,7 @@ class GradientNorms:
         return self._squares[from_host(at, self._squares.device, torch.int64)]
 
     def share_found_inf(self, found_inf: torch.Tensor) -> None:
-        """One rank's infinity is every rank's: all take the same step or none."""
+        """Share one rank's infinity with all, so that all take the same step or none."""
         shared = found_inf.view(1).to(self._device)
         found_inf.copy_(self.all_reduce(shared, "GradScaler.unscale_", maximum=True)[0])
 
@@ -256,12 +301,12 @@ class GradientNorms:
         asked = f"norm of {clean_name(shards[0].record.piece.name)!r}"
         if order == math.inf:
             return self.maxima(powers, asked)
-        return self.all_reduce(powers / self._copies([s.record for s in shards]), asked)
+        return self.all_reduce(self._share(powers, [s.record for s in shards]), asked)
 
-    def _copies(self, records: Sequence[ShardRecord]) -> torch.Tensor:
-        """Ranks that hold the same elements count them several times."""
+    def _share(self, powers: torch.Tensor, records: Sequence[ShardRecord]) -> torch.Tensor:
+        """Divide by the number of ranks that have the same elements, so that a sum is right."""
         counts = [record.copies for record in records]
-        return from_host(counts, self._device)
+        return powers / from_host(counts, self._device) if max(counts, default=1) > 1 else powers
 
 
 def local_powers(
@@ -315,81 +360,21 @@ def total_norm(shards: Sequence[Any], order: float) -> torch.Tensor:
 _MOST = 1 << 20  # so that sums of squares stay exact in float64
 
 
-class Alike:
-    """The small sums of one model. See [Note: what ranks say]."""
-
-    def __init__(self) -> None:
-        self._landing: tuple[torch.Tensor, str, dict[str, int], Any] | None = None
-
-    def all_reduce(
-        self,
-        transport: Transport,
-        values: torch.Tensor,
-        asked: str,
-        said: Mapping[str, int] | None = None,
-        *,
-        maximum: bool = False,
-    ) -> torch.Tensor:
-        """(n,), float64: all ranks' values summed, or the largest of them. A collective.
-
-        Args:
-            transport: Sums.
-            values: (n,), without NaN where the largest are asked for.
-            asked: What they are.
-            said: Counts that are the same on every rank, by what is counted.
-            maximum: The largest.
-
-        Raises:
-            EngineError: Ranks ask for different things, or their counts differ. Devices that the
-                host does not wait for raise it in the next call.
-        """
-        said = {"": zlib.crc32(f"{asked} {len(values)}".encode()), **(said or {})}
-        numbers = [float(number % _MOST) for number in said.values()]
-        pairs = [(x, -x) if maximum else (x, x * x) for x in numbers]
-        head = from_host([1.0, *(x for pair in pairs for x in pair)], values.device)
-        vector = torch.cat([head, values.double()])
-        transport.home.place = f"a sum ({asked})"
-        transport.all_reduce(vector, maximum=maximum)
-        head, values = vector[: len(head)], vector[len(head) :]
-        if is_at_hand(vector):
-            wrong = _differing(head, said, maximum=maximum)
-            if wrong is not None:
-                told = wrong and _table(transport, said[wrong], int(head[0]))
-                raise _refusal(asked, wrong, told)
-        elif not maximum:
-            self._look_later(head, asked, said)
-        return values
-
-    def _look_later(self, head: torch.Tensor, asked: str, said: dict[str, int]) -> None:
-        """Look at the last sum, which has most likely landed by now, and keep this one."""
-        found = streams.of(head.device)
-        assert found is not None
-        if self._landing is not None:
-            landed, before, counts, done = self._landing
-            found.finish(done)
-            wrong = _differing(landed, counts, maximum=False)
-            if wrong is not None:
-                raise _refusal(before, wrong, f"here it is {counts[wrong]}, elsewhere not")
-        landing = torch.empty_like(head, device="cpu", pin_memory=head.is_cuda)
-        landing.copy_(head, non_blocking=True)
-        self._landing = landing, asked, said, found.event()
-
-
 def is_at_hand(tensor: torch.Tensor) -> bool:
-    """Whether the host reads it without waiting for a device."""
+    """Whether the host can read a tensor without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 def from_host(
     numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """(len(numbers),): numbers that the host knows, on a device that it does not wait for."""
+    """(len(numbers),): copy numbers to a device without waiting for it."""
     held = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return held.to(device, non_blocking=True)
 
 
 def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) -> str | None:
-    """What the ranks do not say alike."""
+    """Name of the first count that differs between ranks."""
     ranks, *sums = head.tolist()
     for what, total, other in zip(said, sums[::2], sums[1::2], strict=True):
         if (total != -other) if maximum else (ranks * other != total * total):
@@ -398,7 +383,7 @@ def _differing(head: torch.Tensor, said: Mapping[str, int], *, maximum: bool) ->
 
 
 def _table(transport: Transport, number: int, num_ranks: int) -> str:
-    """Who says what. A collective of ranks that have all found a difference."""
+    """Which ranks have which count. A collective, after all ranks have found a difference."""
     table = torch.zeros(num_ranks, dtype=torch.float64)
     table[transport.rank] = number
     transport.all_reduce(table)

@@ -1,16 +1,16 @@
 """Refusing optimizers that would be wrong on shards.
 
 [Note: the probe]
-An optimizer is right on shards if it treats elements one by one. Nothing in its class says so, but
-it can be asked: three steps on a small tensor and on its two halves give the same values exactly
-when elements do not mix. Each class is asked once for each structure of its settings (which are on,
-off, zero or none), at its first step; a schedule that only moves numbers asks nothing again.
+An optimizer is right on shards if it treats elements one by one. Its class does not say so, so it
+is tried: three steps on a small tensor and on its two halves give the same values exactly when
+elements do not mix. Each class is tried at its first step, once for each structure of its settings
+(which are on, off, zero or None). A schedule that only changes numbers causes no further probe.
 
 [Note: states that were made whole]
 Some optimizers make their states when they are built (Adagrad), and a state dict may come from an
-unsharded run. States of a parameter's global shape are cut at the next step, as the parameter was.
-What is a shard already stays one, whatever its class. Of a parameter of one element a state and a
-count look alike: the probe has seen which states have an element for each of the parameter's.
+unsharded run. States of a parameter's global shape are cut at the next step, like the parameter.
+States that are shards stay as they are. For a parameter of one element a state and a count have the
+same shape; the probe has recorded which states have one element per element of the parameter.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.engine._torch_compat import no_guard, register_guard_types
-from fullshard.engine.engine import Engine
+from fullshard.engine.norms import Count
 from fullshard.engine.parameter import (
     Guarded,
     PendingGradient,
@@ -43,9 +44,13 @@ PROBE_RATE = 1e-2  # and not the group's own, which a warm-up begins at zero
 
 
 class _Watch:
-    """The one process-wide hook that the engine permits itself.
+    """Optimizers that step on shards: the engine's one process-wide hook.
 
-    Set with the first model that has shards, removed with the last.
+    It is registered with the first model that has shards and removed with the last.
+
+    Attributes:
+        trusted: Optimizers that are right on shards without a probe; their states may be whole.
+        callbacks: Called with every optimizer at its first step on shards.
     """
 
     def __init__(self) -> None:
@@ -57,10 +62,10 @@ class _Watch:
         self._sliced: dict[type, set[str]] = {}  # states with an element for each of a parameter's
         self._cut: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.trusted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.tells: list[Callable[[torch.optim.Optimizer], None]] = []
+        self.callbacks: list[Callable[[torch.optim.Optimizer], None]] = []
 
     def add(self, owner: object) -> None:
-        """Listen while an engine lives, or a model whose shards have none yet."""
+        """Watch as long as an owner of shards lives: an engine, or a model without one yet."""
         if owner in self._owners:
             return
         self._owners.add(owner)
@@ -86,25 +91,25 @@ class _Watch:
         if any(norms.waits for norms in models):
             _refuse_pending(optimizer)
         for norms in models:
-            norms.num_steps += 1
+            norms.counts[Count.STEPS] += 1
 
     def look(self, optimizer: torch.optim.Optimizer) -> set[Any]:
-        """Refuse what would be wrong; returns the models whose shards it holds."""
+        """Check an optimizer while its groups have all shards; returns the models they are of."""
         models: set[Any] = set()
         trusted = optimizer in self.trusted
         for group in optimizer.param_groups:
             _refuse_unsharded(optimizer, group["params"])
             shards = [p for p in group["params"] if isinstance(p, ShardedParameter)]
             models.update(p.record.norms for p in shards)
-            first = None if trusted else next(filter(is_cut, shards), None)
+            first = None if trusted else next((p for p in shards if p.record.is_cut), None)
             if first is not None:
                 self._probe_once(optimizer, group, first)
         if optimizer not in self._cut and not trusted:
             self._cut.add(optimizer)
             self._cut_states(optimizer)
             optimizer.register_load_state_dict_post_hook(self._cut_states)
-            for tell in self.tells:
-                tell(optimizer)
+            for call in self.callbacks:
+                call(optimizer)
         return models
 
     def _cut_states(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,7 +117,7 @@ class _Watch:
         sliced = self._sliced.get(type(optimizer), set())
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             states = optimizer.state.get(param, {})
-            if isinstance(param, ShardedParameter) and is_cut(param):
+            if isinstance(param, ShardedParameter) and param.record.is_cut:
                 for key, value in states.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
                         states[key] = cut_state(param, value, sliced=key in sliced)
@@ -147,7 +152,7 @@ def _refuse_pending(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _structure(value: Any) -> Any:
-    """What of a setting may decide how an optimizer works: of a number whether it is zero."""
+    """The structure of a setting; of a number, whether it is zero. A new one is probed again."""
     if isinstance(value, list | tuple):
         return tuple(map(_structure, value))
     if value is None or isinstance(value, bool | str):
@@ -155,43 +160,11 @@ def _structure(value: Any) -> Any:
     return value != 0 if isinstance(value, int | float) else type(value)
 
 
-_WATCH = _Watch()
-
-
-def watched_states() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each parameter and its states, of all optimizers that have stepped on shards."""
-    return _WATCH.states()
-
-
-def trust(optimizer: torch.optim.Optimizer) -> None:
-    """Take this one as right on shards, whose states may be whole."""
-    _WATCH.trusted.add(optimizer)
-
-
-def on_new_optimizer(tell: Callable[[torch.optim.Optimizer], None], owner: object) -> None:
-    """Tell of every optimizer at its first step on shards, also of shards without an engine yet.
-
-    Args:
-        tell: Called with it.
-        owner: Holder of these shards; optimizers are watched as long as it lives.
-    """
-    if tell not in _WATCH.tells:
-        _WATCH.tells.append(tell)
-    _WATCH.add(owner)
-
-
-def look_at(optimizer: torch.optim.Optimizer) -> None:
-    """What is done before its first step on shards, while its groups hold all of them."""
-    _WATCH.look(optimizer)
-
-
-def watch_optimizers(engine: Engine) -> None:
-    """Probe every optimizer that steps on shards while this engine lives."""
-    _WATCH.add(engine)
+WATCHED = _Watch()
 
 
 def _refuse_unsharded(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
-    """Inside fs.unsharded a parameter is plain and whole, but keeps the record of its shard."""
+    """Raise an error inside fs.unsharded, where parameters are whole but keep their records."""
     for param in params:
         record = getattr(param, "record", None)
         if type(param) is torch.nn.Parameter and record is not None:
@@ -206,7 +179,7 @@ def cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> 
     """A plain state as this rank has it; every rank decides alike.
 
     Args:
-        param: Its parameter.
+        param: The parameter that the state belongs to.
         value: The state: whole, of this rank's elements already, or of other elements.
         sliced: Whether such states are known to have an element for each of the parameter's.
     """
@@ -217,11 +190,6 @@ def cut_state(param: ShardedParameter, value: torch.Tensor, *, sliced: bool) -> 
         value = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore
         return param.as_state(value.reshape(-1)[piece.start : piece.stop].clone())
     return param.as_state(value) if value.shape == param.shape else value
-
-
-def is_cut(param: ShardedParameter) -> bool:
-    """Whether some rank holds only a part of the parameter."""
-    return param.record.is_cut
 
 
 def probe(
@@ -252,8 +220,10 @@ def probe(
     ]
     half = PROBE_SHAPE[0] // 2
     try:
-        whole, states = _run(kind, settings, [[tensor] for tensor in drawn])
-        halves, _ = _run(kind, settings, [list(tensor.split(half)) for tensor in drawn])
+        make = partial(_like, kind, settings)
+        whole, optimizer = _stepped(make, [[tensor] for tensor in drawn])
+        halves, _ = _stepped(make, [list(tensor.split(half)) for tensor in drawn])
+        states = optimizer.state[optimizer.param_groups[0]["params"][0]].items()
     except Exception as error:
         raise NotElementwiseError(
             f"{kind.__name__}: expected an optimizer that can be tried on a small tensor, to see "
@@ -268,22 +238,7 @@ def probe(
             "SGD, Adagrad, RMSprop, Lion ...), or strategy no_shard, where nothing is cut. "
             f"fs.owned(model, {kind.__name__}) gives each whole tensor to one rank."
         )
-    return states
-
-
-def _run(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any], drawn: list[list[torch.Tensor]]
-) -> tuple[list[torch.Tensor], set[str]]:
-    """Steps from drawn values with drawn gradients; the values, and states of their shapes."""
-    params = [torch.nn.Parameter(piece.clone()) for piece in drawn[0]]
-    optimizer = _like(kind, settings, params)
-    for step in drawn[1:]:
-        for param, gradient in zip(params, step, strict=True):
-            param.grad = gradient.clone()
-        optimizer.step()
-    states = optimizer.state[params[0]].items()
-    sliced = {k for k, x in states if isinstance(x, torch.Tensor) and x.shape == params[0].shape}
-    return [param.detach() for param in params], sliced
+    return {k for k, x in states if isinstance(x, torch.Tensor) and x.shape == PROBE_SHAPE}
 
 
 def _like(
@@ -292,8 +247,12 @@ def _like(
     """An optimizer of a class, with the settings of a group."""
     known = inspect.signature(kind.__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    taken = {k: _plain(v) for k, v in settings.items() if takes_any or k in known}
-    return kind([{"params": params, **_plain_all(settings)}], **taken)
+    settings = {
+        k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
+        for k, v in settings.items()
+    }
+    taken = {k: v for k, v in settings.items() if takes_any or k in known}
+    return kind([{"params": params, **settings}], **taken)
 
 
 def check_by_itself(
@@ -304,8 +263,8 @@ def check_by_itself(
     """Whether an optimizer may have some of the tensors, and update them in turns.
 
     Args:
-        factory: Makes it.
-        groups: Their settings are tried.
+        factory: Makes the optimizer.
+        groups: Parameter groups whose settings are tried.
         like: A tensor of the dtype and on the device that it will see.
 
     Raises:
@@ -319,16 +278,16 @@ def check_by_itself(
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
         try:
-            together = _in_turns(factory, settings, drawn, [[0, 1, 2]])
-            halves = [tensors[:2] for tensors in drawn], [tensors[2:] for tensors in drawn]
-            apart = _in_turns(factory, settings, halves[0], [[0], [1]], seen_later=True)
-            apart += _in_turns(factory, settings, halves[1], [[0]], seen_later=True)
+            make = partial(_made_by, factory, settings)
+            together, _ = _stepped(make, drawn)
+            first, _ = _stepped(make, [x[:2] for x in drawn], [[0], [1]], seen_later=True)
+            second, _ = _stepped(make, [x[2:] for x in drawn], seen_later=True)
         except Exception as error:
             raise EngineError(
                 "fs.owned: expected an optimizer that can be tried on small matrices of "
                 f"{like.dtype}; it raised {type(error).__name__}: {error}."
             ) from error
-        if not all(map(_close, together, apart)):
+        if not all(map(_close, together, [*first, *second])):
             raise EngineError(
                 "fs.owned: expected an optimizer that updates each tensor by itself; this one "
                 "updates it in another way where it has other tensors too, has its turn later, or "
@@ -341,41 +300,41 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-6, atol=1e-10)
 
 
-def _in_turns(
+def _made_by(
     factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     settings: dict[str, Any],
-    drawn: list[list[torch.Tensor]],
-    turns: list[list[int]],
-    *,
-    seen_later: bool = False,
-) -> list[torch.Tensor]:
-    """Steps in which a call updates the tensors of one turn.
-
-    Args:
-        factory: Makes the optimizer.
-        settings: Settings of its group.
-        drawn: Values, then gradients of each step.
-        turns: Which tensors have gradients in a call.
-        seen_later: Whether values are there only after it was made.
-    """
-    params = [torch.nn.Parameter(tensor * (not seen_later)) for tensor in drawn[0]]
+    params: list[torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """An optimizer of a factory, with the settings of a group and the probe's rate."""
     optimizer = factory([{**settings, "params": params}])
-    for param, tensor in zip(params, drawn[0], strict=True):
-        param.data = tensor.clone()
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), int | float):
             group["lr"] = PROBE_RATE
+    return optimizer
+
+
+def _stepped(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    drawn: list[list[torch.Tensor]],
+    turns: Sequence[Sequence[int]] | None = None,
+    *,
+    seen_later: bool = False,
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """The values of parameters after some steps, and the optimizer.
+
+    Args:
+        make: Makes the optimizer.
+        drawn: Values, then gradients of each step.
+        turns: Which parameters have gradients in each call of a step; None: one call with all.
+        seen_later: Whether values are there only after it was made.
+    """
+    params = [torch.nn.Parameter(tensor * (not seen_later)) for tensor in drawn[0]]
+    optimizer = make(params)
+    for param, tensor in zip(params, drawn[0], strict=True):
+        param.data = tensor.clone()
     for gradients in drawn[1:]:
-        for turn in turns:
+        for turn in turns or [range(len(params))]:
             for index, param in enumerate(params):
                 param.grad = gradients[index].clone() if index in turn else None
             optimizer.step()
-    return [param.detach() for param in params]
-
-
-def _plain_all(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: _plain(value) for key, value in settings.items()}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return [param.detach() for param in params], optimizer

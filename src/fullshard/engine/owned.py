@@ -16,7 +16,7 @@ every rank. Between steps the whole parameters hold no memory.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
-from fullshard.engine.optimizers import check_by_itself, trust
+from fullshard.engine.optimizers import WATCHED, check_by_itself
 from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.planner.homes import Place
@@ -47,10 +47,11 @@ class _Owned:
     """A parameter and its whole.
 
     Attributes:
-        param: The user's.
-        whole: What the owner's optimizer sees, of the global shape; without memory between steps.
+        param: The user's parameter, a shard.
+        whole: The parameter of global shape that the owner's optimizer sees; it has no memory
+            between steps.
         holders: (part, start, stop) of every rank that holds some; empty where nothing is cut.
-        owner: Part of the owner; -1 where every rank is one.
+        owner: Part that owns the parameter; -1 if every rank does.
     """
 
     param: nn.Parameter
@@ -64,7 +65,7 @@ class _Owned:
             return cls(param, nn.Parameter(_without_memory(torch.Size(shape), param)), holders)
 
     def slices(self) -> list[torch.Tensor]:
-        """(n_local,) plain elements of the parameter and of its gradient; left out: as they are."""
+        """(n_local,) plain elements of parameter and gradient; ignored parameters: the tensors."""
         assert self.param.grad is not None
         both = [self.param.detach(), self.param.grad.detach()]
         if not isinstance(self.param, ShardedParameter):
@@ -73,7 +74,7 @@ class _Owned:
             return [x.as_subclass(torch.Tensor).reshape(-1) for x in both]
 
     def show(self, both: Sequence[torch.Tensor]) -> None:
-        """Let the optimizer see (numel,) elements of parameter and gradient."""
+        """Show the optimizer (numel,) elements of parameter and gradient."""
         value, grad = (x.view(self.whole.shape) for x in both)
         self.whole.data, self.whole.grad = value, grad
 
@@ -132,12 +133,12 @@ class OwnedOptimizer(torch.optim.Optimizer):
         if beside is not None:
             self._join(beside)
         self._complete = True
-        self._made_with = MadeWith(self.param_groups, beside)
-        trust(self)
+        self._made_with = _lists(self.param_groups)
+        WATCHED.trusted.add(self)
         self._take_new_states(self._owned.values())
 
     def _join(self, beside: torch.optim.Optimizer) -> None:
-        """One list of groups and one table of states for both."""
+        """Give both optimizers one list of groups and one table of states."""
         if isinstance(beside, OwnedOptimizer):
             raise EngineError(
                 "fs.owned: expected an elementwise optimizer in `beside`; got another owned one, "
@@ -156,7 +157,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self.kind += f", {type(beside).__name__}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once it is made: owners are chosen for all parameters together."""
+        """Raises an error after construction: owners are chosen for all parameters together."""
         if self._complete:
             raise EngineError(
                 "fs.owned: expected all groups when it was made; got one more. Make it anew."
@@ -164,11 +165,11 @@ class OwnedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank has the states of its own tensors alone."""
+        """Raises an error: a rank has only the states of the tensors that it owns."""
         raise CheckpointError(f"fs.owned: expected {_SAVES}; got state_dict.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002 torch's
-        """Refused: a rank's own dict would have its own tensors alone."""
+        """Raises an error: a rank's dict would have only the tensors that it owns."""
         raise CheckpointError(f"fs.owned: expected {_SAVES}; got load_state_dict.")
 
     @torch.no_grad()
@@ -188,38 +189,50 @@ class OwnedOptimizer(torch.optim.Optimizer):
             self._beside.step()
 
     def _step(self, members: list[_Owned]) -> None:
-        """One round: slices to owners, their optimizer, slices back."""
-        part = self._exchange.part
+        """Run one round: slices to owners, their optimizer, slices back."""
         live = [owned for owned in members if owned.param.grad is not None]
-        mine = [owned for owned in live if owned.owner in (-1, part)]
-        sends: list[tuple[int, torch.Tensor]] = []
-        receives: list[tuple[int, torch.Tensor]] = []
-        for owned in live:
+        mine = [owned for owned in live if owned.owner in (-1, self._exchange.part)]
+        for owned in mine:
             both = owned.slices()
-            if owned.owner not in (-1, part):
-                sends += [(owned.owner, own) for own in both]
-                continue
             if owned.holders:
-                wholes = [own.new_empty(owned.whole.numel()) for own in both]
-                for holder, start, stop in owned.holders:
-                    if holder == part:
-                        for whole, own in zip(wholes, both, strict=True):
-                            whole[start:stop].copy_(own)
-                    else:
-                        receives += [(holder, whole[start:stop]) for whole in wholes]
-                both = wholes
+                both = [own.new_empty(owned.whole.numel()) for own in both]
             owned.show(both)
-        self._exchange.run(sends, receives)
+        self._move(live, to_owners=True)
         try:
             self._update(mine)
-            self._give_back(live)
+            self._move(live, to_owners=False)
         finally:
             for owned in mine:
                 owned.hide()
         self._take_new_states(members)
 
+    def _move(self, live: list[_Owned], *, to_owners: bool) -> None:
+        """Copy slices of parameters and gradients to owners, or updated parameters back."""
+        part = self._exchange.part
+        slices: list[tuple[int, torch.Tensor]] = []
+        ranges: list[tuple[int, torch.Tensor]] = []  # of whole tensors that this rank owns
+        for owned in live:
+            own = owned.slices() if to_owners else owned.slices()[:1]
+            if owned.owner not in (-1, part):
+                slices += [(owned.owner, local) for local in own]
+                continue
+            whole: Any = owned.whole
+            if not owned.holders:  # updated in place, unless the optimizer made a new tensor
+                if whole.data_ptr() != own[0].data_ptr():
+                    own[0].copy_(whole.detach().view(own[0].shape))
+                continue
+            flat = [x.detach().reshape(-1) for x in ([whole, whole.grad] if to_owners else [whole])]
+            for holder, start, stop in owned.holders:
+                there = [x[start:stop] for x in flat]
+                if holder != part:
+                    ranges += [(holder, x) for x in there]
+                    continue
+                for x, local in zip(there, own, strict=True):
+                    (x if to_owners else local).copy_(local if to_owners else x)
+        self._exchange.run(*((slices, ranges) if to_owners else (ranges, slices)))
+
     def _update(self, mine: list[_Owned]) -> None:
-        """The owners' optimizer on what is whole now; where one rank's raises, all raise."""
+        """Step the owners' optimizer on whole tensors; if one rank's raises an error, all do."""
         before, error = settings_of(self._inner), None
         try:
             if mine:
@@ -235,7 +248,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
         self._raise_together(error)
 
     def _raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks what one has found. A collective."""
+        """Raise one rank's error on all ranks. A collective."""
         engine = self._engine
         if engine.plan.mesh.world_size > 1:
             flag = torch.tensor([float(error is not None)], device=engine.device)
@@ -250,30 +263,8 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
         agree(engine, tell)
 
-    def _give_back(self, live: list[_Owned]) -> None:
-        """Every rank gets its slices of what was updated."""
-        part = self._exchange.part
-        sends: list[tuple[int, torch.Tensor]] = []
-        receives: list[tuple[int, torch.Tensor]] = []
-        for owned in live:
-            local = owned.slices()[0]
-            if owned.owner not in (-1, part):
-                receives.append((owned.owner, local))
-                continue
-            if not owned.holders:  # it was updated where it is, unless the optimizer made a new one
-                if owned.whole.data_ptr() != local.data_ptr():
-                    local.copy_(owned.whole.detach().view(local.shape))
-                continue
-            updated = owned.whole.detach().reshape(-1)
-            for holder, start, stop in owned.holders:
-                if holder == part:
-                    local.copy_(updated[start:stop])
-                else:
-                    sends.append((holder, updated[start:stop]))
-        self._exchange.run(sends, receives)
-
     def _check(self) -> None:
-        """Shards and gradients must be there as when owners were chosen, alike on all ranks."""
+        """Check that shards and gradients are as when owners were chosen, on all ranks."""
         engine = self._engine
         if engine_of(self._model) is not engine:
             raise EngineError(
@@ -281,9 +272,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "optimizer anew, and load its states from a checkpoint."
             )
         engine.check_params()
-        tables = self.state, self._inner.state
-        wholes = [(owned.param, owned.whole) for owned in self._owned.values()]
-        self._raise_together(self._made_with.find_edits(self.param_groups, wholes, tables))
+        self._raise_together(self._find_edits())
         if engine.plan.mesh.shard == 1:
             return
         there = bytes(owned.param.grad is not None for owned in self._owned.values())
@@ -296,21 +285,46 @@ class OwnedOptimizer(torch.optim.Optimizer):
                 "Set p.grad, or None, on all ranks alike."
             )
 
+    def _find_edits(self) -> EngineError | None:
+        """Find a change since construction that the owners' optimizer would not notice."""
+        beside = [] if self._beside is None else _lists(self._beside.param_groups)
+        made_with, num_own = self._made_with, len(self._made_with) - len(beside)
+        if _lists(self.param_groups) != made_with or beside != made_with[num_own:]:
+            return EngineError(
+                "fs.owned: expected the groups that it was made with, whose numbers alone may "
+                "change; groups or parameters came, went or moved. Make it anew."
+            )
+        for param in (param for group in self.param_groups[:num_own] for param in group["params"]):
+            if param.grad is not None and id(param) not in self._owned:
+                return EngineError(
+                    f"fs.owned: expected {name_of(param)} without a gradient, because it was "
+                    "frozen when this was made. Make it anew."
+                )
+        for param, whole in ((owned.param, owned.whole) for owned in self._owned.values()):
+            shown = self.state.get(param, {})
+            kept = self._inner.state.get(whole, {})
+            if any(shown.get(key) is not value for key, value in kept.items()):
+                return EngineError(
+                    f"fs.owned: expected the states of {name_of(param)} to be changed in place; "
+                    "they were replaced or cleared. Write into their tensors, or make it anew."
+                )
+        return None
+
     # ---- states
 
     def holds(self, param: Any) -> bool | None:
-        """Whether the whole states of a parameter are here; None where each rank has its slice."""
+        """Whether this rank has the whole states of a parameter; None if each rank has a slice."""
         owned = self._owned.get(id(param))
         return None if owned is None else owned.owner in (-1, self._exchange.part)
 
     def _take_new_states(self, members: Iterable[_Owned]) -> None:
-        """Show what the owner's optimizer keeps."""
+        """Show new states of the owner's optimizer in `state`."""
         for owned in members:
             if owned.whole in self._inner.state:
                 self.state[owned.param].update(self._inner.state[owned.whole])
 
     def give_states(self) -> None:
-        """`state` was loaded: let the owner's optimizer go on from it."""
+        """Give loaded states to the owner's optimizer."""
         self._inner.state.clear()
         for owned in self._owned.values():
             found = self.state.get(owned.param, {})
@@ -320,7 +334,7 @@ class OwnedOptimizer(torch.optim.Optimizer):
 
 
 def holds_whole(optimizer: torch.optim.Optimizer, param: Any) -> bool | None:
-    """Whether a parameter's states are whole and here; None where each rank has its slice."""
+    """Whether this rank has a parameter's whole states; None if each rank has a slice."""
     return optimizer.holds(param) if isinstance(optimizer, OwnedOptimizer) else None
 
 
@@ -351,17 +365,15 @@ def owned_optimizer(
 
 
 def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]:
-    """What is trained of these: cut ones as their owners have them at one time, then the rest."""
+    """Trained parameters, grouped into rounds: sharded ones first, then the rest."""
     wanted = {id(param) for param in params}
     cut: list[_Owned] = []
     rest: list[_Owned] = []
-    for group in (group for unit in engine.units for group in unit.trained):
-        layout = group.plan.layout
-        for member, placement in zip(group.members, layout.placements, strict=True):
-            if id(member.param) in wanted and layout.num_parts > 1:
-                cut.append(_Owned.of(member.param, placement.shape, layout.holders(placement)))
-            elif id(member.param) in wanted:
-                rest.append(_Owned.of(member.param, placement.shape))
+    for member in engine.members:
+        if id(member.param) in wanted and member.grad is not None:
+            record = member.param.record
+            owned = _Owned.of(member.param, record.shape, record.holders if record.is_cut else ())
+            (cut if record.is_cut else rest).append(owned)
     chosen = Owners.choose([owned.whole.numel() for owned in cut], engine.plan.mesh.shard)
     for owned, owner in zip(cut, chosen.of, strict=True):
         owned.owner = owner
@@ -373,7 +385,7 @@ def _rounds_of(engine: Engine, params: list[nn.Parameter]) -> list[list[_Owned]]
 
 
 def _refuse_places(engine: Engine) -> None:
-    """What owners cannot serve yet."""
+    """Raise an error for places of state that are not supported yet."""
     homes, mesh = engine.plan.homes, engine.plan.mesh
     elsewhere = homes.offloads and engine.device.type != "cpu"
     if elsewhere or Place.DISK in (homes.parameters, homes.gradients, homes.optimizer):
@@ -387,61 +399,8 @@ def _refuse_places(engine: Engine) -> None:
         )
 
 
-# ---- what may be changed of an owned optimizer once it is made, and what its inner one may keep
-
-
-class MadeWith:
-    """The groups that an owned optimizer was made with.
-
-    Args:
-        groups: Its own, then those of `beside`.
-        beside: Steps with it.
-    """
-
-    def __init__(self, groups: Groups, beside: torch.optim.Optimizer | None) -> None:
-        self._lists, self._beside = _lists(groups), beside
-        num_own = len(groups) - (0 if beside is None else len(beside.param_groups))
-        self._others = {id(param) for group in groups[num_own:] for param in group["params"]}
-
-    def find_edits(
-        self,
-        groups: Groups,
-        wholes: Sequence[tuple[nn.Parameter, nn.Parameter]],
-        states: tuple[Mapping[Any, Any], Mapping[Any, Any]],
-    ) -> EngineError | None:
-        """What was changed that the owners' optimizer would not know of.
-
-        Args:
-            groups: As they are now.
-            wholes: Each of the user's parameters and its whole.
-            states: By the user's parameters, and by wholes.
-        """
-        beside = [] if self._beside is None else _lists(self._beside.param_groups)
-        if _lists(groups) != self._lists or beside != self._lists[len(groups) - len(beside) :]:
-            return EngineError(
-                "fs.owned: expected the groups that it was made with, whose numbers alone may "
-                "change; groups or parameters came, went or moved. Make it anew."
-            )
-        known = self._others | {id(param) for param, _ in wholes}
-        for param in (param for group in groups for param in group["params"]):
-            if param.grad is not None and id(param) not in known:
-                return EngineError(
-                    f"fs.owned: expected {name_of(param)} without a gradient, because it was "
-                    "frozen when this was made. Make it anew."
-                )
-        shown, kept = states
-        for param, whole in wholes:
-            mine = shown.get(param, {})
-            if any(mine.get(key) is not value for key, value in kept.get(whole, {}).items()):
-                return EngineError(
-                    f"fs.owned: expected the states of {name_of(param)} to be changed in place; "
-                    "they were replaced or cleared. Write into their tensors, or make it anew."
-                )
-        return None
-
-
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What an optimizer keeps that belongs to no parameter; switches are no counts."""
+    """Numbers of an optimizer and its groups that belong to no parameter; no switches."""
 
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, torch.Tensor) else value
@@ -452,7 +411,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def name_of(param: Any) -> str:
-    """How errors speak of a parameter."""
+    """How errors name a parameter."""
     record = getattr(param, "record", None)
     return (
         repr(clean_name(record.piece.name))
@@ -462,5 +421,5 @@ def name_of(param: Any) -> str:
 
 
 def _lists(groups: Groups) -> list[tuple[int, list[int]]]:
-    """Which groups there are, of which parameters."""
+    """Identity of each group and of its parameters."""
     return [(id(group), [id(param) for param in group["params"]]) for group in groups]

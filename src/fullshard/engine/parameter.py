@@ -86,7 +86,7 @@ class Guarded:
             return self.detach().as_subclass(torch.Tensor)  # type: ignore[attr-defined]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor on every rank, plain. A collective: call it on every rank."""
+        """The whole tensor as a plain tensor. A collective: call it on every rank."""
         return self.record.gather(self.to_local().reshape(-1))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -121,7 +121,7 @@ class Guarded:
 
 
 class ShardedTensor(Guarded, torch.Tensor):
-    """What elementwise functions make of a shard: optimizer states, averages, `p.detach()`."""
+    """Result of an elementwise function of a shard: optimizer states, averages, `p.detach()`."""
 
 
 class ShardedGradient(Guarded, torch.Tensor):
@@ -147,7 +147,7 @@ class PendingGradient(ShardedGradient):
 
     @classmethod
     def of(cls, param: ShardedParameter, drop: Callable[[], ShardedGradient]) -> PendingGradient:
-        """One for a parameter."""
+        """Make the pending gradient of a parameter."""
         with no_guard():
             found: Any = param.new_empty(1).expand(param.shape).as_subclass(cls)
         found.record, found.before, found.drop = replace(param.record), None, drop
@@ -168,13 +168,13 @@ class PendingGradient(ShardedGradient):
             return args[0]
         if rule is Rule.DETACH:
             return args[0]
-        if rule not in (Rule.PLAIN, Rule.FREEZE, Rule.GRAPH):
+        if rule not in (Rule.PLAIN, Rule.GRAPH):
             raise next(x for x in shards_in(args) if isinstance(x, cls)).refusal(name)
         with no_guard():
             return func(*args, **(kwargs or {}))
 
     def refusal(self, name: str) -> EngineError:
-        """The error for a function that needs the gradient."""
+        """The error that a function raises which needs the gradient."""
         return EngineError(
             f"{name} of the gradient of {self.record.describe()}: expected one that is summed "
             "over ranks; its backward ran under no_sync, and the sum is made in the next backward "
@@ -183,7 +183,7 @@ class PendingGradient(ShardedGradient):
         )
 
     def to_local(self) -> torch.Tensor:
-        """Refused, as everything is that reads."""
+        """Raises an error, like everything that reads the gradient."""
         raise self.refusal("to_local")
 
     full_tensor = to_local
@@ -196,7 +196,7 @@ class PendingGradient(ShardedGradient):
 
 
 class _AtRest(type(nn.Parameter)):
-    """Lets `isinstance(p, ShardedParameter)` know both classes."""
+    """Makes `isinstance(p, ShardedParameter)` true for both classes of shards."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         kind = type(instance)
@@ -211,20 +211,20 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
     """
 
     def new_state(self, dtype: torch.dtype) -> torch.Tensor:
-        """(n_local,) plain zeros where the states of this parameter live."""
+        """(n_local,) plain zeros in the memory of this parameter's optimizer states."""
         if self.record.states is not None:
             return self.record.states.zeros(self.numel(), dtype)
         return torch.zeros(self.numel(), dtype=dtype, device=self.device)
 
     def as_state(self, local: torch.Tensor) -> ShardedTensor:
-        """A state of this parameter: (n_local,) plain elements, shown in the parameter's shape."""
+        """Show (n_local,) plain elements as a state of this parameter, in its shape."""
         with no_guard():
             state = local.view(self.shape).as_subclass(ShardedTensor)
         state.record = self.record
         return state
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Call `hook(param)` whenever the reduced gradient is in `param.grad`."""
+        """Call `hook(param)` after each backward that set `param.grad` to a reduced gradient."""
         from torch.utils.hooks import RemovableHandle
 
         handle = RemovableHandle(self.record.post_accumulate)
@@ -232,7 +232,7 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
         return handle
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:  # noqa: ARG002 torch's
-        """Refused: it would see an unreduced gradient of one rank."""
+        """Raises an error: the hook would see one rank's unreduced gradient."""
         name = clean_name(self.record.piece.name)
         raise ShardedTensorError(
             f"register_hook on {name!r}: expected a hook that needs one rank's unreduced gradient "
@@ -242,7 +242,7 @@ class ShardedParameter(Guarded, nn.Parameter, metaclass=_AtRest):
 
 
 class PlacedParameter(Guarded, torch.Tensor):
-    """A ShardedParameter that was a DTensor: another class, since an object keeps its layout."""
+    """A ShardedParameter that was a DTensor: another class, since objects cannot change layout."""
 
     __slots__ = ("_local_tensor", "_spec")  # a DTensor's; empty
     _is_param = True  # isinstance(p, nn.Parameter)
@@ -263,7 +263,7 @@ def _find_shard(values: Any) -> Any:
 
 
 def shards_in(values: Any) -> list[Any]:
-    """All shards among values, in lists and tuples too."""
+    """All shards in these values and in lists and tuples of them."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Guarded):
@@ -274,7 +274,7 @@ def shards_in(values: Any) -> list[Any]:
 
 
 def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:
-    """Where nothing is cut: any function, plain results."""
+    """Call any function of uncut shards; the results are plain tensors."""
     called = "__setitem__" if func is torch.Tensor.__setitem__ else name
     if _writes_a_graph(called, *arguments):
         return _differentiable(func, name, *arguments)
@@ -283,16 +283,15 @@ def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) 
     parts = result if isinstance(result, _LISTS) else (result,)  # split, unbind
     if not any(map(_takes_part, parts)):
         return result
+    change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach  # a view under no_grad
     if torch.is_grad_enabled():
         try:
             return _differentiable(func, name, *arguments)
         except ShardedTensorError:
             if rule is Rule.REFUSED:
                 raise
-            parts = [_number(x.detach(), like, name) if _takes_part(x) else x for x in parts]
-            return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
-    # a view, which shows requires_grad even under no_grad
-    parts = [part.detach() if _takes_part(part) else part for part in parts]
+            change = partial(_number, like=like, name=name)
+    parts = [change(part) if _takes_part(part) else part for part in parts]
     return type(result)(parts) if isinstance(result, _LISTS) else parts[0]
 
 
@@ -319,7 +318,7 @@ def _takes_part(result: Any) -> bool:
 
 
 def _differentiable(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Where nothing is cut: call a function on what forward sees, whose gradients are reduced."""
+    """Call a function of uncut shards on compute parameters, whose gradients are reduced."""
     with no_guard():
         return func(*_computed(name, args), **{k: _computed(name, v) for k, v in kwargs.items()})
 
@@ -340,7 +339,7 @@ def _computed(name: str, value: Any) -> Any:
 
 
 def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call a function that treats elements one by one; shards come out."""
+    """Call a function that treats elements one by one; the results are shards."""
     if (
         name == "zeros_like"
         and like.record.states is not None
@@ -365,7 +364,9 @@ def _elementwise(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, A
             # a copy may be kept; no error, whose frames would keep the model as long
             result.register_hook(partial(_raise, type(error), str(error)))
     if isinstance(result, _LISTS):
-        sources = next((x for x in operands if isinstance(x, _LISTS) and _has_shard(x)), None)
+        sources = next(
+            (x for x in operands if isinstance(x, _LISTS) and _find_shard(x) is not None), None
+        )
         return _as_shards(result, sources, like, name)
     result = _as_shard(result, like, name)
     is_told = name in TOLD_BY_SQUARES and isinstance(result, ShardedGradient)
@@ -386,7 +387,7 @@ def _call_plain(func: Any, name: str, like: Any, arguments: Any) -> Any:
 
 
 def _note_writes(written: Sequence[Any]) -> None:
-    """Each shard among these is about to be written: tell its model, whichever it is."""
+    """Announce writes into shards to the model of each shard."""
     if set(map(type, written)) == _STATES and all(map(is_, map(_ALIAS, written), repeat(None))):
         return  # the quick answer for what optimizers keep
     told: set[Any] = set()
@@ -415,12 +416,12 @@ def _unscale(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any])
 
 
 def _compare(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Each rank says of its own elements whether two shards are close."""
+    """Compare this rank's elements of two shards; the result is plain."""
     return _elementwise(func, name, like, args, kwargs).to_local()
 
 
 def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """p.new_zeros(shape): the guard goes along, but not into counters of one element."""
+    """p.new_zeros(shape): a shard if the shape is p's, otherwise plain (a counter)."""
     if like.record.is_cut and shards_in((*args[1:], *kwargs.values())):
         raise refusal(name, like)  # p.new_tensor(p)
     with no_guard():
@@ -430,7 +431,7 @@ def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
 
 
 def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
-    """p.grad = x: what is plain becomes a gradient of this parameter, with global norms."""
+    """p.grad = x: a plain tensor becomes a ShardedGradient, whose norms are global."""
     param, value = args if len(args) > 1 else (*args, None)  # del p.grad
     with no_guard():
         before = param.grad
@@ -447,7 +448,7 @@ def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
 
 
 def _node(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """x.grad_fn: hooks on what leads from a cut parameter would never be called."""
+    """x.grad_fn: hooks on nodes behind a cut parameter would never be called."""
     with no_guard():
         node = func(*args, **kwargs)
     if node is not None and like.record.is_cut:
@@ -456,20 +457,12 @@ def _node(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _detach(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """p.grad.detach_(): torch refuses it of any view, also where there is nothing to detach."""
+    """p.grad.detach_(): torch raises an error for views, even if nothing is to be detached."""
     return _elementwise(func, name, like, args, kwargs) if like.requires_grad else like
 
 
-def _freeze(func: Any, _name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """p.requires_grad_(): a graph that is there brings no gradient to what is frozen now."""
-    if isinstance(like, ShardedParameter):  # zero_grad asks it of gradients
-        like.record.norms.froze = True
-    with no_guard():
-        return func(*args, **kwargs)
-
-
 def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, Any]) -> None:
-    """x.data = ... : a gradient stays the view that the next backward fills."""
+    """x.data = ...: values are copied, since a gradient must stay a view of the gradient shard."""
     gradient, data = args
     if not isinstance(gradient, ShardedGradient):
         with no_guard():
@@ -495,19 +488,19 @@ def _replace(func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
 
 
 def _is_mask(args: Sequence[Any]) -> bool:
-    """x[mask] = number, with a mask that was made of shards."""
+    """Whether this is x[mask] = number with a mask that was computed from shards."""
     _, index, value = args
     return isinstance(index, Guarded) and not isinstance(value, torch.Tensor)
 
 
 def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
-    """Shards that meet must hold the same elements of tensors of one shape."""
+    """Raise an error unless all shards have the same elements of tensors of one shape."""
     ones: Sequence[Any] | None = None
     for operand in operands:
         if isinstance(operand, Guarded):
             if operand.record is not like.record:
                 _refuse_other_range(name, like, operand)
-        elif isinstance(operand, _LISTS) and _has_shard(operand):
+        elif isinstance(operand, _LISTS) and _find_shard(operand) is not None:
             if ones is not None and not _are_of_one_record(ones, operand):
                 for one, two in zip(ones, operand, strict=False):
                     if isinstance(one, Guarded) and isinstance(two, Guarded):
@@ -516,7 +509,7 @@ def _refuse_other_ranges(name: str, like: Any, operands: Sequence[Any]) -> None:
 
 
 def _are_of_one_record(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Pair by pair; the quick answer for the lists of an optimizer."""
+    """Whether each pair has one record: the fast path for the lists of an optimizer."""
     try:
         return not any(map(is_not, map(_RECORD, ones), map(_RECORD, others)))
     except AttributeError:  # plain tensors among them: parameters that are left out of sharding
@@ -544,7 +537,7 @@ def _refuse_other_range(name: str, one: Any, other: Any) -> None:
 
 
 def _has_misfit(operands: Sequence[Any]) -> bool:
-    """Whether a plain tensor of another shape met the shards."""
+    """Whether a plain operand has another shape than the shards."""
     tensors = [t for x in operands for t in (x if isinstance(x, _LISTS) else [x])]
     tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     with no_guard():
@@ -552,12 +545,8 @@ def _has_misfit(operands: Sequence[Any]) -> bool:
         return any(t.numel() != 1 and t.shape not in shapes for t in tensors)
 
 
-def _has_shard(values: Sequence[Any]) -> bool:
-    return _find_shard(values) is not None
-
-
 def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
-    """Results of a function of a list; of one shard, indices (`torch.where(p > 0)`)."""
+    """Results of a function of lists; or indices of one shard (`torch.where(p > 0)`)."""
     if sources is not None:
         return type(results)(map(_as_shard, results, sources, [name] * len(results)))
     if like.record.is_cut:
@@ -566,7 +555,7 @@ def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
 
 
 def _as_shard(result: Any, like: Any, name: str) -> Any:
-    """Give the results of an elementwise function the guard of what went in."""
+    """Turn the result of an elementwise function into a shard."""
     made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
     if not made or not isinstance(like, Guarded):
         return result
@@ -610,7 +599,7 @@ def _norm(_func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -
 
 
 def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`p.grad.abs().mean()`, `p.isnan().any()`: a number of the whole tensor."""
+    """Reduce the whole tensor to a number: `p.grad.abs().mean()`, `p.isnan().any()`."""
     named = {key: value for key, value in kwargs.items() if key not in ("input", "self")}
     if name in ("max", "min") and (len(args) > 1 or "other" in kwargs):
         return _elementwise(func, f"{name}imum", like, args, kwargs)
@@ -625,23 +614,14 @@ def _reduce(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) 
 
 
 def _number(value: torch.Tensor, like: Any, name: str) -> torch.Tensor:
-    """A plain number of a shard, of which no loss can be made."""
-    if torch.is_grad_enabled() and like.requires_grad and value.is_floating_point():
-        return _NoLoss.apply(value.new_zeros((), requires_grad=True), value, like, name)  # type: ignore[no-any-return]
-    return value
-
-
-class _NoLoss(torch.autograd.Function):
-    """A number that may be logged; a backward through it raises."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, value: torch.Tensor, like: Any, name: str) -> Any:
-        ctx.like, ctx.name = like, name
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise refusal(ctx.name, ctx.like, Rule.AUTOGRAD)
+    """A plain number of a shard, which may be logged; a backward through it raises an error."""
+    value = value.detach()
+    if not (torch.is_grad_enabled() and like.requires_grad and value.is_floating_point()):
+        return value
+    error = refusal(name, like, Rule.AUTOGRAD)
+    number = value.requires_grad_().clone()
+    number.register_hook(partial(_raise, type(error), str(error)))
+    return number
 
 
 _SPECIAL = {
@@ -652,7 +632,6 @@ _SPECIAL = {
     Rule.NUMBER: _reduce,
     Rule.MAKE: _make,
     Rule.ASSIGN: _assign,
-    Rule.FREEZE: _freeze,
     Rule.REPLACE: _replace,
     Rule.GRAPH: _node,
     Rule.DETACH: _detach,

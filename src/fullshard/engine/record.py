@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,19 +23,19 @@ class ShardRecord:
     """What a shard knows of the tensor that it is a part of.
 
     Attributes:
-        piece: Which elements of which parameter.
+        piece: Name of the parameter and the range of its elements.
         unit: Title of the unit that gathers it.
-        index: Place among the model's trained parameters, for cached norms.
+        index: Index among the model's trained parameters, for cached norms; -1 if frozen.
         is_cut: Whether some rank holds only a part of the parameter.
         copies: Ranks that hold the same elements.
-        holders: Which part holds which range of the parameter: the same on every rank.
-        cut: How other axes have cut it; `piece` and `holders` are of its local tensor then.
+        holders: (part, start, stop) of each part of the parameter; the same on every rank.
+        cut: Placement on other axes of the mesh; `piece` and `holders` refer to the local tensor.
         norms: Global norms of the model's gradients.
         before_write: Returns when no other rank reads these elements.
         gather: Collective: the full tensor of (n_local,) plain elements.
         post_accumulate: The user's hooks, called when the reduced gradient is there.
-        states: Where optimizer states that are made after a parameter live; None: beside it.
-        compute: Gives what forward sees, where it is the whole parameter in the same memory.
+        states: Allocates optimizer states; None if they are on the device of the parameter.
+        compute: Returns the compute parameter, if it is the whole parameter in the same memory.
     """
 
     piece: Slice
@@ -51,6 +51,9 @@ class ShardRecord:
     states: Residence | None = None
     compute: Callable[[], nn.Parameter] | None = None
     cut: Cut | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # inside forward a whole parameter may be pickled
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fullshard.engine.cuts import Cut, plain
+from fullshard.engine._torch_compat import plain
+from fullshard.engine.cuts import Cut
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError, EngineError
 from fullshard.planner.plan import Plan
@@ -94,18 +95,12 @@ def check_replicas(units: Sequence[Unit], transport: Transport) -> None:
         return
     mesh = copied[0].plan.mesh
     inner, at_place = mesh.inner, mesh.place(transport.rank) % mesh.inner  # others hold others
-    seats = inner * max(unit.plan.mesh.shard for unit in copied)
-    table = torch.full((seats, len(copied)), _NONE, device=copied[0].groups[0].full.device)
-    inverse = table.clone()
-    for at, unit in enumerate(copied):
-        hashed = torch.stack([bits_hash(group.master) for group in unit.groups]).sum()
-        seat = unit.part * inner + at_place
-        table[seat, at], inverse[seat, at] = hashed, -hashed
+    hashes = [torch.stack([bits_hash(g.master) for g in unit.groups]).sum() for unit in copied]
+    seats = [unit.part * inner + at_place for unit in copied]
+    num_seats = inner * max(unit.plan.mesh.shard for unit in copied)
     transport.home.place = "a comparison of replicas"
-    transport.all_reduce(table, maximum=True)
-    transport.all_reduce(inverse, maximum=True)
-    differs = (table != -inverse).any(dim=0).tolist()
-    wrong = [unit.plan.title for unit, bad in zip(copied, differs, strict=True) if bad]
+    values = torch.stack(hashes).to(copied[0].groups[0].full.device)
+    wrong = [copied[i].plan.title for i in _unequal(values, transport, seats, num_seats)]
     if wrong:
         others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise EngineError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -16,14 +16,13 @@ from torch.nn.parameter import is_lazy
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport as TransportKind
 from fullshard.config.values import WrapKind
-from fullshard.engine._torch_compat import storage_key
-from fullshard.engine.adopt import shard_values
-from fullshard.engine.cuts import check_cuts, plain
+from fullshard.engine._torch_compat import plain, storage_key
+from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
 from fullshard.engine.homes import compute_device
 from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
-from fullshard.engine.optimizers import watch_optimizers
+from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.precision import apply_dtypes
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
@@ -32,6 +31,7 @@ from fullshard.engine.state import hook_loading
 from fullshard.engine.tracing import trace_order
 from fullshard.errors import ConfigError, EngineError, UnsupportedModelError
 from fullshard.planner.events import Recorder, Sync
+from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.plan import Plan, make_plan
 from fullshard.planner.spec import matches
@@ -41,6 +41,8 @@ from fullshard.transport import Transport, make_transport, resolve_transport
 
 logger = logging.getLogger(__name__)
 
+Recut = Callable[[Mapping[str, nn.Parameter], Iterable[Slice]], dict[str, torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class Given:
@@ -49,16 +51,17 @@ class Given:
     Attributes:
         sample: Arguments of forward, traced for the order of units; None learns it in step one.
         weights: A Hugging Face folder for a model on meta; None: its own initialisation.
-        settings: What units have of their own, by module name ("" is the root).
-        alone: Whether this is one rank's own model, whatever the process group.
-        whole: Whether every parameter must be whole.
+        settings: Overrides of single units, by module name ("" is the root).
+        alone: Whether only this rank has the model, whatever the process group.
+        recut: Takes parameters by name and this rank's slices; returns the (n_local,) of each
+            parameter that is a shard already, by first name. None: every parameter must be whole.
     """
 
     sample: Any = None
     weights: Any = None
     settings: Mapping[str, UnitSettings] = field(default_factory=dict)
     alone: bool = False
-    whole: bool = False
+    recut: Recut | None = None
 
 
 NOTHING = Given()
@@ -75,10 +78,10 @@ def shard_model(
 
     Args:
         model: Whole parameters, equal on all ranks, on one device; or on meta.
-        config: How.
-        topology: How many ranks there are; checked against the process group.
-        recorder: Told of every event.
-        given: What else is known.
+        config: The configuration.
+        topology: Number and order of ranks; checked against the process group.
+        recorder: Records every event.
+        given: Sample, weights and overrides.
 
     Raises:
         ConfigError: Mesh, units or process group do not fit.
@@ -91,7 +94,7 @@ def shard_model(
         )
     _refuse_nested_engine(model)
     _refuse_shared_buffers(model)
-    if given.whole:
+    if given.recut is None:
         _refuse_parts(model)
     device = compute_device(model)
     if config.transport is not TransportKind.FAKE and not given.alone:
@@ -110,9 +113,9 @@ def shard_model(
     check_equal_start(model, plan, transports[plan.mesh])
     values = _values(model, plan, transports, given.weights, device)
     parts = values.taken() if values else {}
-    pieces = plan.view(transports[plan.mesh].rank).all_slices()
-    shards = shard_values(places_of(model), pieces)
-    parts.update({name: partial(shards.pop, name) for name in shards})
+    if given.recut is not None:
+        shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())
+        parts.update({name: partial(shards.pop, name) for name in shards})
     engine = Engine(model, plan, config, transports, recorder, parts)
     if values is not None:
         place_others(model, values, device)
@@ -122,7 +125,7 @@ def shard_model(
     apply_recompute(model, plan.recompute, config.activation_checkpointing.kind)
     convert_reentrant(model)
     engine.handles += hook_loading(model, engine)
-    watch_optimizers(engine)
+    WATCHED.add(engine)
     return engine
 
 
@@ -157,21 +160,13 @@ def _check_cuts(model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given)
     first = place - place % mesh.inner
     params = [(n, p) for n, p in places_of(model).items() if not matches(n, config.ignore)]
     check_cuts(params, ranks[place % mesh.inner :: mesh.inner], ranks[first : first + mesh.inner])
-    if mesh.inner > 1:
-        _refuse_with_other_axes(
-            {
-                "sample": given.sample is not None,
-                "weights": given.weights is not None,
-                "a model on meta": any(param.is_meta for _, param in params),
-            },
-            mesh,
-        )
-
-
-def _refuse_with_other_axes(asked: Mapping[str, bool], mesh: Mesh) -> None:
-    """Some things need a mesh of two axes alone."""
+    asked = {
+        "sample": given.sample is not None,
+        "weights": given.weights is not None,
+        "a model on meta": any(param.is_meta for _, param in params),
+    }
     for what, is_asked in asked.items():
-        if is_asked:
+        if is_asked and mesh.inner > 1:
             raise ConfigError(
                 f"{what}: expected a mesh of the axes replicate and shard alone; got {mesh.inner} "
                 "ranks along others, for which this is not yet supported. Give fs.shard a model "

@@ -30,7 +30,8 @@ from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
 from fullshard.engine.parameter import Guarded, ShardedParameter
-from fullshard.engine.unit import Member, Unit, shard_shape
+from fullshard.engine.placing import shard_shape
+from fullshard.engine.unit import Member, Unit
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
 
 
@@ -79,16 +80,13 @@ def whole_params(
         engine: Engine of the model.
         wanted: First names; None: all.
     """
-    for unit in engine.units:
-        for group in unit.groups:
-            members = [m for m in group.members if wanted is None or m.piece.name in wanted]
-            if not members:
-                continue
-            full = engine.gather_group(unit, group)
-            for member in members:
-                stop = member.offset + member.numel
-                local = full[member.offset : stop].view(member.piece.shape)
-                yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
+    for group in engine.groups:
+        members = [m for m in group.members if wanted is None or m.piece.name in wanted]
+        full = group.gather() if members else None
+        for member in members:
+            assert full is not None
+            local = member.view(full)
+            yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
 
 
 def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:
@@ -180,7 +178,7 @@ def unsharded(
     if not engine.unsharded:
         engine.check_params()
     asked = engine.units if units is None else units
-    opened = [_Whole(engine, unit, with_grads) for unit in asked if not _is_whole(unit)]
+    opened = [_Whole(unit, with_grads=with_grads) for unit in asked if not _is_whole(unit)]
     engine.unsharded += 1
     try:
         yield
@@ -193,27 +191,25 @@ def unsharded(
 
 
 def _is_whole(unit: Unit) -> bool:
-    members = [member for group in unit.groups for member in group.members]
-    return bool(members) and not isinstance(members[0].param, ShardedParameter)
+    return bool(unit.members) and not isinstance(unit.members[0].param, ShardedParameter)
 
 
 class _Whole:
-    """A unit whose parameters are shown whole."""
+    """A unit whose modules show whole parameters."""
 
-    def __init__(self, engine: Engine, unit: Unit, with_grads: bool) -> None:  # noqa: FBT001
+    def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
         self.buffers: list[torch.Tensor] = []
-        self.grads = _whole_grads(engine, unit) if with_grads else {}
+        self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
-            full = engine.gather_group(unit, group)
+            full = group.gather()
             self.buffers.append(full)
             for member in group.members:
-                stop = member.offset + member.numel
                 if with_grads:
                     with no_guard():
                         member.param.grad = None  # its shape is not the parameter's now
                 member.param.__class__ = nn.Parameter  # type: ignore[assignment]
-                member.param.data = full[member.offset : stop].view(member.piece.shape)
+                member.param.data = member.view(full)
                 if with_grads:
                     member.param.grad = self.grads.get(id(member))
 
@@ -224,13 +220,12 @@ class _Whole:
             if writeback:
                 group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.part])
             for member in group.members:
-                piece = member.piece
-                local = group.master[piece.offset : piece.offset + piece.numel]
                 held = id(member) in self.grads
                 grad = member.param.grad if held else None
                 if held:
                     member.param.grad = None
-                member.param.data = local.view(shard_shape(piece, whole=whole))
+                shape = shard_shape(member.piece, whole=whole)
+                member.param.data = member.local(group.master).view(shape)
                 member.param.__class__ = ShardedParameter
                 if held and (grad is not None or not writeback):
                     self._put_back(engine, member, grad if writeback else None)
@@ -245,16 +240,10 @@ class _Whole:
             member.param.grad = shown
 
 
-def _whole_grads(engine: Engine, unit: Unit) -> dict[int, torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    for group in unit.trained:
-        for member in group.members:
-            with no_guard():
-                grad: Any = member.param.grad
-                local = None if grad is None else grad.to_local().reshape(-1)
-            if local is not None:
-                found[id(member)] = engine.gather_member(unit, group, member, local)
-    return found
+def _whole_grads(unit: Unit) -> dict[int, torch.Tensor]:
+    with no_guard():
+        grads = [(member, member.param.grad) for member in unit.trainees]
+    return {id(member): grad.full_tensor() for member, grad in grads if grad is not None}  # type: ignore[attr-defined]
 
 
 # ---- what a save writes
@@ -295,7 +284,7 @@ class Held:
 
     @property
     def dtype(self) -> str:
-        """As safetensors names it."""
+        """The dtype's name in safetensors."""
         return dtype_name(self.local, "/".join(self.names))
 
 
@@ -328,39 +317,28 @@ def model_tensors(model: nn.Module) -> list[Held]:
         raise EngineError("saving inside fs.unsharded: expected shards. Save outside of the block.")
     engine.check_params()
     held: list[Held] = []
-    for unit in engine.units:
-        replica = unit.plan.mesh.coordinates(engine.rank)[0]
-        writes = unit.plan.index % unit.plan.mesh.replicate == replica
-        for group in unit.groups:
-            for member in group.members:
-                piece = member.piece
-                if piece.name not in shown:
-                    raise EngineError(
-                        f"{type(model).__name__}: expected {piece.name}, as it was called when it "
-                        "was sharded; a wrapper shows it under another name. Give the model that "
-                        "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
-                    )
-                local = group.master[piece.offset : piece.offset + piece.numel]
-                held.append(
-                    Held((piece.name,), tuple(piece.shape), piece.start, piece.stop, local, writes)
-                )
+    for member in engine.members:
+        piece, plan = member.piece, member.group.unit.plan
+        if piece.name not in shown:
+            raise EngineError(
+                f"{type(model).__name__}: expected {piece.name}, as it was called when it "
+                "was sharded; a wrapper shows it under another name. Give the model that "
+                "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
+            )
+        local = member.local(member.group.master)
+        writes = plan.index % plan.mesh.replicate == plan.mesh.coordinates(engine.rank)[0]
+        held.append(Held((piece.name,), tuple(piece.shape), piece.start, piece.stop, local, writes))
     return held + list(_others(model, engine))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Second and further names of parameters -> their first names."""
-    engine = engine_of(model)
-    return {
-        name: names[0]
-        for unit in engine.units
-        for group in unit.groups
-        for names in group.plan.names
-        for name in names[1:]
-    }
+    """The first name of each tied parameter, by its other names."""
+    groups = engine_of(model).groups
+    return {n: names[0] for group in groups for names in group.plan.names for n in names[1:]}
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules give by `get_extra_state`, by key of the state dict."""
+    """Results of `get_extra_state`, by key of the state dict."""
     return {
         name: value
         for name, value in model.state_dict().items()
@@ -394,14 +372,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The name of its class; of owners' optimizers those of the ones in it."""
+    """Class name of an optimizer; for `fs.owned`, the names of the optimizers in it."""
     return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
 
 
 def join_scalars(
     told: list[dict[str, dict[str, Any]]],
 ) -> dict[str, dict[str, Any]]:
-    """What the ranks' owners keep as numbers, of all ranks."""
+    """Join the scalar states that the ranks own."""
     joined: dict[str, dict[str, Any]] = {}
     for scalars in told:
         for name, values in scalars.items():
@@ -487,7 +465,7 @@ def dtype_name(tensor: torch.Tensor, where: str) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous CPU tensor."""
     flat = tensor.detach().reshape(-1)
     assert flat.is_contiguous(), tensor.shape
     assert flat.device.type == "cpu", tensor.device
@@ -496,14 +474,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _others(model: nn.Module, engine: Engine) -> Iterator[Held]:
-    """Buffers, and parameters that are left out of sharding: whole, written by the first rank."""
-    cut = {
-        name
-        for unit in engine.units
-        for group in unit.groups
-        for names in group.plan.names
-        for name in names
-    }
+    """Buffers and ignored parameters: whole, saved by the first rank."""
+    cut = {name for group in engine.groups for names in group.plan.names for name in names}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if name in cut or not isinstance(value, torch.Tensor) or id(value) in seen:
@@ -520,7 +492,7 @@ def _sort_in(
     """Put one state where it belongs.
 
     Args:
-        found: Is added to.
+        found: The state that it is added to.
         of: The parameter.
         names: The parameter's and the state's.
         value: The state.

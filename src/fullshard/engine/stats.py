@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from fullshard.engine.engine import engine_of
@@ -15,14 +17,13 @@ def memory_stats(model: nn.Module) -> dict[str, dict[str, int]]:
     communication_buffers, deferred_gradients, buffers. Of what ranks share it is this rank's part.
     """
     engine = engine_of(model)
-    groups = [group for unit in engine.units for group in unit.groups]
-    grads = [group.grads.nbytes for group in groups if group.grads is not None]
-    held = [group.grads.held for group in groups if group.grads is not None]
-    waiting = [*held, *(group.deferred for group in groups)]
+    groups = engine.groups
+    grads = [group.grads for group in groups if group.grads is not None]
+    waiting = [*(grad.partial for grad in grads), *(group.deferred for group in groups)]
     deferred = sum(tensor.nbytes for tensor in waiting if tensor is not None)
     fixed = {
         "parameter_shards": sum(group.master.nbytes for group in groups),
-        "gradient_shards": sum(grads),
+        "gradient_shards": sum(grad.nbytes for grad in grads),
         "shared_weights_to_compute_with": sum(
             group.full.nbytes // group.plan.layout.num_parts
             for group in groups
@@ -50,13 +51,7 @@ def communication_seconds(model: nn.Module) -> float:
 
 def num_parameters(model: nn.Module) -> int:
     """Parameters of the whole model, tied ones once; of any module, sharded or not."""
-    total = 0
-    for param in model.parameters():
-        if isinstance(param, ShardedParameter):
-            size = 1
-            for length in param.record.shape:
-                size *= length
-            total += size
-        else:
-            total += param.numel()
-    return total
+    return sum(
+        math.prod(param.record.shape) if isinstance(param, ShardedParameter) else param.numel()
+        for param in model.parameters()
+    )

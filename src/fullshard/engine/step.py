@@ -1,43 +1,43 @@
-"""From hooks to events: what the model does, told to the scheduler, done to the slots.
+"""From hooks to events: hooks call the scheduler, and its events are carried out on the slots.
 
-    hook on a unit's module         told to the scheduler       done here
+    hook on a unit's module         call to the scheduler       done here
     forward pre-hook                enter_forward               gathers, swap in
     forward hook (always called)    leave_forward               swap out, release, watch outputs
     gradient of a watched output    enter_backward              gathers, swap in
-    gradient of a compute param     complete (when all came)    reductions, in plan order
-    autograd is done                end_backward                the rest, `p.grad`, release
+    gradient of a compute param     complete (after the last)   reductions, in plan order
+    end of backward                 end_backward                the rest, `p.grad`, release
 
 [Note: watched outputs]
-A unit's backward begins when a gradient of something that it made is there. Outputs of the unit
-and of every module in it that owns parameters are watched, since router losses and hidden-state
-losses enter a unit from the side; so is what its modules keep as attributes (engine/kept.py). A
-tensor that a unit merely hands on was made before its forward began (its autograd node has a lower
-number) and is not watched by it: its gradient is final at another time, when this unit's slot
-belongs to others (law 5).
+A unit's backward begins when the gradient of a tensor that the unit made arrives. Watched are the
+outputs of the unit, the outputs of every module in it that owns parameters (a router's loss or a
+hidden-state loss leaves a unit there), and tensors that its modules keep as attributes
+(engine/attributes.py). A tensor that a unit only passes on was made before the unit's forward began
+(its autograd node has a lower number) and is not watched: its gradient becomes final at another
+time, when the slot contains other units (law 5).
 
-Compiled code is one autograd node, which all its outputs share: watching those that leave the unit
-is enough, and hooks on the modules inside would cut the graph at each of them. Where a unit runs as
-several graphs, what leaves it from the middle by no attribute is not watched; a gradient that then
-comes first finds another unit in the slot, which is an error (`engine/engine.py`).
+Compiled code is one autograd node, which all its outputs share. Watching the outputs of the unit is
+enough there, and hooks on inner modules would split the graph. If a unit runs as several graphs, a
+tensor that leaves it from the middle, other than by an attribute, is not watched. If its gradient
+comes first, the slot contains another unit, and an error is raised.
 
-[Note: handed out]
-An output, or a kept attribute, may share memory with the unit's own weights: a slice of a table, a
-parameter itself. The slot holds another unit soon, and on a shared home other ranks write when they
-have left the forward. So it is handed out as a copy, through which gradients flow; a kept attribute
-is put back when the unit is entered again. Writing into the copy is an error at the next step: in
-one process it would write into the parameter.
+[Note: copied outputs]
+An output or a kept attribute may share memory with the unit's weights: a slice of a table, or a
+parameter itself. The slot will contain another unit soon, and on a shared home other ranks write
+after they have left the forward. So a copy is returned, through which gradients flow. An attribute
+is restored when the unit is entered again. Writing into the copy raises an error at the next step,
+because in one process it would write into the parameter.
 
 [Note: recompute]
-Forward code that runs inside a backward recomputes: it gathers on demand, keeps what it gathered,
-and neither looks ahead nor watches outputs. Its hooks may lie outside it or inside it, hence
-modules also see the compute parameters from pre-backward to the end of backward.
+Forward code that runs inside a backward recomputes activations. It gathers on demand, keeps what it
+gathered, and neither prefetches nor watches outputs. Hooks may be outside or inside the recomputed
+code, so modules also see the compute parameters from pre-backward to the end of backward.
 
 [Note: a backward inside a backward]
 A hook may call `torch.autograd.grad` (implicit layers do). Autograd runs this inner backward to its
 end before the outer one continues. The inner one gathers on demand and reaches no parameter, so it
-needs no state of its own and changes none of the outer's; one that reaches parameters is refused.
-The outer backward is alive as long as autograd keeps the callback that was queued for its end: of
-one that raised autograd drops it, and the modules show the user's parameters again.
+needs no state and changes none of the outer's; if it reaches parameters, an error is raised. The
+outer backward is alive as long as autograd keeps the callback that was queued for its end. If the
+backward raises, autograd drops the callback, and the modules show the user's parameters again.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from fullshard.engine._torch_compat import (
     queue_callback,
     unwrapped,
 )
+from fullshard.engine.attributes import ModuleTensors, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
-from fullshard.engine.kept import Kept, Undo, change_tensors, put_back, tensors_in
 from fullshard.engine.parameter import Guarded
-from fullshard.engine.unit import Group, Member, Unit, is_reached
+from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.schedule import Order, Scheduler
@@ -79,14 +79,14 @@ _REENTRANT = (
 
 
 class Use:
-    """One forward of one unit: what it made is watched for gradients.
+    """One forward of one unit, whose tensors are watched for gradients.
 
     Attributes:
-        unit: The unit's index.
-        around: The use that it happened in; its backward begins first.
-        generation: Which forward of the whole model it belongs to.
-        first_node: Autograd numbers from here on were made inside.
-        task: The backward in which it has begun.
+        unit: Index of the unit.
+        around: The use of the enclosing unit; its backward begins first.
+        generation: The forward of the whole model that the use belongs to.
+        first_node: Number of the first autograd node that was made inside.
+        task: The backward that has entered the use; -1 before.
     """
 
     __slots__ = ("__weakref__", "around", "first_node", "generation", "task", "unit")
@@ -100,11 +100,10 @@ class Use:
 
 
 class Observed:
-    """The order in which a real step entered its units; compared over ranks once.
+    """The order in which the first step entered its units; compared over ranks once.
 
     Args:
-        generation: The forward that is observed, together with its own backward alone: another
-            forward's, or an evaluation in between, is no order of a step.
+        generation: The forward whose order is recorded, with the order of its own backward.
     """
 
     def __init__(self, generation: int = -1) -> None:
@@ -122,12 +121,12 @@ class Runtime:
     """Runs one model's plan on this rank.
 
     Args:
-        units: In plan order, bound to their slots.
-        scheduler: The plan's slot table.
+        units: The model's units in plan order, bound to their slots.
+        scheduler: Returns the events of each hook.
         gradients: Collects, reduces and shows gradients.
-        recorder: Told of every event.
+        recorder: Records every event.
         poison: Fill released slots with NaN.
-        actions: Makes what carries events out.
+        actions: Constructor of the object that carries out events; None: `Actions`.
     """
 
     def __init__(
@@ -147,17 +146,17 @@ class Runtime:
         self.step = 0
         self.observed = Observed()
         self.before_step: Callable[[], None] = lambda: None
-        self.kept: Sequence[Kept] = ()  # by unit
+        self.attributes: Sequence[ModuleTensors] = ()  # by unit
         self._stack: list[Use] = []  # forwards under way
         self._current: list[Use | None] = [None] * len(self.units)
-        self._begins: list[Any] = [None] * len(self.units)  # what its outputs' nodes call first
+        self._begins: list[Any] = [None] * len(self.units)  # what autograd calls for its outputs
         self._task = -1  # the backward under way
         self._end: Callable[[], Any] = _nothing  # its callback, as long as it is alive
         self._inner = -1  # the backward inside of it
         self._recomputed = -1  # the backward in which forward code ran again
         self._generation = 0  # forwards of the whole model so far
         self._num_writes = 0  # into shards, that were looked at
-        self._lent: dict[int, Undo] = {}  # kept views of weights, for which copies stand
+        self._replaced: dict[int, Undo] = {}  # kept views of weights, for which copies stand
         self._copies: list[tuple[torch.Tensor, int, str]] = []  # handed out in the last step
         self._uses: WeakSet[Use] = WeakSet()  # alive, until the order is observed
 
@@ -171,13 +170,13 @@ class Runtime:
         """Pre-forward of a unit's module.
 
         Args:
-            index: The unit's.
-            begins: Whether a step is entered here.
+            index: Index of the unit.
+            begins: Whether this forward begins a step.
         """
         unit = self.units[index]
         unit.check_params()
-        if index in self._lent:
-            put_back(self._lent.pop(index))
+        if index in self._replaced:
+            put_back(self._replaced.pop(index))
         if graph_task_id() != -1:
             self._recomputed = graph_task_id()
             self._run(self.scheduler.enter_recompute(index))
@@ -196,7 +195,7 @@ class Runtime:
         self._run(self.scheduler.enter_forward(index))
         self._stack.append(use)
         self._current[index] = use
-        unit.begin_forward()
+        unit.swap_in()
         if not self.observed.done:
             self._uses.add(use)
             if use.generation == self.observed.generation:
@@ -212,13 +211,13 @@ class Runtime:
         if unit.swapped == 0:
             return output
         unit.swap_out()
-        values = self.kept[index].values() if self.kept else None
+        values = self.attributes[index].values() if self.attributes else None
         kept = tensors_in(values) if values else []
         tensors = [output] if type(output) is torch.Tensor else tensors_in(output)
-        if any(map(unit.lends, (*tensors, *kept) if kept else tensors)):
-            output = change_tensors(output, self._handed_out(unit))
-            self._lent[index] = self.kept[index].change(self._handed_out(unit))
-            tensors, kept = tensors_in(output), tensors_in(self.kept[index].values())
+        if any(map(unit.shares_memory, (*tensors, *kept) if kept else tensors)):
+            output = change_tensors(output, self._copied(unit))
+            self._replaced[index] = self.attributes[index].change(self._copied(unit))
+            tensors, kept = tensors_in(output), tensors_in(self.attributes[index].values())
         if graph_task_id() != -1:
             self.scheduler.leave_recompute(index)
             return output
@@ -236,11 +235,11 @@ class Runtime:
                 self.gradients.transport.home.leave(settled=False)
         return output
 
-    def _handed_out(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A copy of what shares memory with the unit's weights. See [Note: handed out]."""
+    def _copied(self, unit: Unit) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A copy of what shares memory with the unit's weights. See [Note: copied outputs]."""
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
-            if not unit.lends(tensor):
+            if not unit.shares_memory(tensor):
                 return tensor
             copy = tensor.clone()
             if not copy.is_inference():  # such have no version
@@ -250,10 +249,10 @@ class Runtime:
         return change
 
     def _check_copies(self) -> None:
-        """What was handed out as a copy shall not have been written.
+        """Check that nobody wrote into copies of outputs.
 
         Raises:
-            EngineError: It was.
+            EngineError: Somebody did.
         """
         copies, self._copies = self._copies, []
         for copy, version, title in copies:
@@ -265,7 +264,7 @@ class Runtime:
                 )
 
     def watch(self, index: int, tensors: Iterable[torch.Tensor]) -> bool:
-        """Begin the unit's backward when a gradient of any of the tensors is there.
+        """Let the unit's backward begin when the gradient of any of these tensors arrives.
 
         Returns:
             Whether any of them takes part in autograd.
@@ -277,17 +276,15 @@ class Runtime:
         for tensor in tensors if not is_transforming() else unwrapped(tensors):
             if tensor.requires_grad and not isinstance(tensor, Guarded):
                 found = True
-                node, base = tensor.grad_fn, tensor._base
-                if node is not None and node._sequence_nr() >= use.first_node:
-                    node.register_prehook(begin)
-                node = base.grad_fn if base is not None else None  # of a view that was written
-                if node is not None and node._sequence_nr() >= use.first_node:
-                    node.register_prehook(begin)
+                base = tensor._base  # of a view that was written
+                for node in (tensor.grad_fn, None if base is None else base.grad_fn):
+                    if node is not None and node._sequence_nr() >= use.first_node:
+                        node.register_prehook(begin)
         return found
 
     def _begin_step(self, index: int, *, stale: bool) -> None:
-        if self._is_unclean():
-            self.reset()
+        if self._task != -1 or self._stack or any(unit.swapped for unit in self.units):
+            self.reset()  # an exception left something open; a KeyboardInterrupt calls no hook
         self._recomputed = -1
         if self._copies:
             self._check_copies()
@@ -302,26 +299,14 @@ class Runtime:
             self.observed = Observed(self._generation)
 
     def _see_writes(self) -> None:
-        """See [Note: versions] in engine/versions.py."""
+        """See [Note: versions] in engine/unit.py."""
         with no_guard():
             for unit in self.units:
                 unit.versions.see_writes()
 
-    def _follow_freezing(self) -> None:
-        """`requires_grad` may have changed since the last forward, as adapters are turned off."""
-        with no_guard():
-            for unit in self.units:
-                for group in unit.trained:
-                    follow_freezing(group)
-
     def awaits_backward(self) -> bool:
         """Whether a forward's graph is alive whose backward has not begun."""
         return any(use.task == -1 for use in self._uses)
-
-    def _is_unclean(self) -> bool:
-        """Whether an exception left something open: torch calls no hook for KeyboardInterrupt."""
-        open_ = self._stack or any(unit.swapped for unit in self.units)
-        return self._task != -1 or bool(open_)
 
     # ---- backward
 
@@ -383,41 +368,37 @@ class Runtime:
             return False
         self._task = task
         self._see_writes()
-        self._follow_freezing()
+        with no_guard():  # `requires_grad` may have changed since the forward
+            for group in (group for unit in self.units for group in unit.trained):
+                follow_freezing(group)
         if not self.observed.done:
             self.observed.backward.clear()  # an earlier one reached no parameter
         if self.gradients.transport.home.wrote:
             self._run(self.scheduler.publish())
         nothing = self.gradients.begin_backward(self.units)
-        self.gradients.transport.home.place = self.gradients.place()
         self.scheduler.begin_backward(nothing, sync=self.gradients.sync)
         end = partial(self._end_backward)
         self._end = ref(end, self._close_backward)
         queue_callback(end)
         return True
 
-    def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
+    def on_gradient(self, member: Member) -> None:
         """A compute parameter's gradient is final: collect it, and reduce a complete unit."""
-        task = graph_task_id()
+        task, unit = graph_task_id(), member.group.unit
         if self._task != task:
             self._begin_backward(task)
         if not member.expected:
             if not member.compute.requires_grad:
                 return  # frozen since its forward
             raise EngineError(_REENTRANT.format(title=unit.plan.title))
-        if not self.scheduler.holds(unit.index):
-            self._check_slot(unit, member)
-        if self.gradients.collect(unit, group, member):
-            self._run(self.scheduler.complete(unit.index))
-
-    def _check_slot(self, unit: Unit, member: Member) -> None:
-        """The unit's slot holds another: nothing that was read there may count."""
-        if unit.plan.reads_weight_in_backward:
+        if not self.scheduler.holds(unit.index) and unit.plan.reads_weight_in_backward:
             raise SlotError(
                 f"{member.piece.name}: its gradient came while the slot of {unit.plan.title} held "
                 "another unit, so it was computed from wrong weights. A tensor made inside the "
                 "unit left it unseen; return it from the unit's forward, or make the unit larger."
             )
+        if self.gradients.collect(unit, member):
+            self._run(self.scheduler.complete(unit.index))
 
     def _end_backward(self) -> None:
         reduce = self.gradients.expects_any
@@ -477,13 +458,7 @@ def _nothing() -> None:
 def _beginning(weak: ref[Runtime], use: Use) -> Callable[[Any], None]:
     """What a node of a unit's output calls first. It holds no runtime: see `_gradient_hook`."""
 
-    def begin(_: Any) -> None:
-        alive = weak()
-        if alive is None:
-            raise EngineError("backward: expected the sharded model to exist; it was deleted.")
-        alive._enter_backward(use)
-
-    return begin
+    return lambda _: alive(weak, "backward")._enter_backward(use)
 
 
 # ---- what each event of the plan does
@@ -493,12 +468,12 @@ WAITS = frozenset(EventKind) - WORKS
 
 
 class Actions:
-    """Carries events out, and tells the recorder.
+    """Carries out events and records them.
 
     Args:
-        units: In plan order, bound to their slots.
+        units: The model's units in plan order, bound to their slots.
         gradients: Collects, reduces and shows gradients.
-        recorder: Told of every event.
+        recorder: Records every event.
         poison: Fill released slots with NaN.
 
     Attributes:

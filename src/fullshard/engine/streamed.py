@@ -9,11 +9,10 @@ from typing import Any
 
 from fullshard.engine._torch_compat import graph_task_id
 from fullshard.engine.step import WAITS, Actions, Runtime, Use
-from fullshard.engine.unit import Group, Member, Unit
+from fullshard.engine.unit import Member
 from fullshard.planner.events import Event
 from fullshard.planner.homes import Homes
 from fullshard.transport import Fetch
-from fullshard.transport.base import OwnHome
 from fullshard.transport.streams import Streams
 
 
@@ -22,7 +21,7 @@ class StreamedRuntime(Runtime):
 
     Args:
         streams: Streams of the device.
-        homes: Where shards are.
+        homes: Places of the shards.
         parts: Arguments of `Runtime`.
         poison: Fill released slots with NaN.
     """
@@ -61,11 +60,11 @@ class StreamedRuntime(Runtime):
     def _enter_backward(self, use: Use) -> None:
         self._on_the_steps(super()._enter_backward, use)
 
-    def on_gradient(self, unit: Unit, group: Group, member: Member) -> None:
+    def on_gradient(self, member: Member) -> None:
         gradient = member.compute.grad
         if gradient is not None and self._streams.current() != self._stream:
             self._streams.keep(gradient, self._stream)
-        self._on_the_steps(super().on_gradient, unit, group, member)
+        self._on_the_steps(super().on_gradient, member)
 
     def _end_backward(self) -> None:
         self._on_the_steps(super()._end_backward)
@@ -108,9 +107,7 @@ class OffloadedActions(TimedActions):
         self._copies = streams.make("copy")
         self._done: Any = None  # when the last shard has been read
         for unit in self._units:
-            home = unit.transport.home
-            assert isinstance(home, OwnHome)
-            home.await_reads = self._await_reads
+            unit.transport.home.await_reads = self._await_reads
 
     def _gather(self, event: Event) -> None:
         streams, unit = self._streams, self._units[event.unit]

@@ -51,9 +51,9 @@ from fullshard.planner.tracing import (
     ROWS,
     SHORT_ROW,
     VIEW,
-    Kind,
     Moment,
     Operation,
+    TensorKind,
     UnitWork,
 )
 from fullshard.planner.units import UnitPlan
@@ -83,13 +83,13 @@ def trace_step(
     Args:
         model: On meta; left as it is.
         plan: Plan of that model, whose units and dtypes count.
-        config: That it was planned with, and the recompute.
-        work: Makes its inputs and computes the loss.
-        ledger: Sees every operation. None: one that counts bytes alone.
+        config: The configuration that it was planned with, which includes recompute.
+        work: Makes inputs and computes the loss.
+        ledger: Notes every operation; None: counts bytes only.
         beside: Other models on meta, in their own dtypes, that the work is given copies of.
 
     Raises:
-        Exception: What the model raises where it wants to look at numbers that nobody has.
+        Exception: The error of a model that reads values of fake tensors.
     """
     model, others = copy.deepcopy(model), copy.deepcopy(list(beside))
     groups = {
@@ -113,7 +113,7 @@ def trace_step(
             _watch_edges(model, config, ledger)
             with ledger:
                 loss = work(model, *others)
-                ledger.kind = Kind.GRADIENTS
+                ledger.kind = TensorKind.GRADIENTS
                 loss.backward()
     finally:
         torch.set_rng_state(rng)
@@ -167,7 +167,7 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
         return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
 
     def after(_: nn.Module, __: Any, output: Any) -> Any:
-        ledger.kind = Kind.LOGITS
+        ledger.kind = TensorKind.LOGITS
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 ledger.relabel(leaf)
@@ -176,7 +176,7 @@ def _watch_edges(model: nn.Module, config: ShardConfig, ledger: Ledger) -> None:
         return cast_tensors(output, torch_dtype(config.output_dtype))
 
     def at_the_head(_: nn.Module, __: Any) -> None:
-        ledger.kind = Kind.LOGITS
+        ledger.kind = TensorKind.LOGITS
 
     model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     model.register_forward_hook(after)
@@ -189,16 +189,16 @@ class Ledger(TorchDispatchMode):
     """Notes the storages that operations make, and when they are freed.
 
     Attributes:
-        kind: What is made now.
+        kind: Kind of the tensors that are made now.
         moments: Bytes by kind after each operation that made a storage.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kind = Kind.ACTIVATIONS
+        self.kind = TensorKind.ACTIVATIONS
         self.moments: list[Moment] = []
-        self._alive: dict[int, tuple[Kind, int]] = {}
-        self._bytes = dict.fromkeys(Kind, 0)
+        self._alive: dict[int, tuple[TensorKind, int]] = {}
+        self._bytes = dict.fromkeys(TensorKind, 0)
         self._num_operations = 0
 
     def watch(self, model: nn.Module, plan: Plan) -> None:
@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         made = [self._note(tensor) for tensor in tensors]
         if any(made):
-            self.moments.append(Moment(*(self._bytes[kind] for kind in Kind)))
+            self.moments.append(Moment(*(self._bytes[kind] for kind in TensorKind)))
         return result
 
     def _note(self, tensor: torch.Tensor) -> bool:
@@ -344,7 +344,7 @@ class Census(Ledger):
             self._note_operation(Operation("copy", _dtype(param), (2 * param.nbytes,)))
 
     def _note_operation(self, operation: Operation) -> None:
-        if self.kind is Kind.GRADIENTS:
+        if self.kind is TensorKind.GRADIENTS:
             self.backward[self._unit][operation] += 1
         else:
             self.forward[self._open[-1]][operation] += 1
@@ -462,7 +462,7 @@ def trace_order(model: nn.Module, plan: Plan, sample: Any) -> Plan:
 
     Args:
         model: Not yet sharded.
-        plan: In registration order.
+        plan: A plan in registration order.
         sample: Arguments of forward: a mapping of keywords, a sequence, or one value.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Two sources tensor by tensor, one of each in memory at a time."""
+"""Compares two sources tensor by tensor, with one tensor of each in memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found out about one name.
+    """Result for one name.
 
     Attributes:
-        name: Name of the tensor; of an optimizer's state PARAMETER/STATE.
-        verdict: In short.
-        max_abs: Largest absolute difference; None where nothing could be subtracted.
-        about: Dtypes and shapes, where they differ.
+        name: Name of the tensor; PARAMETER/STATE for an optimizer's state.
+        verdict: The result.
+        max_abs: Largest absolute difference; None if the tensors cannot be subtracted.
+        about: Dtypes and shapes, if they differ.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Row:
 
 
 def compare(a: Source, b: Source, on_row: Callable[[Row], None] = lambda _row: None) -> list[Row]:
-    """A row for each tensor that either has; `on_row` hears of each when it is compared."""
+    """One row for each tensor of either source; `on_row` is called with each row."""
     rows: list[Row] = []
     for row in _rows(a, b):
         rows.append(row)
@@ -87,7 +87,7 @@ def _compared(name: str, a: Entry, b: Entry) -> Row:
 
 
 def _max_abs(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest difference; NaN equals NaN, and is infinitely far from a number."""
+    """Largest difference; NaN equals NaN, and differs infinitely from a number."""
     worst = 0.0
     for x, y in zip(one.reshape(-1).split(CHUNK), other.reshape(-1).split(CHUNK), strict=True):
         left, right = x.double(), y.double()

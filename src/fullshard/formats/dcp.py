@@ -22,13 +22,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fullshard.checkpoint.format import natural
-from fullshard.config.regular import open_regular
+from fullshard.config.regular_files import open_regular
 from fullshard.errors import CheckpointError
-from fullshard.formats.chunks import Chunk, joined
 from fullshard.formats.pickles import attributes_of, read_listed, read_pickle
-from fullshard.formats.place import check_empty, whole_or_nothing
-from fullshard.formats.source import Entry, Source
-from fullshard.formats.state_dicts import WRAPPERS, optimizer_of
+from fullshard.formats.source import Entry, Source, check_empty, whole_or_nothing
+from fullshard.formats.state_dicts import WRAPPERS, Chunk, joined, optimizer_of
 
 METADATA = ".metadata"
 _HOME = "torch.distributed.checkpoint"
@@ -177,10 +175,10 @@ def write_dcp(
         source: What to write; tied parameters under each of their names, as torch does.
         folder: New or empty.
         dtype: Dtype of the model's floating point tensors; None: as they are.
-        on_bytes: Hears how many bytes were written.
+        on_bytes: Called with the number of bytes after each write.
 
     Returns:
-        What was left out, in words.
+        Descriptions of what was left out.
 
     Raises:
         CheckpointError: The folder is taken, or cannot be written.

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from fullshard.config.regular import read_regular
+from fullshard.config.regular_files import read_regular
 from fullshard.errors import CheckpointError
-from fullshard.formats.chunks import flat
 from fullshard.formats.pickles import read_pickle
 from fullshard.formats.source import Entry, Source
+from fullshard.formats.state_dicts import flat
 
 MODEL, OPTIMIZER = "model_states.pt", "optim_states.pt"
 _RANK = re.compile(r"(?:.*zero_pp_rank_(\d+)_)?mp_rank_(\d+)_\w+\.pt")

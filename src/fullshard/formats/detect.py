@@ -1,4 +1,4 @@
-"""What a path is, by what lies there.
+"""Detects the format of a path by its files.
 
 COMPLETE.json, step-*, checkpoints/       ours
 model.safetensors, its index              a Hugging Face folder
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fullshard.checkpoint.format import natural
-from fullshard.checkpoint.retain import candidates, newest_told
+from fullshard.checkpoint.retain import candidates, newest_with_warning
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError, untrusted
 from fullshard.formats.deepspeed import open_deepspeed, steps_folder
@@ -36,20 +36,20 @@ FSDP_FOLDER, FSDP_OPTIMIZER, FSDP_BIN = (
 # Weights of each format, in the order in which `_open_other` looks for them.
 FORMATS = (ONE_FILE, INDEX), (BIN, BIN_INDEX), (FSDP_BIN,), ("model_world_size_*",), ("latest",)
 FORMATS += (".metadata",), (FSDP_FOLDER,)
-# Where tools put config.json and the tokenizer beside weights of their own format.
+# Folders in which tools put config.json and the tokenizer.
 BESIDE = ("", "huggingface", "..")
 
 
 @contextmanager
 def open_source(path: Path) -> Generator[Source]:
-    """Open whatever lies at a path.
+    """Opens a path of any known format.
 
     Raises:
-        CheckpointError: It is nothing that is known, or it cannot be read.
+        CheckpointError: The format is unknown, or it cannot be read.
     """
     with ExitStack() as closing:
         if _is_ours(path):
-            yield closing.enter_context(open_checkpoint(newest_told(path)))
+            yield closing.enter_context(open_checkpoint(newest_with_warning(path)))
             return
         with untrusted(f"'{path}'", "a checkpoint of a known tool"):
             source = _open_other(path, closing)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.files import TensorFile
-from fullshard.config.regular import read_regular
+from fullshard.config.regular_files import read_regular
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.engine.state import DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted

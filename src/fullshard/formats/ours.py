@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from fullshard.checkpoint import commit
+from fullshard.checkpoint.commit import ALONE, Documents
 from fullshard.checkpoint.files import Piece
 from fullshard.checkpoint.format import STATE, Kind, key_of, name_in_file
 from fullshard.checkpoint.read import Checkpoint
@@ -22,10 +22,16 @@ from fullshard.checkpoint.retain import Found
 from fullshard.checkpoint.values import decode
 from fullshard.engine.state import DTYPE_NAMES, DTYPES, as_bytes
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.formats.place import check_empty
-from fullshard.formats.source import CHECKPOINT, COMPANIONS, Entry, OptimizerSource, Source
+from fullshard.formats.source import (
+    CHECKPOINT,
+    COMPANIONS,
+    Entry,
+    OptimizerSource,
+    Source,
+    check_empty,
+)
 from fullshard.loading import state_tensor
-from fullshard.saving import Values, write_files
+from fullshard.saving import SaveSettings, Values, write
 
 
 @contextmanager
@@ -107,12 +113,7 @@ def write_checkpoint(source: Source, folder: Path, on_bytes: Callable[[int], Non
     check_empty(folder, "import")
     with untrusted(source.what, "tensors and settings that a checkpoint can hold"):
         pieces, texts, tied = _contents(source, on_bytes)
-    place = commit.claim(folder)
-    try:
-        commit.join(place, 0)
-        write_files((0, 1), place, pieces, commit.Documents(source.step, texts, tied), None)
-    finally:
-        commit.abandon(place)  # nothing is left of it where all went well
+    write(ALONE, folder, pieces, Documents(source.step, texts, tied), SaveSettings())
 
 
 def _contents(

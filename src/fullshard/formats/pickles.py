@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from fullshard.config.regular import open_regular, read_regular
+from fullshard.config.regular_files import open_regular, read_regular
 from fullshard.errors import CheckpointError, untrusted
 
 

@@ -1,19 +1,25 @@
-"""Tensors by name, read one at a time, whatever files they lie in."""
+"""Tensors by name, read one at a time from files of any format; and atomic output folders."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.errors import untrusted
+from fullshard.checkpoint.commit import failure
+from fullshard.checkpoint.files import sync_folder
+from fullshard.errors import CheckpointError, untrusted
 
 CHECKPOINT = "a checkpoint"
 
-# Beside the weights in a Hugging Face folder: what these names match goes along with them.
+# Files of a Hugging Face folder that are copied together with the weights.
 COMPANIONS = ("config.json", "generation_config.json", "chat_template*", "tokenizer*")
 COMPANIONS += ("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 COMPANIONS += ("preprocessor_config.json", "processor_config.json", "spiece.model")
@@ -26,8 +32,8 @@ class Entry:
     Attributes:
         dtype: Dtype of its elements.
         shape: Global shape.
-        load: Gives the whole of it, on the CPU; reads anew at each call.
-        origin: File and name, for errors.
+        load: Reads the full tensor to the CPU, at each call.
+        origin: File and name of the tensor, for errors.
     """
 
     dtype: torch.dtype
@@ -37,14 +43,14 @@ class Entry:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Entry:
-        """A tensor that is there already, or mapped from a file."""
+        """A tensor in memory, or mapped from a file."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach())
 
     def read(self) -> torch.Tensor:
-        """The tensor: every door's tensors come through here.
+        """Reads and checks the tensor.
 
         Raises:
-            CheckpointError: It cannot be read, or is not what its table says.
+            CheckpointError: It cannot be read, or differs from its entry.
         """
         wanted = f"a dense tensor of {self.dtype} and shape {self.shape}"
         with untrusted(self.origin, wanted):
@@ -57,7 +63,7 @@ class Entry:
             return found
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
-        """The same in another dtype, if it is of floating point; None changes nothing."""
+        """Casts a floating-point tensor to another dtype; None changes nothing."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
         return replace(self, dtype=dtype, load=lambda: self.read().to(dtype))
@@ -69,14 +75,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class OptimizerSource:
-    """What an optimizer holds.
+    """State of an optimizer.
 
     Attributes:
-        kind: Name of its class.
+        kind: Name of the optimizer's class.
         tensors: (parameter, state) -> a tensor with the parameter's shape.
         scalars: Parameter -> state -> a number, or a tensor of one element.
         groups: Settings of each group, with its parameters' names under "params".
-        own: States that mean something to one rank alone, by what they are.
+        own: States of single ranks, by description.
     """
 
     kind: str
@@ -88,16 +94,16 @@ class OptimizerSource:
 
 @dataclass(frozen=True)
 class Source:
-    """What a folder or a file holds.
+    """Content of a folder or a file.
 
     Attributes:
-        what: What it is, in words.
-        tensors: Parameters and buffers by name, tied ones once.
+        what: Description of its format.
+        tensors: Parameters and buffers by name; a tied parameter has one entry.
         tied: Further names of parameters: second name -> first name.
-        optimizer: None where there is none, or none that could be read.
-        companions: Files of a Hugging Face folder beside the weights: name -> bytes.
-        step: How many steps the run had made; None where nobody says.
-        left_out: What it also holds and is not taken, in words.
+        optimizer: State of the optimizer; None if there is none that can be read.
+        companions: Configuration and tokenizer files: name -> bytes.
+        step: Number of steps of the run; None if unknown.
+        left_out: Descriptions of content that is not read.
     """
 
     what: str
@@ -111,3 +117,32 @@ class Source:
     @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.tensors.values())
+
+
+def check_empty(folder: Path, what: str) -> None:
+    """Raises CheckpointError if the folder exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{what}: expected a new or empty folder; '{folder}' holds something. Name another."
+        )
+
+
+@contextmanager
+def whole_or_nothing(folder: Path) -> Generator[Path]:
+    """A temporary folder that is renamed at the end of the block, or removed if the block fails.
+
+    Raises:
+        CheckpointError: The file system refused.
+    """
+    aside = folder.with_name(f".{folder.name}.exporting-{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        sync_folder(aside)
+        if folder.exists():
+            folder.rmdir()
+        aside.rename(folder)
+    except OSError as error:
+        raise failure(folder, 0, error) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

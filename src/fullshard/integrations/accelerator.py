@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -15,12 +16,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fullshard as fs
+from fullshard.config.environment import read_launch_environment
+from fullshard.config.files import File, parse_text
+from fullshard.config.load import load_config
 from fullshard.config.sharding import ShardConfig
 from fullshard.engine.engine import is_sharded
-from fullshard.engine.optimizers import look_at
-from fullshard.engine.whole import whole_states
+from fullshard.engine.full_state import whole_states
+from fullshard.engine.optimizers import WATCHED
 from fullshard.errors import CheckpointError, ConfigError
-from fullshard.integrations.settings import sharding_in
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -103,7 +109,7 @@ class ShardedAccelerator(Accelerator):
         with self.register_load_state_pre_hook(_load_models):
             super().load_state(input_dir, load_kwargs, **more)
         for wrapped in self._optimizers:
-            look_at(wrapped.optimizer)
+            WATCHED.look(wrapped.optimizer)
 
 
 def _load_models(models: list[nn.Module], folder: str) -> None:
@@ -128,3 +134,51 @@ def _generate_together(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             vars(module).update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+
+ARGUMENTS = "TrainingArguments"
+
+# What TrainingArguments adds to every fsdp_config, asked for or not.
+_ADDED = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+
+
+def sharding_of(args: TrainingArguments) -> ShardConfig:
+    """The sharding that the arguments ask for, over that of `fullshard launch --config_file`.
+
+    Raises:
+        ConfigError: DeepSpeed is asked for too, or a key of `fsdp_config` is none.
+    """
+    if args.deepspeed:
+        raise ConfigError(
+            "TrainingArguments.deepspeed: expected none, because fullshard shards this model. "
+            "Leave it out; `fullshard config explain FILE` shows what its keys are here."
+        )
+    return _over_launch(_file_of(args))
+
+
+def sharding_in(mixed_precision: str) -> ShardConfig:
+    """The sharding of the launcher's file, in Accelerate's mixed precision: no, bf16, fp16."""
+    training = {} if mixed_precision == "no" else {mixed_precision: True}
+    return _over_launch(parse_text(json.dumps({"training": training}), "Accelerator"))
+
+
+def _over_launch(own: File) -> ShardConfig:
+    launch = read_launch_environment()
+    given = launch.config_file if launch else None
+    layers: list[Path | File] = [] if given is None else [given]
+    return load_config([*layers, own], needs_model=False).config.sharding
+
+
+def _file_of(args: TrainingArguments) -> File:
+    """The arguments that concern sharding, as if they stood in a file."""
+    training: dict[str, Any] = {}
+    for name in ("bf16", "fp16"):
+        if getattr(args, name):
+            training[name] = True
+    if args.fsdp:
+        training["fsdp"] = args.fsdp
+        config: dict[str, Any] = dict(args.fsdp_config) if args.fsdp_config else {}  # type: ignore[arg-type]
+        training["fsdp_config"] = {
+            key: value for key, value in config.items() if _ADDED.get(key, ...) != value
+        }
+    return parse_text(json.dumps({"training": training}), ARGUMENTS)

@@ -25,7 +25,7 @@ from fullshard.engine import optimizers
 from fullshard.engine.engine import is_sharded
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import ConfigError
-from fullshard.integrations.settings import sharding_of
+from fullshard.integrations.accelerator import sharding_of
 
 if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
@@ -132,7 +132,7 @@ class ShardedTrainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(state["scheduler"])
         else:  # each rank cuts its part of a plain Trainer's
             super()._load_optimizer_and_scheduler(checkpoint)
-            optimizers.look_at(self._plain_optimizer)
+            optimizers.WATCHED.look(self._plain_optimizer)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

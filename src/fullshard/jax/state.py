@@ -1,8 +1,9 @@
-"""States from and to elsewhere, what a step takes, and batches that do not divide."""
+"""Saving and loading of states, memory of a step, padding of batches, and models as objects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SaveSettings
 from fullshard.xla.aot import memory_of
 from fullshard.xla.decoder import IGNORED
-from fullshard.xla.plan import XlaPlan
+from fullshard.xla.plan import Tree, XlaPlan
 from fullshard.xla.step import State, Step, stored, with_optimizer
 from fullshard.xla_state import read, write
 
@@ -34,7 +35,7 @@ def save(
         **values: Numbers, texts, lists and mappings to keep beside.
 
     Raises:
-        CheckpointError: It could not be written; complete checkpoints of before are untouched.
+        CheckpointError: It could not be written; older checkpoints are untouched.
     """
     settings = SaveSettings(step=step)
     return write.save(Path(folder), state, settings, write.Beside(values=values))
@@ -119,7 +120,7 @@ def pad_batch(
             made if it is not there.
 
     Raises:
-        ConfigError: There are more samples, or nobody can tell what added labels are.
+        ConfigError: There are more samples, or the labels cannot be padded.
     """
     there = {name: np.asarray(value) for name, value in batch.items()}
     counts = {len(value) for value in there.values()}
@@ -160,3 +161,52 @@ def _uncounted(name: str, value: np.ndarray, more: np.ndarray) -> tuple[np.ndarr
         f"{value.dtype} of shape {value.shape}{' that sum to 1' * bool(is_rows)}. Give mask=NAME, "
         "and multiply by it in loss_fn; or make one-hot rows floating point."
     )
+
+
+def split(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
+    """A model's parameters, and what makes the model of any such again.
+
+    Args:
+        model: An nnx.Module, or a pytree such as an Equinox module, whose floating-point arrays
+            are its parameters.
+
+    Raises:
+        ConfigError: It has state beside its parameters, which a step would leave as it is.
+    """
+    graph = _split_nnx(model)
+    return graph if graph is not None else _split_pytree(model)
+
+
+def _split_nnx(model: Any) -> tuple[Tree, Callable[[Tree], Any]] | None:
+    from flax import nnx
+
+    if not isinstance(model, nnx.Module):
+        return None
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    for path, variable in nnx.to_flat_state(others):
+        name = ".".join(map(str, path))
+        raise ConfigError(
+            f"{name}: expected a model whose state is its parameters; got a "
+            f"{type(variable).__name__}, which no step of fullshard.jax.train_step would change. "
+            "Leave it out of the model (dropout: give the call its rngs), or use "
+            "create_fsdp_train_step, which carries the whole state."
+        )
+    return params, partial(nnx.merge, graph)
+
+
+def _split_pytree(model: Any) -> tuple[Tree, Callable[[Tree], Any]]:
+    def is_parameter(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+    rest = jax.tree.map(lambda leaf: None if is_parameter(leaf) else leaf, model)
+    params = jax.tree.map(lambda leaf: leaf if is_parameter(leaf) else None, model)
+
+    def rebuild(arrays: Tree) -> Any:
+        return jax.tree.map(
+            lambda array, other: other if array is None else array,
+            arrays,
+            rest,
+            is_leaf=lambda leaf: leaf is None,
+        )
+
+    return params, rebuild

@@ -1,8 +1,8 @@
-"""`fullshard doctor`: what this machine is, whether ranks can talk on it, what is known to hurt.
+"""`fullshard doctor`: describes this machine, tests communication, reports known-bad settings.
 
-facts (machine, versions, memory, disk, variables) --.
-a launch of two ranks (meet, collectives, bandwidth) -+--> findings, each with what to do
-                                                      '--> a block to paste into a bug report
+facts (machine, versions, memory, disk, variables) -------.
+a launch of two ranks (rendezvous, collectives, bandwidth) +--> findings, each with advice
+                                                           '--> a block to paste into a bug report
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +26,36 @@ from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
 from fullshard.errors import ConfigError
 from fullshard.launch.doctor_rank import Measured
-from fullshard.launch.machine import describe_machine
+from fullshard.launch.machine import describe_machine, describe_versions
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 
 GIB = 1 << 30
 RANK_MODULE = "fullshard.launch.doctor_rank"
-RANKS_S = 120.0  # for two ranks to import torch, meet and measure
+RANKS_S = 120.0  # for two ranks to import torch, connect and measure
 PACKAGES = (
     *("fullshard", "torch", "numpy", "transformers", "tokenizers", "safetensors"),
     *("pydantic", "omegaconf", "typer", "accelerate", "deepspeed", "jax", "triton"),
 )
-OLDEST = {"torch": (2, 8), "transformers": (4, 56)}  # first releases that hold what we call
+OLDEST = {"torch": (2, 8), "transformers": (4, 56)}  # oldest supported releases
 
 
 class Health(StrEnum):
     """How bad a finding is."""
 
     OK = "ok"
-    WARN = "warn"  # works, but slower or harder to understand than it could
+    WARN = "warn"  # works, but is slow or hides errors
     BROKEN = "broken"  # a run will fail
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        what: In a word or two.
-        health: How it is.
-        says: What was seen.
-        do: What to do about it; empty where it is well.
+        what: Subject of the check, in one or two words.
+        health: How bad it is.
+        says: What was found.
+        do: Advice; empty if nothing is wrong.
     """
 
     what: str
@@ -67,7 +66,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that the doctor found."""
+    """All facts and findings."""
 
     machine: dict[str, Any]
     versions: dict[str, str]
@@ -86,7 +85,7 @@ class Diagnosis:
         return {**asdict(self), "broken": self.broken, "report": self.report()}
 
     def report(self) -> str:
-        """A block for a bug report: nothing in it names a host, a user or a folder of theirs."""
+        """A block for a bug report, without names of hosts, users or their folders."""
         lines = ["```text"]
         for title in ("machine", "versions", "memory", "variables", "ranks"):
             facts = getattr(self, title)
@@ -99,7 +98,7 @@ class Diagnosis:
 
 
 def anonymous(text: str) -> str:
-    """Without the host's name, the home, and the folders where things happen to lie here."""
+    """Replaces the names of the host, the home folder and local folders in a text."""
     for word, instead in (
         (str(Path(__file__).parents[2]), "SRC"),
         (sys.prefix, "PREFIX"),
@@ -115,14 +114,15 @@ def anonymous(text: str) -> str:
 
 
 def examine(output_dir: Path, num_ranks: int | None = None) -> Diagnosis:
-    """Look at everything; starts local ranks, which takes some seconds.
+    """Runs all checks; starts local ranks, which takes some seconds.
 
     Args:
-        output_dir: Where runs will be written; its disk is looked at.
-        num_ranks: Local ranks that shall talk; None: one a GPU, else two.
+        output_dir: Folder of future runs; its disk is checked.
+        num_ranks: Number of local ranks; None: one per GPU, or two without GPUs.
     """
     machine: dict[str, Any] = {**describe_machine(), "accelerators": _accelerators()}
-    versions, variables = _versions(), notable_variables()
+    versions, variables = describe_versions(PACKAGES), notable_variables()
+    versions["kernel"] = platform.release().split("-")[0]
     memory = _memory(output_dir)
     gpus = len(machine["accelerators"])
     ranks, talk = _ranks(num_ranks or gpus or 2)
@@ -140,17 +140,6 @@ def examine(output_dir: Path, num_ranks: int | None = None) -> Diagnosis:
 # ---- facts
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.system()}
-    found["kernel"] = platform.release().split("-")[0]
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _accelerators() -> list[str]:
     import torch
 
@@ -161,7 +150,7 @@ def _accelerators() -> list[str]:
 
 
 def _memory(output_dir: Path) -> dict[str, int]:
-    """Bytes that are free, by where."""
+    """Free bytes by place."""
     place = output_dir.absolute()
     while not place.exists():
         place = place.parent
@@ -178,13 +167,13 @@ def _memory(output_dir: Path) -> dict[str, int]:
 
 
 def _ranks(num_ranks: int) -> tuple[dict[str, Any], Finding]:
-    """Start ranks that meet and measure; what they measured, or why they could not."""
+    """Starts ranks that measure the collectives; returns the result, or why it failed."""
     with tempfile.TemporaryDirectory(prefix="fullshard-doctor-") as folder:
         launch = LocalLaunch(RANK_MODULE, (folder,), num_ranks, Path(folder) / "logs", RANKS_S)
         result = launch_local_ranks(launch)
         if result.failure is not None:
-            says = f"{num_ranks} ranks could not: {result.failure.text}"
-            do = "The first error is the cause; `variables` below may have made it"
+            says = f"{num_ranks} ranks failed: {result.failure.text}"
+            do = "The first error is the cause; check the `variables` below"
             return {"num_ranks": num_ranks}, Finding("ranks", Health.BROKEN, says, do)
         if result.exit_code:
             raise KeyboardInterrupt
@@ -192,7 +181,7 @@ def _ranks(num_ranks: int) -> tuple[dict[str, Any], Finding]:
     says = (
         f"{num_ranks} ranks over {measured.backend} ({measured.transport}): all-gather "
         f"{measured.fetch_gb_per_s:.2f} GB/s, reduce-scatter {measured.reduce_gb_per_s:.2f} GB/s "
-        f"a rank, a small all-reduce {measured.latency_ms:.2f} ms"
+        f"per rank, small all-reduce {measured.latency_ms:.2f} ms"
     )
     return {"num_ranks": num_ranks, **asdict(measured)}, Finding("ranks", Health.OK, says)
 
@@ -212,7 +201,10 @@ def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
     if "transformers" not in versions:
         do = "pip install 'fullshard[hf]'"
         yield Finding(
-            "versions", Health.WARN, "no transformers: train, plan and verify need it", do
+            "versions",
+            Health.WARN,
+            "transformers is not installed; train, plan and verify need it",
+            do,
         )
     shown = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch"))
     yield Finding("versions", Health.OK, shown)
@@ -226,10 +218,10 @@ def _of_accelerators(count: int) -> Iterator[Finding]:
         yield Finding("accelerators", Health.OK, f"{count} GPUs")
     elif has_driver and torch.version.cuda is None:
         do = "Install a torch with CUDA (https://pytorch.org/get-started)"
-        says = "an NVIDIA driver is there, but this torch is built for CPUs"
+        says = "an NVIDIA driver is installed, but this torch is built for CPUs"
         yield Finding("accelerators", Health.WARN, says, do)
     elif has_driver:
-        do = "Look at CUDA_VISIBLE_DEVICES, `nvidia-smi`, and the driver's age"
+        do = "Check CUDA_VISIBLE_DEVICES, `nvidia-smi`, and the version of the driver"
         says = f"torch is built for CUDA {torch.version.cuda}, but sees no GPU"
         yield Finding("accelerators", Health.WARN, says, do)
     else:
@@ -240,18 +232,13 @@ def _of_accelerators(count: int) -> Iterator[Finding]:
 _HARMFUL = (
     ("CUDA_LAUNCH_BLOCKING", ("1",), "every kernel waits for the last: no overlap", "Unset it"),
     ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every collective is checked first", "Unset it"),
-    ("NCCL_P2P_DISABLE", ("1",), "GPUs talk through the host's memory", "Unset it"),
-    ("NCCL_IB_DISABLE", ("1",), "InfiniBand is not used", "Unset it where there is one"),
-    ("NCCL_SHM_DISABLE", ("1",), "ranks of one host talk over sockets", "Unset it"),
+    ("NCCL_P2P_DISABLE", ("1",), "GPUs exchange data through host memory", "Unset it"),
+    ("NCCL_IB_DISABLE", ("1",), "InfiniBand is not used", "Unset it if there is InfiniBand"),
+    ("NCCL_SHM_DISABLE", ("1",), "ranks of one host use sockets", "Unset it"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a failed rank leaves others waiting", "Unset it"),
-    (
-        "TORCH_NCCL_BLOCKING_WAIT",
-        ("1",),
-        "every collective blocks the host: no overlap",
-        "Unset it",
-    ),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", None, "every allocation goes to the driver", "Unset it"),
-    ("PYTHONHASHSEED", ("random",), "sets have another order on every rank", "Set a number"),
+    ("TORCH_NCCL_BLOCKING_WAIT", ("1",), "collectives block the host: no overlap", "Unset it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", None, "every allocation calls the driver", "Unset it"),
+    ("PYTHONHASHSEED", ("random",), "sets are ordered differently per rank", "Set a number"),
 )
 
 
@@ -263,7 +250,7 @@ def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]
         launch = None
     if launch is not None:
         says = f"this process is rank {launch.rank} of {launch.world_size} of {launch.launcher}"
-        do = "`fullshard train` here becomes that rank and starts none; unset them if not meant"
+        do = "`fullshard train` runs as this rank; unset RANK and WORLD_SIZE to start local ranks"
         yield Finding("variables", Health.WARN, says, do)
     for name, values, does, do in _HARMFUL:
         value = variables.get(name)
@@ -277,22 +264,24 @@ def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]
         yield Finding("variables", Health.BROKEN, says, do)
     threads = variables.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        says = f"OMP_NUM_THREADS={threads} on {cores} cores: threads wait for each other"
-        yield Finding("variables", Health.WARN, says, "At most the cores divided by the ranks")
+        says = f"OMP_NUM_THREADS={threads} on {cores} cores: threads compete for cores"
+        yield Finding("variables", Health.WARN, says, "Set it to at most cores / ranks")
 
 
 def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]:
     free = f"{memory['host_bytes'] / GIB:.1f} GiB of memory free"
     low = memory["host_bytes"] < GIB
-    yield Finding("memory", Health.WARN if low else Health.OK, free, "Stop others" if low else "")
+    do = "Stop other processes" if low else ""
+    yield Finding("memory", Health.WARN if low else Health.OK, free, do)
     free = f"{memory['disk_bytes'] / GIB:.1f} GiB free for {output_dir}"
     low = memory["disk_bytes"] < GIB
-    do = "Name another training.output_dir, or make room" if low else ""
+    do = "Set another training.output_dir, or free space" if low else ""
     yield Finding("disk", Health.WARN if low else Health.OK, free, do)
     shared = memory.get("shared_memory_bytes", GIB)
     if shared < 64 << 20:
-        says = f"{shared >> 20} MiB free in /dev/shm, where data loader workers and NCCL hand over"
-        yield Finding("memory", Health.WARN, says, "docker run --shm-size=8g, or fewer workers")
+        says = f"{shared >> 20} MiB free in /dev/shm, which data loader workers and NCCL use"
+        do = "Run docker with --shm-size=8g, or use fewer workers"
+        yield Finding("memory", Health.WARN, says, do)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=output_dir):
@@ -301,17 +290,17 @@ def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]
             output_dir.rmdir()
     except OSError as error:
         says = f"cannot write into {output_dir}: {error.strerror}"
-        yield Finding("disk", Health.BROKEN, says, "Name another training.output_dir")
+        yield Finding("disk", Health.BROKEN, says, "Set another training.output_dir")
 
 
 def _of_system() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 1024:
-        says = f"at most {soft} open files a process: sockets of many ranks need more"
+        says = f"at most {soft} open files per process; the sockets of many ranks need more"
         yield Finding("limits", Health.WARN, says, "ulimit -n 65536")
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
-        says = "the host's own name has no address: gloo under torchrun cannot bind to it"
+        says = "the host's own name does not resolve: gloo under torchrun cannot bind to it"
         do = "Set GLOO_SOCKET_IFNAME (lo for one machine), or add the name to /etc/hosts"
         yield Finding("network", Health.WARN, says, do)

@@ -1,6 +1,6 @@
 """Exit codes of every command and rank, and which error means which code.
 
-A code is part of the contract: scripts and schedulers decide on it whether to try again.
+The codes are part of the contract: scripts and schedulers decide by them whether to retry.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fullshard.errors import FullshardError, WillNotFitError, ran_out_of_memory
 
 
 class ExitCode(IntEnum):
-    """What a process of ours ends with."""
+    """Exit code of a process."""
 
     OK = 0
     UNEXPECTED = 1
@@ -30,11 +30,11 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # the shell's 128 + SIGINT
 
 
-# What a collective says when a peer never came (gloo, c10d's stores, the NCCL watchdog).
+# In errors of collectives whose peer did not arrive (gloo, c10d's stores, NCCL's watchdog).
 TIME_OUT_WORDS = ("timed out waiting", "wait timeout", "timed out after", "watchdog caught")
 
 
-# What the system, numpy and safetensors say when no more can be written.
+# In errors of the system, numpy and safetensors for a full disk.
 _DISK_IS_FULL = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|\d+ requested and \d+ written",
     re.IGNORECASE,
@@ -42,7 +42,7 @@ _DISK_IS_FULL = re.compile(
 
 
 def as_ours(error: BaseException) -> BaseException:
-    """The typed error that a full disk means; any other error is returned unchanged."""
+    """Converts the error of a full disk into a typed one; returns other errors unchanged."""
     if isinstance(error, FullshardError) or not _DISK_IS_FULL.search(str(error)):
         return error
     place = getattr(error, "filename", None) or "files of the run"
@@ -50,15 +50,16 @@ def as_ours(error: BaseException) -> BaseException:
     way_out = "Raise that limit" if limited else "Free space"
     typed = WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
-        f"({error}). {way_out}, or choose another training.output_dir or TMPDIR, and start again."
+        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME, "
+        "and start again."
     )
     return typed.with_traceback(error.__traceback__)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code that an error means.
+    """The exit code of an error.
 
-    Needs no torch: torch's own errors are known by name, so that the command line stays light.
+    torch's errors are recognized by name, so that the command line need not import torch.
     """
     match error:
         case FullshardError():
@@ -82,13 +83,13 @@ def _code_of_exit(error: SystemExit) -> int:
 
 
 def public_name(error: BaseException) -> str:
-    """The class of an error as users know it: that of fullshard.errors where it is one of ours."""
+    """The public class of an error: for our errors, the class in fullshard.errors."""
     kinds = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
     return next(kinds, type(error)).__name__
 
 
 def exit_code_of_signal(number: int) -> int:
-    """What a launcher ends with after it was told by a signal to stop."""
+    """Exit code of a launcher that a signal stopped."""
     return ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.PREEMPTED
 
 

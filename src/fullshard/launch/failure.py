@@ -1,4 +1,14 @@
-"""Why a rank failed, as data that crosses processes, and which rank failed first."""
+"""Failures of ranks as data, and the private folder in which ranks report them to the launcher.
+
+failure_<k>.json    why rank k failed, written by the rank itself
+stacks_<k>.txt      stacks of rank k, written on SIGUSR2
+events_<k>          last events of rank k's engine; memory-mapped, so the file outlives the rank
+log_<k>             link to logs/rank_<k>.log
+hang.json           why all ranks were ended, written by the rank whose watchdog judged
+ending              exists once a rank has failed: the others need not explain their end
+
+The folder is removed when the launch ends.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +21,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from fullshard.config.environment import LaunchEnvironment, Launcher
 from fullshard.errors import ConfigError, FullshardError, PreemptedError
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 
-# How the ranks that wait for a dead peer fail: consequences, whatever the clock says.
+# Errors of ranks that waited for a dead peer: consequences, never the cause.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process exited"
     r"|communicator was aborted|socket closed"
-    r"|to take part; (it|one) has ended",  # transport say it
+    r"|to take part; (it|one) has ended",  # raised by our transports
     re.IGNORECASE,
 )
 
@@ -30,13 +41,13 @@ _ENTRY_FILES = (str(Path(__file__).with_name("rank_entry.py")), "<frozen runpy>"
 class RankFailure:
     """Why one rank ended.
 
-    Args:
-        rank: which one.
-        type: name of the exception's class.
-        message: what it said.
-        exit_code: the typed code (see exit_codes).
-        traceback: as Python prints it; empty where the error alone says what to change.
-        time_s: seconds since the epoch at which it happened; the ranks share this machine's clock.
+    Attributes:
+        rank: The rank.
+        type: Name of the exception's class.
+        message: Message of the exception.
+        exit_code: Typed exit code (see exit_codes).
+        traceback: Python's traceback; empty if the message alone says what to change.
+        time_s: Time of the failure in seconds since the epoch, by this machine's clock.
     """
 
     rank: int
@@ -48,7 +59,7 @@ class RankFailure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> RankFailure:
-        """The failure that an exception of this process means."""
+        """The failure of this process, from its exception."""
         ours = as_ours(error)
         text = "" if _speaks_for_itself(ours) else _traceback_of(error)
         notes = getattr(error, "__notes__", [])
@@ -57,7 +68,7 @@ class RankFailure:
 
     @property
     def text(self) -> str:
-        """The whole of it: the traceback where there is one, then type and message."""
+        """The traceback if there is one, then type and message."""
         message = self.message.rstrip("\n")
         trace = self.traceback.rstrip("\n")
         if trace and trace.endswith(message):
@@ -67,28 +78,28 @@ class RankFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the rank only noticed that another one had gone."""
+        """Whether the rank failed only because another one had ended."""
         return self.exit_code == ExitCode.UNEXPECTED and bool(_CONSEQUENCE.search(self.message))
 
     def write(self, file: Path) -> None:
-        """Leave it for the launcher, whole or not at all; a full disk takes nothing."""
+        """Writes the failure for the launcher, atomically."""
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(dataclasses.asdict(self)))
         partial.replace(file)
 
     @classmethod
     def read(cls, file: Path) -> RankFailure | None:
-        """What a rank left, or None where it left nothing."""
+        """Reads a rank's failure; None if there is none."""
         try:
             return cls(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError):  # nothing, or half of it on a full disk
+        except (OSError, ValueError, TypeError):  # missing, or cut short by a full disk
             return None
 
 
 def _speaks_for_itself(error: BaseException) -> bool:
-    """Whether its message is all that helps: no line of the user's program has led to it.
+    """Whether the message suffices, because no line of the user's program raised the error.
 
-    In a script of the user's the line matters for every error but one of configuration.
+    In a user's script the line matters for every error except errors of the configuration.
     """
     if isinstance(error, ConfigError | PreemptedError | KeyboardInterrupt | SystemExit):
         return True
@@ -98,7 +109,7 @@ def _speaks_for_itself(error: BaseException) -> bool:
 
 
 def _program_frames(error: BaseException) -> TracebackType | None:
-    """The traceback without the frames that only started the program."""
+    """The traceback without the frames that started the program."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _ENTRY_FILES:
         frames = frames.tb_next
@@ -106,11 +117,51 @@ def _program_frames(error: BaseException) -> TracebackType | None:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """As Python prints it, without the frames that only started the program."""
+    """Python's traceback without the frames that started the program."""
     frames = _program_frames(error) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def first_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """The failure that brought the others about: the earliest that is no consequence itself."""
+    """The failure that caused the others: the earliest that is not a consequence."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.time_s))
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchFolder:
+    """Paths of the files above."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, launch: LaunchEnvironment | None) -> LaunchFolder | None:
+        """The folder of a rank that our launcher started; None for any other process."""
+        if launch is None or launch.launcher is not Launcher.FULLSHARD or not launch.launch_dir:
+            return None
+        return cls(launch.launch_dir)
+
+    @property
+    def hang(self) -> Path:
+        """Verdict of the watchdogs; takes precedence over the failures of single ranks."""
+        return self.path / "hang.json"
+
+    @property
+    def ending(self) -> Path:
+        """Exists once the launcher ends ranks because another one failed."""
+        return self.path / "ending"
+
+    def failure(self, rank: int) -> Path:
+        """Why the rank failed."""
+        return self.path / f"failure_{rank}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """The rank's stacks, where the launcher asked for them."""
+        return self.path / f"stacks_{rank}.txt"
+
+    def events(self, rank: int) -> Path:
+        """The last events of the rank's engine."""
+        return self.path / f"events_{rank}"
+
+    def log(self, rank: int) -> Path:
+        """The rank's log."""
+        return self.path / f"log_{rank}"

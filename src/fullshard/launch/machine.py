@@ -1,4 +1,4 @@
-"""What this machine is, without a name that would tell whose it is, and its ranks."""
+"""Describes this machine, without names that identify it, and the number of its ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fullshard.planner.mesh import Topology
 if TYPE_CHECKING:
     from fullshard.config.schema import LaunchConfig
 
-DEFAULT_PROCESSES = 2  # where there is no accelerator: enough to shard anything at all
+DEFAULT_PROCESSES = 2  # without an accelerator: the smallest number that shards
 VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def describe_machine() -> dict[str, object]:
-    """Describes the hardware class; no names that identify a host."""
+    """Returns the hardware class, without names that identify a host."""
     flags: set[str] = set()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -40,20 +40,21 @@ def describe_machine() -> dict[str, object]:
 
 
 def describe_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Returns the versions of Python and the given packages, and the system's name."""
+    """Returns the versions of Python and of installed packages, and the system's name."""
     found = {"python": platform.python_version(), "system": platform.system()}
     for name in packages:
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that is on the path only
-            found[name] = "source tree"
+        except PackageNotFoundError:
+            if name == "fullshard":  # run from a source tree
+                found[name] = "source tree"
     return found
 
 
 def configured_topology(launch: LaunchConfig) -> Topology:
-    """The ranks of `launch`: num_processes counts those of all machines, as Accelerate does.
+    """Ranks of `launch`; num_processes counts the ranks of all machines, as in Accelerate.
 
-    Left out, it is one rank for each accelerator that is visible here, on every machine, else 2.
+    The default is one rank per visible accelerator on every machine, or 2 without accelerators.
     """
     machines = launch.num_machines
     world = launch.num_processes or num_visible_accelerators() * machines or DEFAULT_PROCESSES

@@ -2,9 +2,8 @@
 
     python -m fullshard.launch.rank_entry PARENT_PID MODULE [ARGUMENT ...]
 
-is how our launcher starts a rank: it runs MODULE as `python -m MODULE` would, and what ends in .py
-as a script. `run_rank(main)` is the same frame for a module's own `if __name__ == "__main__"`, and
-does nothing twice.
+starts a rank of our launcher: it runs MODULE as `python -m MODULE` does, or a script if the name
+ends in .py. `run_rank(main)` is the same frame for a module's own `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,43 +28,41 @@ from typing import NoReturn
 from fullshard.config.environment import LaunchEnvironment, read_launch_environment
 from fullshard.errors import PreemptedError
 from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.failure import RankFailure
-from fullshard.launch.folder import LaunchFolder
-from fullshard.launch.signals import SAVE_SIGNALS
-from fullshard.observe import watchdog
-from fullshard.observe.position import Verdict
-from fullshard.observe.watchdog import Seat
+from fullshard.launch.failure import LaunchFolder, RankFailure
+from fullshard.launch.signals import SAVE_SIGNALS, handled
+from fullshard.observe.hang import watchdog
+from fullshard.observe.hang.judge import Verdict
+from fullshard.observe.hang.watchdog import WatchdogSettings
 
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 _PR_SET_PDEATHSIG = 1
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """Run `main` as the program of this rank, and end the process if it fails.
+    """Runs `main` as the program of this rank, and ends the process if it fails.
 
-    An error is left for the launcher (or printed, where there is none of ours): a FullshardError
-    as its message, since that speaks to the user, anything else with its traceback. The process
-    then ends at once with the typed exit code: tearing down a process group whose peers wait in a
-    collective can take forever.
+    An error is reported to our launcher, or printed without one: a FullshardError as its message,
+    any other error with its traceback. The process then exits at once with the typed exit code,
+    because destroying a process group whose peers wait in a collective can hang.
 
     Raises:
-        SystemExit: `main` ended the process itself, which an outer frame of this kind sees.
+        SystemExit: `main` exited with code 0.
     """
     launch = read_launch_environment()
     rank = 0 if launch is None else launch.rank
     folder = LaunchFolder.of(launch)
     _install_logging(launch)
-    if rank != 0 and folder is None:  # nobody keeps its output apart: rank 0 warns for all
+    if rank != 0 and folder is None:  # the ranks share one output: only rank 0 warns
         warnings.simplefilter("ignore")
         logging.getLogger("fullshard").setLevel(logging.ERROR)
     try:
-        with _sigterm_raises(folder):
+        with handled(SAVE_SIGNALS, partial(_on_signal, folder)):
             main()
     except BaseException as error:
         failure = RankFailure.of(error, rank)
         if failure.exit_code == 0:
             raise  # sys.exit() or sys.exit(0)
-        if folder is not None:  # at once: to explain it takes longer than the launcher may wait
+        if folder is not None:  # first: explaining it may take longer than the launcher waits
             with contextlib.suppress(OSError):
                 failure.write(folder.failure(rank))
         failure = _explained(failure, error, folder)
@@ -76,7 +73,7 @@ def run_rank(main: Callable[[], None]) -> None:
 def _explained(
     failure: RankFailure, error: BaseException, folder: LaunchFolder | None
 ) -> RankFailure:
-    """Errors of a collective say little; the watchdog may know which rank is to blame."""
+    """Replaces the error of a collective by the watchdog's verdict, if it names another rank."""
     dog = watchdog.current()
     verdict = dog.explain(error) if dog is not None else None
     if verdict is None:
@@ -90,43 +87,29 @@ def _explained(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when the process `parent`, which started it, dies in any way.
+    """Makes the kernel kill this process when its parent process dies (Linux only).
 
-    The kernel does it (Linux only), so it holds for a rank that is stuck inside a C call, too.
+    This also works for a rank that is stuck inside a C call.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
 
 
-@contextlib.contextmanager
-def _sigterm_raises(folder: LaunchFolder | None):
-    """Turn SIGTERM into a PreemptedError in the main thread, so that `finally` blocks run.
-
-    SIGUSR1 too: schedulers send it to the ranks themselves.
-    """
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if folder is not None and folder.ending.exists():
-            os._exit(128 + number)  # another rank failed; there is nothing left to say
-        raise PreemptedError(
-            f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
-            "it resumes from its last checkpoint, if it has saved one."
-        )
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, on_signal) for number in SAVE_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _on_signal(
+    folder: LaunchFolder | None, _: Mapping[int, object], number: int, _frame: FrameType | None
+) -> None:
+    """Raises a PreemptedError in the main thread, so that `finally` blocks run."""
+    if folder is not None and folder.ending.exists():
+        os._exit(128 + number)  # another rank failed; this one has nothing to report
+    raise PreemptedError(
+        f"run: expected to reach its end, got {signal.Signals(number).name}. Start it again; "
+        "it resumes from its last checkpoint, if it has saved one."
+    )
 
 
 def _install_logging(launch: LaunchEnvironment | None) -> None:
-    """Show what the library logs: a program's decision, never the library's."""
+    """Prints log messages; a program decides this, never the library."""
     logger = logging.getLogger("fullshard")
     if logger.handlers:
         return
@@ -141,11 +124,11 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
     if folder is None:
         sys.stderr.write(failure.text + "\n")
         return
-    # The launcher may be gone, and its folder with it; a full disk may take one of the two.
+    # The launcher and its folder may be gone, or the disk may be full.
     with contextlib.suppress(OSError):
         try:
             log = folder.log(failure.rank).open("a")
-        except FileNotFoundError:  # our own standard error ends in the log, too
+        except FileNotFoundError:  # standard error is part of the log
             sys.stderr.write(failure.text + "\n")
         else:
             with log:
@@ -167,7 +150,7 @@ def _main() -> None:
     launch = read_launch_environment()
     folder = LaunchFolder.of(launch)
     if launch is not None and folder is not None:
-        with contextlib.suppress(OSError):  # a full disk: no stacks
+        with contextlib.suppress(OSError):  # the disk is full
             dump = folder.stacks(launch.rank).open("w")  # stays open
             faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True)
         _watch(launch, folder)
@@ -176,15 +159,19 @@ def _main() -> None:
 
 
 def _watch(launch: LaunchEnvironment, folder: LaunchFolder) -> None:
-    """Start the watchdog, which waits for a process group, whoever makes it."""
-    seat = Seat.of(launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir)
-    if seat is None:
+    """Starts the watchdog, which waits for a process group."""
+    settings = WatchdogSettings.of(
+        launch, launch.timeout_s or watchdog.DEFAULT_TIMEOUT_S, launch.run_dir
+    )
+    if settings is None:
         return
     kept = folder.events(launch.rank)
-    dog = watchdog.start(replace(seat, stacks_file=folder.stacks, kept_file=kept, supervised=True))
+    dog = watchdog.start(
+        replace(settings, stacks_file=folder.stacks, kept_file=kept, supervised=True)
+    )
 
     def report(verdict: Verdict) -> None:
-        text = f"{verdict.message}\nThe stacks of all ranks: {seat.hang_file}"
+        text = f"{verdict.message}\nThe stacks of all ranks: {settings.hang_file}"
         failure = RankFailure(verdict.rank, "HangError", text, ExitCode.HANG, "", time.time())
         with contextlib.suppress(OSError):
             failure.write(folder.hang)

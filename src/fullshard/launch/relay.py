@@ -1,10 +1,10 @@
-"""What rank 0 writes goes to the user's terminal and, cleaned, into its log.
+"""Copies rank 0's output to the user's terminal and, cleaned, into its log.
 
     rank 0  --stdout, stderr-->  pty, or a pipe where ours is none  -->  our stdout, stderr
                                                                     `->  logs/rank_0.log
 
-With a pty the rank sees a terminal of the right size, so that its progress bar works; the log gets
-what a reader sees at the end: no colours, no overwritten lines.
+With a pty the rank sees a terminal of the right size, so progress bars work. The log gets the final
+text: no colours, no overwritten lines.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Relay:
         while data and not self._muted.is_set():
             try:
                 data = data[os.write(self._targets[fd], data) :]
-            except OSError:  # nobody reads any more; the run goes on, and its log
+            except OSError:  # the reader is gone; the run and its log continue
                 self._muted.set()
 
 

@@ -1,12 +1,15 @@
-"""How the ranks meet: torch's default process group, from whoever launched this process.
+"""The rendezvous: creates torch's default process group under any launcher, and the launch's store.
 
 our launcher   env://                                      the launcher's store
 torchrun       env://                                      the agent's store
 srun, mpirun   TCPStore at MASTER_ADDR:MASTER_PORT         rank 0 serves it
-               on one machine without MASTER_PORT          rank 0 takes a free port, tells by file
-nobody         no group at all                             one rank; fullshard needs none
+               on one machine without MASTER_PORT          rank 0 writes a free port to a file
+no launcher    no group                                    one rank
 
-The watchdog meets the other ranks at the same store, by a connection of its own.
+The watchdog uses the same store through its own connection.
+
+The launcher serves the store, so it outlives every rank. The port is bound before the first rank
+starts and stays bound; connections before the store is ready wait in the socket's backlog.
 """
 
 from __future__ import annotations
@@ -32,33 +35,32 @@ from fullshard import errors
 from fullshard.config.environment import LaunchEnvironment, Launcher, read_launch_environment
 from fullshard.errors import ConfigError, HangError
 from fullshard.launch.exit_codes import as_ours
-from fullshard.launch.store import LOOPBACK, LaunchStore, check_reaches
-from fullshard.observe import watchdog
-from fullshard.observe.watchdog import Seat
+from fullshard.observe.hang import watchdog
+from fullshard.observe.hang.watchdog import WatchdogSettings
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 Made = TypeVar("Made")
-WAITING_S = 10.0  # between lines of a rank that waits for rank 0
-GOODBYE_S = 10.0  # for all ranks to hear why rank 0 failed
-_SERVED: list[LaunchStore] = []  # by this process, as rank 0 of others' launch; until its end
-TIMEOUT_MARGIN_S = 60.0  # torch's error would end a rank before all have told where they are
+WAITING_S = 10.0  # between log lines of a rank that waits for rank 0
+GOODBYE_S = 10.0  # for all ranks to read why rank 0 failed
+_SERVED: list[LaunchStore] = []  # stores served by this process as rank 0 of another launcher
+TIMEOUT_MARGIN_S = 60.0  # the watchdog reports before torch's timeout ends a rank
 
 
 def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) -> None:
-    """Make the default process group: gloo on CPUs, and NCCL beside it where CUDA is visible.
+    """Creates the default process group: gloo for CPUs, and NCCL if CUDA is visible.
 
-    Does nothing where this process is no rank of anything, or has met the others before.
+    Does nothing if this process is not a rank, or if the group exists.
 
     Args:
-        timeout_s: after which a rank whose peers do not come is stuck; the watchdog then names the
-            one that is missed, and torch's own error comes later.
-        run_dir: the run's folder, for the watchdog's report.
+        timeout_s: Seconds after which a rank that waits for its peers is stuck; the watchdog then
+            names the missing rank, before torch's own error.
+        run_dir: Folder of the run, for the watchdog's report.
 
     Raises:
-        ConfigError: the launch cannot be used, such as more local ranks than GPUs.
+        ConfigError: The launch is invalid, for example more local ranks than GPUs.
     """
     import torch
     import torch.distributed as dist
@@ -88,17 +90,17 @@ def init_process_group(timeout_s: float = 600.0, run_dir: Path | None = None) ->
             raise
         raise ConfigError(
             f"launch: expected a GPU for each rank; rank {launch.rank} shares {device} of this "
-            "machine with another. Ask for one a task (srun --gpus-per-task=1), or start fewer."
+            "machine with another. Ask for one per task (srun --gpus-per-task=1), or start fewer."
         ) from error
     if launch.rank == 0 and _SERVED:
-        _port_file(launch).unlink(missing_ok=True)  # all have met
-    seat = Seat.of(launch, timeout_s, run_dir)
-    if seat is not None:
-        watchdog.start(seat)
+        _port_file(launch).unlink(missing_ok=True)  # all ranks have connected
+    settings = WatchdogSettings.of(launch, timeout_s, run_dir)
+    if settings is not None:
+        watchdog.start(settings)
 
 
 def published(name: str, make: Callable[[], str]) -> str:
-    """What rank 0 makes, told to all ranks by the store at which they met. After they met."""
+    """Returns rank 0's value of `make()` on all ranks. Call it after the rendezvous."""
     from torch.distributed.distributed_c10d import _get_default_store, get_rank
 
     store = _get_default_store()
@@ -108,17 +110,17 @@ def published(name: str, make: Callable[[], str]) -> str:
 
 
 def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None:
-    """What `prepare` returns on rank 0; the others wait until it is done, however long that takes.
+    """Returns the result of `prepare` on rank 0; the others wait for it and return None.
 
-    They say what rank 0 says, and raise what it raises. After they met.
+    They log what rank 0 logs, and raise its error. Call it after the rendezvous.
 
     Args:
-        prepare: called on rank 0 alone.
-        timeout_s: after which rank 0 is stuck if it gives no sign of life; a thread gives one a
+        prepare: Called on rank 0 only.
+        timeout_s: Seconds without a heartbeat after which rank 0 is stuck; a thread sends one per
             second.
 
     Raises:
-        HangError: rank 0 is gone or stuck.
+        HangError: Rank 0 is gone or stuck.
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.distributed_c10d import _get_default_store, get_rank, get_world_size
@@ -127,13 +129,13 @@ def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None
     if get_rank() != 0:
         _await_first(store, timeout_s)
         return None
-    told = _LastWords()
-    logging.getLogger("fullshard").addHandler(told)
+    last_line = _LastLine()
+    logging.getLogger("fullshard").addHandler(last_line)
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.is_set():
-            store.set("now", json.dumps([time.time(), told.line]))
+            store.set("now", json.dumps([time.time(), last_line.line]))
             ended.wait(1.0)
 
     thread = threading.Thread(target=beat, name="fullshard preparing", daemon=True)
@@ -148,7 +150,7 @@ def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None
     finally:
         ended.set()
         thread.join()
-        logging.getLogger("fullshard").removeHandler(told)
+        logging.getLogger("fullshard").removeHandler(last_line)
         store.set("end", json.dumps(end))
         deadline = time.monotonic() + (GOODBYE_S if end else 0.0)
         while store.add("heard", 0) < get_world_size() - 1 and time.monotonic() < deadline:
@@ -157,7 +159,7 @@ def first_prepares(prepare: Callable[[], Made], timeout_s: float) -> Made | None
 
 def _await_first(store: Store, timeout_s: float) -> None:
     shown = logging.getLogger("fullshard.preparing")
-    shown.setLevel(logging.INFO)  # where ranks other than 0 are silent, too
+    shown.setLevel(logging.INFO)  # also if ranks other than 0 log errors only
     began = said = beaten = time.monotonic()
     beat = ""
     try:
@@ -167,8 +169,8 @@ def _await_first(store: Store, timeout_s: float) -> None:
             beat, beaten = word, now if word != beat else beaten
             if now - beaten > timeout_s:
                 raise HangError(
-                    f"launch.timeout: expected a sign of life of rank 0, which prepares the run, "
-                    f"got none for {timeout_s:g} s. Look at its machine and its log."
+                    f"launch.timeout: expected a heartbeat of rank 0, which prepares the run, "
+                    f"got none for {timeout_s:g} s. Check its machine and its log."
                 )
             if now - said > WAITING_S and beat:
                 said = now
@@ -180,14 +182,14 @@ def _await_first(store: Store, timeout_s: float) -> None:
     except RuntimeError as error:  # torch's, of its stores
         raise HangError(
             f"rendezvous: expected rank 0 to prepare the run, got a store that is gone "
-            f"({str(error).splitlines()[0]}). Rank 0 has ended, perhaps for memory: see its log."
+            f"({str(error).splitlines()[0]}). Rank 0 has ended, maybe out of memory: see its log."
         ) from error
     if end:
         kind = getattr(errors, end[0], errors.FullshardError)
         raise kind(f"rank 0 failed while it prepared the run: {end[1]}")
 
 
-class _LastWords(logging.Handler):
+class _LastLine(logging.Handler):
     """Keeps the last line that was logged."""
 
     line = "reads the configuration"
@@ -197,13 +199,13 @@ class _LastWords(logging.Handler):
 
 
 def free_address(host: str | None) -> str:
-    """An address on which this process may serve: the system chooses the port."""
+    """A free address on this machine; the system chooses the port."""
     with socket.create_server(("", 0)) as server:
         return f"{host or LOOPBACK}:{server.getsockname()[1]}"
 
 
 def shutdown() -> None:
-    """Destroy the process group if there is one; call it where all ranks are at their end."""
+    """Destroys the process group, if there is one; all ranks must call it at their end."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -211,17 +213,20 @@ def shutdown() -> None:
 
 
 def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
-    """Wait until rank 0's store can be connected to; torch's own waiting takes minutes longer.
+    """Waits until rank 0's store accepts connections; torch would wait minutes longer.
 
     Raises:
-        HangError: It cannot: the address is wrong, or rank 0 has not come.
+        HangError: The address is wrong, or rank 0 has not started.
         ConfigError: This is rank 0, and the address is not its own.
     """
     is_here = launch.launcher is Launcher.FULLSHARD and launch.master_addr == LOOPBACK
     if is_here or launch.master_addr is None or launch.master_port is None:
         return
     if launch.rank == 0:
-        with contextlib.suppress(OSError), _server(launch.master_port):  # else it is served
+        with (
+            contextlib.suppress(OSError),
+            _server(launch.master_port),
+        ):  # the port is bound if the store is served
             check_reaches(launch.master_addr, launch.master_port)
         return
     deadline = time.monotonic() + timeout_s
@@ -231,15 +236,16 @@ def _reach_store(launch: LaunchEnvironment, timeout_s: float) -> None:
             place = (launch.master_addr, launch.master_port)
             with socket.create_connection(place, timeout=max(0.1, min(left, 10.0))):
                 return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                got = f"{error.strerror or error} for {timeout_s:g} s (launch.timeout)"
+                why = getattr(error, "strerror", None) or error
+                got = f"{why} for {timeout_s:g} s (launch.timeout)"
                 raise HangError(_unreachable(launch, got)) from error
         time.sleep(0.2)
 
 
 def _server(port: int) -> socket.socket:
-    """Listens on a port for as long as the block lasts, as the store will."""
+    """Listens on a port, on the same interfaces as the store."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
@@ -254,10 +260,10 @@ def _unreachable(launch: LaunchEnvironment, got: str) -> str:
 
 
 def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironment:
-    """With the port of rank 0's store, where all ranks are here and nobody chose one.
+    """Adds the port of rank 0's store, if all ranks are on this machine and no port is set.
 
     Raises:
-        ConfigError: Ranks of several machines must be told where to meet.
+        ConfigError: The ranks are on several machines, so the port must be set.
     """
     if launch.master_addr is not None and launch.master_port is not None:
         return launch
@@ -286,7 +292,7 @@ def _with_port(launch: LaunchEnvironment, timeout: timedelta) -> LaunchEnvironme
 
 
 def _port_file(launch: LaunchEnvironment) -> Path:
-    """Named by the job; where mpirun gives it no name, by the process that started all ranks."""
+    """Named after the job, or after the parent process if mpirun gives no job name."""
     parent = psutil.Process(os.getppid())
     job = launch.run_id or f"{parent.pid} {parent.create_time()}"
     name = hashlib.sha256(job.encode()).hexdigest()[:16]
@@ -303,11 +309,11 @@ def _store(launch: LaunchEnvironment, timeout: timedelta) -> Store:
 
 
 def _check_address(launch: LaunchEnvironment) -> None:
-    """Refuses ranks of torchrun's kind that know no place to meet."""
+    """Refuses ranks of torchrun without MASTER_ADDR and MASTER_PORT."""
     is_torchruns = launch.launcher in (Launcher.FULLSHARD, Launcher.TORCHRUN)
     if is_torchruns and not (launch.master_addr and launch.master_port):
         raise ConfigError(
-            "environment: MASTER_ADDR and MASTER_PORT: expected the address where ranks meet, "
+            "environment: MASTER_ADDR and MASTER_PORT: expected the address of rank 0, "
             "because RANK is set; got none. Start with torchrun, or unset RANK and WORLD_SIZE."
         )
 
@@ -318,12 +324,100 @@ def _cuda_device(launch: LaunchEnvironment) -> torch.device:
     count = torch.cuda.device_count()
     index = launch.local_rank
     if count == 1 and launch.launcher in (Launcher.SLURM, Launcher.MPI):
-        index = 0  # they may show every rank a GPU of its own alone
+        index = 0  # each rank may see only its own GPU
     if index >= count:
         raise ConfigError(
-            f"launch.num_processes: expected at most {count} ranks on this machine, one a visible "
-            f"GPU, got {launch.local_world_size}. Lower it or make more GPUs visible."
+            f"launch.num_processes: expected at most {count} ranks on this machine, one per "
+            f"visible GPU, got {launch.local_world_size}. Lower it or make more GPUs visible."
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 4096
+
+
+def check_reaches(host: str, port: int) -> None:
+    """Checks that a port of this process can be reached under its address.
+
+    Otherwise torch would try for more than a minute.
+
+    Raises:
+        ConfigError: The address does not belong to this machine.
+    """
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
+        raise ConfigError(
+            f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
+            f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
+            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or launch.main_process_ip."
+        ) from error
+
+
+class LaunchStore:
+    """A bound port, and torch's store on it once `serve` is called.
+
+    Args:
+        host: Address of this machine; the loopback if all ranks are on it.
+        port: Port; 0: any free port.
+        served_here: False: the launcher of another machine serves the store.
+
+    Raises:
+        ConfigError: The port is in use, or the host is not this machine.
+    """
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, served_here: bool = True) -> None:
+        self.host = host
+        self.port = port
+        self.store: Any = None
+        self._serving: threading.Thread | None = None
+        self._socket: socket.socket | None = None
+        if served_here:
+            self._socket = self._bind(host, port)
+            self.port = self._socket.getsockname()[1]
+            if host != LOOPBACK:
+                check_reaches(host, self.port)
+
+    @staticmethod
+    def _bind(host: str, port: int) -> socket.socket:
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host if host == LOOPBACK else "", port))
+        except OSError as error:
+            bound.close()
+            raise ConfigError(
+                f"MASTER_PORT: expected a free port, got {port} ({error.strerror}). Take another."
+            ) from error
+        bound.listen(_BACKLOG)
+        return bound
+
+    def serve_soon(self) -> None:
+        """Serves from a thread: importing torch takes seconds, and ranks are watched meanwhile."""
+        self._serving = threading.Thread(target=self.serve, name="store of the launch")
+        self._serving.start()
+
+    def serve(self) -> None:
+        """Starts torch's store on the port."""
+        if self._socket is None:
+            return
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self.store = TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+    def close(self) -> None:
+        """Frees the port."""
+        if self._serving is not None:
+            self._serving.join()
+        if self._socket is not None:
+            self._socket.close()
+        self.store = None

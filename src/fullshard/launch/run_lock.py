@@ -4,7 +4,7 @@
                               started the run; the kernel releases it however that process dies
     beats: mtime of .lock     every BEAT_S; seen by hosts to which the file system carries no locks
 
-A folder that is moved takes its lock along: whoever moves it takes the lock of the new one too.
+A folder that is moved keeps its lock: the process that moves it locks the new folder too.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class RunLock:
         self._beats.start()
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Releases the folder."""
         if not self._released.is_set():
             self._released.set()
             self._beats.join()
-            with contextlib.suppress(OSError):  # empty: nobody need watch for beats
+            with contextlib.suppress(OSError):  # empty: the next process need not watch for beats
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
 
@@ -73,7 +73,7 @@ class RunLock:
         self.release()
 
     def _is_free(self) -> bool:
-        """Take the lock; where the kernel cannot speak for the last holder, watch for beats."""
+        """Takes the lock; watches for beats if the last holder ran under another kernel."""
         last = os.pread(self._descriptor, 1000, 0).decode(errors="replace").split("\n")
         try:
             taken = _take(self._descriptor)
@@ -104,14 +104,14 @@ def is_held(folder: Path) -> bool:
 
 
 def wait_until_free(folder: Path, timeout_s: float = 60.0) -> None:
-    """Give ranks of a launch that is being replaced the time to end."""
+    """Waits for the ranks of a launch that is being replaced."""
     deadline = time.monotonic() + timeout_s
     while is_held(folder) and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
 def held_elsewhere(folder: Path) -> ConfigError:
-    """The error that names who holds a folder."""
+    """The error that names the holder of a folder."""
     try:
         holder = (folder / LOCK).read_text(encoding="utf-8").partition("\n")[0]
     except (OSError, UnicodeDecodeError):

@@ -1,54 +1,62 @@
-"""Signals that ask a launcher to stop, noted instead of obeyed at once."""
+"""Stop signals: recorded for a launcher, turned into errors by a rank."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
-# SIGHUP: the terminal is gone. SIGQUIT: Ctrl-\. SIGUSR1: what schedulers send as a warning.
+# SIGHUP: the terminal is gone. SIGQUIT: Ctrl-\. SIGUSR1: schedulers send it as a warning.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # to a rank: save, then end
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # a rank saves, then ends
+
+Handler = Callable[[Mapping[int, Any], int, FrameType | None], None]
 
 
-class Caught:
-    """The stop signals that came, oldest first."""
+@contextlib.contextmanager
+def handled(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    """Installs a handler inside the block and restores the previous handlers after it.
 
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
+    Does nothing outside the main thread, where Python cannot install handlers.
+
+    Args:
+        numbers: Signals.
+        handler: Called with the previous handlers by signal, the signal and the frame.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+    before.update({n: signal.signal(n, partial(handler, before)) for n in numbers})
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
 def caught_stop_signals(
     numbers: Sequence[signal.Signals] = STOP_SIGNALS, obey: Callable[[], bool] = lambda: False
-) -> Iterator[Caught]:
-    """Note signals inside the block; the handlers of before are restored after it.
-
-    Off the main thread Python has no signal handlers: nothing is noted there.
+) -> Iterator[list[int]]:
+    """Yields a list to which signals are added as they arrive.
 
     Args:
-        numbers: Which.
-        obey: Where it says so when a signal comes, the handler of before is called instead.
+        numbers: Signals.
+        obey: If it returns True when a signal arrives, the previous handler is called instead.
     """
-    caught = Caught()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before: dict[signal.Signals, Any] = {}
+    caught: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        handler = before.get(signal.Signals(number))
-        if obey() and callable(handler):
-            handler(number, frame)
+    def note(before: Mapping[int, Any], number: int, frame: FrameType | None) -> None:
+        previous = before.get(number)
+        if obey() and callable(previous):
+            previous(number, frame)
         else:
-            caught.numbers.append(number)
+            caught.append(number)
 
-    before.update({number: signal.signal(number, note) for number in numbers})
-    try:
+    with handled(numbers, note):
         yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,12 +1,12 @@
-"""Start ranks on this machine, supervised: the way every command runs a job without torchrun.
+"""Starts supervised ranks on this machine; commands use it when torchrun does not start them.
 
     launcher --- rank 0   terminal and logs/rank_0.log (see relay)
         |------- rank 1   logs/rank_1.log
         `------- ...      each `python -m MODULE ARGUMENTS` inside rank_entry's frame
 
-Every rank leads a process group of its own, in the launcher's session: Ctrl-C reaches the launcher
-alone, which passes it on once; ending a rank ends what it forked; and the kernel kills the ranks
-when the launcher dies, however it dies.
+Every rank leads its own process group in the launcher's session. Ctrl-C reaches only the launcher,
+which forwards it once. Ending a rank ends the processes that it forked. The kernel kills the ranks
+when the launcher dies for any reason.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from fullshard.config import host_memory
 from fullshard.config.environment import LaunchEnvironment, Launcher, current_variables
 from fullshard.errors import ConfigError
-from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.failure import LaunchFolder
 from fullshard.launch.relay import Relay
+from fullshard.launch.rendezvous import LOOPBACK, LaunchStore
 from fullshard.launch.signals import caught_stop_signals
-from fullshard.launch.store import LOOPBACK, LaunchStore
 from fullshard.launch.supervise import LaunchResult, RankProcess, Supervisor
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 
 ENTRY = "fullshard.launch.rank_entry"
-PREFIX = "fullshard-launch-"  # of the private folder, in TMPDIR
+PREFIX = "fullshard-launch-"  # of the private folder in TMPDIR
 LOCK = "lock"  # in that folder, held by its launcher
+LEAST_RANK_BYTES = 64 << 20  # a process that has imported torch takes more
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Which of several machines this is; a launcher runs on each of them.
+    """The machines of a launch; one launcher runs on each of them.
 
-    Args:
-        count: how many, each with the same number of ranks.
-        index: this one, from 0.
-        address: of machine 0, whose launcher serves the store.
-        port: of the store; the same number on every machine, 0 only where there is one.
+    Attributes:
+        count: Number of machines, each with the same number of ranks.
+        index: Index of this machine, from 0.
+        address: Address of machine 0, whose launcher serves the store.
+        port: Port of the store, equal on every machine; 0 (any free port) with one machine only.
     """
 
     count: int = 1
@@ -62,16 +64,16 @@ class Machines:
 class LocalLaunch:
     """What to run on the ranks of this machine.
 
-    Args:
-        module: run as `python -m module` on every rank; what ends in `.py` is run as a script.
-        args: its arguments, the same for every rank.
-        num_processes: how many ranks on this machine.
-        log_dir: `<run's folder>/logs`; made if missing, logs of an earlier launch are continued.
-        timeout_s: for the whole run; None: it may take for ever.
-        stuck_s: after which a rank that others wait for counts as stuck (`launch.timeout`).
-        machines: which of several this is.
-        attempt: how often the same was launched before.
-        config_file: for the script to read (`fullshard.integrations`); None: none.
+    Attributes:
+        module: Module that every rank runs as `python -m module`, or a script that ends in `.py`.
+        args: Its arguments, equal for every rank.
+        num_processes: Number of ranks on this machine.
+        log_dir: `<run's folder>/logs`; created if missing; existing logs are appended to.
+        timeout_s: Maximum duration of the launch; None: unlimited.
+        stuck_s: Seconds after which a rank that others wait for is stuck (`launch.timeout`).
+        machines: The machines of the launch.
+        attempt: Number of earlier attempts of the same launch.
+        config_file: Configuration for the script (`fullshard.integrations`), or None.
     """
 
     module: str
@@ -86,17 +88,17 @@ class LocalLaunch:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all machines."""
+        """Number of ranks of all machines."""
         return self.num_processes * self.machines.count
 
     @property
     def ranks(self) -> range:
-        """Those of this machine."""
+        """Ranks of this machine."""
         first = self.num_processes * self.machines.index
         return range(first, first + self.num_processes)
 
     def log(self, rank: int) -> Path:
-        """Where a rank's output is kept."""
+        """Log file of a rank."""
         return self.log_dir / f"rank_{rank}.log"
 
 
@@ -108,7 +110,7 @@ def run_local_ranks(
     log_dir: Path,
     timeout_s: float | None = None,
 ) -> int:
-    """Run a module on local ranks, show the first failure if there is one, return the exit code.
+    """Runs a module on local ranks, prints the first failure, and returns the exit code.
 
     See LocalLaunch for the arguments.
     """
@@ -119,14 +121,16 @@ def run_local_ranks(
 
 
 def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
-    """Run a module on local ranks until all have ended; no process of theirs is left after it.
+    """Runs a module on local ranks until all of their processes have ended.
 
     Raises:
-        ConfigError: the number of processes is not positive.
+        ConfigError: The number of processes is not positive, or more than this machine can hold.
     """
-    if launch.num_processes < 1:
+    most = max(1, host_memory.total_bytes() // LEAST_RANK_BYTES)
+    if not 1 <= launch.num_processes <= most:
         raise ConfigError(
-            f"launch.num_processes: expected an integer >= 1, got {launch.num_processes}."
+            f"launch.num_processes: expected an integer >= 1 and <= {most:,}, which is what this "
+            f"machine has memory for, got {launch.num_processes:,}."
         )
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     if launch.attempt == 0:
@@ -144,7 +148,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             on_failure=relay.mute,
             positions=partial(_positions, launch, store, run_id),
         )
-        with contextlib.ExitStack() as closing:  # each of them, whatever becomes of the others
+        with contextlib.ExitStack() as closing:  # all of them are called, even if one fails
             for close in (store.close, relay.close, supervisor.end_all):
                 closing.callback(close)
             for rank in launch.ranks:
@@ -156,7 +160,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
 
 
 def print_failure(launch: LocalLaunch, result: LaunchResult) -> None:
-    """Show on standard error what a launch failed of: whole, once, before anything else."""
+    """Prints the cause of a failed launch to standard error."""
     cause = result.failure
     if cause is None:
         return
@@ -188,7 +192,7 @@ def _private_folder() -> Iterator[LaunchFolder]:
 
 
 def _remove_abandoned() -> None:
-    """Remove the folders of launchers that were killed: no live one holds their locks."""
+    """Removes folders of killed launchers, whose locks are free."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 60.0:
@@ -204,7 +208,7 @@ def _remove_abandoned() -> None:
 def _environment(
     launch: LocalLaunch, rank: int, folder: LaunchFolder, store: LaunchStore, run_id: str
 ) -> LaunchEnvironment:
-    """What a rank is told of itself."""
+    """Launch environment of a rank."""
     return LaunchEnvironment(
         launcher=Launcher.FULLSHARD,
         rank=rank,
@@ -229,8 +233,8 @@ def _start(
     log = launch.log(rank).absolute()
     folder.log(rank).symlink_to(log)
     command = [sys.executable, "-u", "-m", ENTRY, str(os.getpid()), launch.module, *launch.args]
-    # One thread a rank: more of them fight for the cores that the other ranks use.
-    # gloo would bind to the address of the host's name, which may not resolve or be firewalled.
+    # One thread per rank: more would compete for the cores of the other ranks.
+    # By default gloo binds to the address of the host's name, which may not resolve.
     defaults = {"OMP_NUM_THREADS": "1"}
     if launch.machines.count == 1:
         defaults["GLOO_SOCKET_IFNAME"] = _loopback()
@@ -248,7 +252,7 @@ def _start(
 
 
 def _positions(launch: LocalLaunch, store: LaunchStore, run_id: str) -> list[str]:
-    """Where the ranks were when they last spoke; also left in the file that a hang leaves."""
+    """Last published positions of the ranks, one line per rank."""
     if store.store is None:
         return []
     attempt = f"{run_id}.{launch.attempt}"

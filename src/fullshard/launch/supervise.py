@@ -1,18 +1,19 @@
-"""Watch running ranks until all have ended, and end them all once one fails.
+"""Watches running ranks until all have ended, and ends all of them once one fails.
 
-    watch --- all ended with 0 ------------------------------------> ok
-      |------ one failed ---> grace for the others' own reports -.
-      |------ time is up ---> every rank writes its stacks ------+-> SIGTERM -> SIGKILL -> cause
-      `------ SIGINT, SIGTERM ---> forwarded; a grace to save ---'
+    watch --- all ended with 0 --------------------------------------> ok
+      |------ one failed ---> grace period for the others' reports -.
+      |------ time is up ---> every rank writes its stacks ---------+-> SIGTERM, SIGKILL -> cause
+      `------ SIGINT, SIGTERM ---> forwarded; grace period to save -'
 
-Dead ranks stay unreaped until the end, so that their process ids (which are also the ids of their
-process groups) cannot be given to anybody else before the groups are killed.
+Dead ranks are not reaped until the end, so that the system cannot reuse their process ids (which
+are also the ids of their process groups) before the groups are killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,20 +21,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
+from fullshard.config.host_memory import kill_counters
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
-from fullshard.launch.failure import RankFailure, first_cause
-from fullshard.launch.folder import LaunchFolder
-from fullshard.launch.memory_kill import CURE, MemoryWatch
+from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.rank_entry import STACKS_SIGNAL
-from fullshard.launch.signals import Caught
 from fullshard.observe.trace import read_kept
 
 POLL_S = 0.05
-REPORT_S = 1.0  # after the first failure: the others may be about to report the true cause
+REPORT_S = 1.0  # after the first failure: another rank may still report the cause
 TERMINATE_S = 4.0  # between SIGTERM and SIGKILL
 STACKS_S = 1.0
 INTERRUPT_S = 10.0  # after Ctrl-C
-PREEMPT_S = 30.0  # after SIGTERM: what schedulers usually leave, enough to save
+PREEMPT_S = 30.0  # after SIGTERM: schedulers usually wait this long, enough to save
 LOG_LINES = 20
 LOG_BYTES = 65_536
 EVENTS = 8
@@ -41,7 +42,7 @@ EVENTS = 8
 
 @dataclass
 class RankProcess:
-    """One rank that runs or has run."""
+    """A rank that runs or has run."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -50,16 +51,16 @@ class RankProcess:
     ended_s: float = field(default=0.0, init=False)
 
     def poll(self) -> int | None:
-        """Its status, without reaping it."""
+        """Its exit status, without reaping it; None while it runs."""
         return self._look(os.WNOHANG)
 
     def send(self, number: int) -> None:
-        """Signal the rank alone."""
+        """Sends a signal to the rank, not to its process group."""
         if self.poll() is None:
             os.kill(self.process.pid, number)
 
     def reap(self) -> None:
-        """Kill what is left of its process group, then forget the process."""
+        """Kills the rest of its process group, then reaps the process."""
         if self.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -81,10 +82,10 @@ class RankProcess:
 class LaunchResult:
     """How a launch ended.
 
-    Args:
-        exit_code: typed; 0 where every rank ended well.
-        failure: what brought it about; None where nothing failed or a signal ended it.
-        others: failures that followed.
+    Attributes:
+        exit_code: Typed exit code; 0 if every rank succeeded.
+        failure: The first cause; None if nothing failed or a signal ended the launch.
+        others: Further failures.
     """
 
     exit_code: int
@@ -96,11 +97,11 @@ class Supervisor:
     """Watches the ranks of one launch.
 
     Args:
-        ranks: started processes, each the leader of a process group of its own.
-        folder: through which they report.
-        timeout_s: after which they count as stuck; None: never.
-        on_failure: called once, as soon as a rank has failed.
-        positions: tells where each rank last was, a line a rank.
+        ranks: Started processes, each the leader of its own process group.
+        folder: Folder in which the ranks report failures.
+        timeout_s: Maximum duration of the launch; None: unlimited.
+        on_failure: Called once, as soon as a rank has failed.
+        positions: Returns the last known position of each rank, one line per rank.
     """
 
     def __init__(
@@ -119,13 +120,13 @@ class Supervisor:
         self._positions = positions
         self._memory = MemoryWatch()
 
-    def watch(self, caught: Caught) -> LaunchResult:
-        """Return when every rank has ended, for whatever reason."""
+    def watch(self, caught: list[int]) -> LaunchResult:
+        """Returns once every rank has ended."""
         started = time.monotonic()
         while True:
             self._memory.look()
             statuses = [rank.poll() for rank in self._ranks]
-            if caught.numbers:
+            if caught:
                 return self._stop(caught)
             if any(statuses):
                 return self._fail()
@@ -136,12 +137,12 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def end_all(self, patience_s: float = TERMINATE_S) -> None:
-        """SIGTERM, then SIGKILL; returns when no process of any rank is left."""
-        with contextlib.suppress(OSError):  # somebody emptied TMPDIR, or its disk is full
+        """Sends SIGTERM, then SIGKILL; returns once no process of any rank is left."""
+        with contextlib.suppress(OSError):  # TMPDIR was emptied, or its disk is full
             self._folder.ending.touch()
         for rank in self._ranks:
             rank.send(signal.SIGTERM)
-            rank.send(signal.SIGCONT)  # a stopped rank would not hear it
+            rank.send(signal.SIGCONT)  # a stopped rank would not handle SIGTERM
         self._wait(patience_s)
         for rank in self._ranks:
             rank.reap()
@@ -152,23 +153,23 @@ class Supervisor:
         return self._explain()
 
     def _explain(self) -> LaunchResult:
-        """End the ranks and find the failure that was first."""
+        """Ends the ranks and finds the first failure."""
         ended = {rank.rank for rank in self._ranks if rank.poll()}
         self.end_all()
         hang = RankFailure.read(self._folder.hang)
-        if hang is not None:  # the watchdogs have judged and ended all ranks
+        if hang is not None:  # the watchdogs have ended all ranks
             return LaunchResult(hang.exit_code, hang)
-        # One that was still asking the others for the cause has reported, but had not ended.
+        # A rank that was still looking for the cause has reported, but not ended.
         failed = (
             r for r in self._ranks if r.rank in ended or self._folder.failure(r.rank).exists()
         )
         failures = [self._failure_of(rank) for rank in failed]
         cause = first_cause(failures)
         others = tuple(failure for failure in failures if failure is not cause)
-        return LaunchResult(cause.exit_code, self._placed(cause), others)
+        return LaunchResult(cause.exit_code, self._with_positions(cause), others)
 
-    def _placed(self, failure: RankFailure) -> RankFailure:
-        """A rank that died without a word: with where all were; also written beside the logs."""
+    def _with_positions(self, failure: RankFailure) -> RankFailure:
+        """Adds the positions of all ranks to a death without a report; writes hang.txt too."""
         lines = self._positions() if failure.type == "HangError" else []
         if not lines:
             return failure
@@ -180,7 +181,7 @@ class Supervisor:
         return replace(failure, message=message)
 
     def _failure_of(self, rank: RankProcess) -> RankFailure:
-        """What the rank reported, or what its death and its log tell."""
+        """The rank's report, or else its exit status and the end of its log."""
         report = RankFailure.read(self._folder.failure(rank.rank))
         if report is not None:
             return report
@@ -202,28 +203,26 @@ class Supervisor:
             kind = "RankExit" if status > 0 else "HangError"
         return RankFailure(rank.rank, kind, message, code, "", rank.ended_s)
 
-    def _stop(self, caught: Caught) -> LaunchResult:
-        """Pass the signal on and wait for an orderly end; a second signal ends the patience."""
-        interrupted = caught.numbers[0] == signal.SIGINT
+    def _stop(self, caught: list[int]) -> LaunchResult:
+        """Forwards the signal and waits for the ranks to end; a second signal ends the wait."""
+        interrupted = caught[0] == signal.SIGINT
         for rank in self._ranks:
             rank.send(signal.SIGINT if interrupted else signal.SIGTERM)
-        self._wait(
-            INTERRUPT_S if interrupted else PREEMPT_S, unless=lambda: len(caught.numbers) > 1
-        )
+        self._wait(INTERRUPT_S if interrupted else PREEMPT_S, unless=lambda: len(caught) > 1)
         statuses = [rank.poll() for rank in self._ranks]
-        self.end_all(0.0 if len(caught.numbers) > 1 else TERMINATE_S)
+        self.end_all(0.0 if len(caught) > 1 else TERMINATE_S)
         if not any(status != 0 for status in statuses):
             return LaunchResult(ExitCode.OK)
         reports = [RankFailure.read(self._folder.failure(rank.rank)) for rank in self._ranks]
         stopping = (ExitCode.UNEXPECTED, ExitCode.HANG, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
         failures = [report for report in reports if report and report.exit_code not in stopping]
-        if failures:  # such as a checkpoint that could not be written on the way out
+        if failures:  # such as a checkpoint that could not be written
             cause = first_cause(failures)
             return LaunchResult(cause.exit_code, cause)
-        return LaunchResult(exit_code_of_signal(caught.numbers[0]))
+        return LaunchResult(exit_code_of_signal(caught[0]))
 
     def _hang(self, timeout_s: float) -> LaunchResult:
-        """Have every rank write its stacks, and make them the failure."""
+        """Reports the stacks of every rank as the failure."""
         self._on_failure()
         running = [rank for rank in self._ranks if rank.poll() is None]
         for rank in running:
@@ -236,7 +235,7 @@ class Supervisor:
         message += " did not. Their stacks:"
         for rank in running:
             file = self._folder.stacks(rank.rank)
-            stacks = file.read_text() if file.exists() else "(none: it had not come that far)\n"
+            stacks = file.read_text() if file.exists() else "(none: it was still starting)\n"
             message += f"\n---- rank {rank.rank} ----\n{stacks.rstrip()}"
         code = int(ExitCode.HANG)
         failure = RankFailure(running[0].rank, "HangError", message, code, "", time.time())
@@ -251,10 +250,55 @@ class Supervisor:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """What a rank wrote last; nothing where its log cannot be read."""
+    """The last lines of a log; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - LOG_BYTES))
             return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
     except OSError:
         return []
+
+
+_SYSTEM = Path("/proc/vmstat")
+_COUNT = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
+SAMPLE_S = 0.5
+LOW = 0.03  # share of memory: killers in user space, which no counter counts, act below it
+
+CURE = (
+    "Lower what a rank needs (batch, sequence length, model), start fewer ranks, offload less to "
+    "the host, or raise the memory of the machine or of the container"
+)
+
+
+class MemoryWatch:
+    """Counts the kernel's out-of-memory kills, and records when memory is low."""
+
+    def __init__(self) -> None:
+        self._counters = [_SYSTEM, *kill_counters()]
+        self._kills = self._count()
+        self._sampled = self._low = float("-inf")
+
+    def look(self) -> None:
+        """Samples free memory; call it often."""
+        now = time.monotonic()
+        if now - self._sampled < SAMPLE_S:
+            return
+        self._sampled = now
+        memory = psutil.virtual_memory()
+        if memory.available < LOW * memory.total:
+            self._low = now
+
+    def ran_out(self) -> bool:
+        """Whether low memory explains a SIGKILL that arrived just now."""
+        return self._count() > self._kills or time.monotonic() - self._low < 10.0
+
+    def _count(self) -> int:
+        return sum(map(_read, self._counters))
+
+
+def _read(file: Path) -> int:
+    try:
+        found = _COUNT.search(file.read_text(encoding="utf-8"))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""The model of a run: its configuration and vocabulary, on meta, with what is added, sharded."""
+"""The model of a run: configuration, vocabulary, added modules, sharding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fullshard.models.config import (
 )
 from fullshard.models.lora import PROJECTION, AdaptedWeights, add_adapters
 from fullshard.models.student import is_cut, student_config
-from fullshard.outlook.memory import Source
+from fullshard.outlook.memory import WeightsSource
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OTHER_WEIGHTS = ("*.gguf", "*.msgpack", "*.h5", "consolidated*.pth")
-DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, where nothing says how large
+DEFAULT_VOCAB_SIZE = 8192  # of a tokenizer trained on the data, if no size is given
 
 
 def given_model_config(config: RunConfig) -> PretrainedConfig:
-    """The model's configuration before it meets a tokenizer.
+    """The model's configuration before it is fitted to a tokenizer.
 
     Raises:
         ConfigError: It cannot be read, or a student cannot be cut out of it.
@@ -65,18 +65,18 @@ def model_config_of(
 ) -> PretrainedConfig:
     """The model's configuration with the run's vocabulary; the same in every process.
 
-    The vocabulary is known without data: that of the configuration or of a given tokenizer, else
-    the most entries that a tokenizer trained on the data may have.
+    Without a tokenizer the vocabulary is that of the configuration or of a given tokenizer, else
+    the largest one that a tokenizer trained on the data may have.
 
     Args:
         config: Configuration of the run.
-        tokenizer: The run's tokenizer, whose special tokens the model takes; None: not known.
+        tokenizer: The run's tokenizer, whose special tokens the model gets; None: not known yet.
 
     Raises:
         ConfigError: The tokenizer has more entries than the model's or the teacher's vocabulary.
     """
     model_config, own = given_model_config(config), given_tokenizer(config)
-    given = ("vocab_size",)  # a new tokenizer, whose special tokens the model must know
+    given = ("vocab_size",)  # the model gets the special tokens of a new tokenizer
     if config.model.config is not None:
         given = tuple(config.model.config)
     elif own is not None:
@@ -93,10 +93,10 @@ def model_config_of(
 
 
 def with_fitting_length(resolved: Resolved) -> Resolved:
-    """Shortens a `max_seq_length` that nobody set to the positions of the model and its teacher.
+    """Shortens a default `max_seq_length` to the positions of the model and its teacher.
 
     Raises:
-        ConfigError: Somebody set it, and a model has fewer positions.
+        ConfigError: The user set it, and a model has fewer positions.
     """
     require_transformers()
     quiet_libraries()
@@ -121,11 +121,11 @@ def with_fitting_length(resolved: Resolved) -> Resolved:
 
 
 def weights_folder(config: RunConfig) -> Path | None:
-    """Where the initial weights come from; None: random ones."""
+    """The folder of the initial weights; None: random weights."""
     folder = _model_folder(config)
     if folder is None:
         return None
-    # An index stands for weights, also where its files are missing: that is an error later.
+    # An index counts as weights even if its files are missing, which is an error later.
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
     if any(path for pattern in patterns for path in folder.glob(pattern)):
         return folder
@@ -138,7 +138,7 @@ def weights_folder(config: RunConfig) -> Path | None:
 
 
 def given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
-    """data.tokenizer, else the model's own, else the teacher's; None: one is trained."""
+    """The tokenizer of data.tokenizer, the model or the teacher; None: one is trained."""
     if config.data.tokenizer is not None:
         folder = Path(config.data.tokenizer)
         tokenizer = load_tokenizer(config.model, "data.tokenizer", folder)
@@ -158,7 +158,7 @@ def given_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
 
 
 def vocab_size(config: RunConfig, model_config: PretrainedConfig) -> int:
-    """Most entries of a tokenizer that is trained on the data."""
+    """Largest vocabulary of a tokenizer that is trained on the data."""
     if config.data.vocab_size is not None:
         return config.data.vocab_size
     if config.model.config is not None and "vocab_size" not in config.model.config:
@@ -171,7 +171,7 @@ def _model_folder(config: RunConfig) -> Path | None:
 
 
 def model_on_meta(config: RunConfig, model_config: PretrainedConfig) -> nn.Module:
-    """The model as it will be trained, without storage.
+    """The model as it will be trained, on meta.
 
     Raises:
         ConfigError: A glob or a layer's name matches nothing, or adapters have no weights.
@@ -185,23 +185,23 @@ def build_sharded(
     device: torch.device,
     before: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
-    """The sharded model, of which no rank ever holds the whole.
+    """The sharded model; no rank ever has the full model in memory.
 
-    Folders whose tensors have other names than the model's, which transformers converts as it
-    loads them, are loaded whole on every rank and then cut.
+    The exception are folders whose tensors have other names than the model's, which transformers
+    converts as it loads them. They are loaded in full on every rank and then sharded.
 
     Args:
         config: Configuration of the run.
         model_config: Configuration of the model.
         device: Device of this rank.
-        before: Is shown the model before it is sharded.
+        before: Called with the model before it is sharded.
     """
     dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
     folder, seed = weights_folder(config), config.training.seed
     weights: object = folder
     model = build_on_meta(model_config, dtype)
     source = weights_source(config, lambda: model)
-    if source is Source.WHOLE:
+    if source is WeightsSource.WHOLE:
         model = build_model(model_config, folder, dtype, seed).to(device)
         weights = None
     elif folder is not None and _adds(config):
@@ -211,24 +211,24 @@ def build_sharded(
     return fs.shard(model, config.sharding, weights=weights)
 
 
-def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> Source:
-    """Where the first weights come from.
+def weights_source(config: RunConfig, bare: Callable[[], nn.Module]) -> WeightsSource:
+    """Where the initial weights come from.
 
     Args:
         config: Configuration of the run.
-        bare: Gives the model without what the run adds to it, where there is a folder.
+        bare: Returns the model without added modules; called only if there is a folder.
     """
     folder = weights_folder(config)
     if folder is None:
-        return Source.WHOLE if _adds(config) else Source.INITIAL
-    return Source.FOLDER if has_weights_of(bare(), folder) else Source.WHOLE
+        return WeightsSource.WHOLE if _adds(config) else WeightsSource.INITIAL
+    return WeightsSource.FOLDER if has_weights_of(bare(), folder) else WeightsSource.WHOLE
 
 
 def check_weights(config: RunConfig) -> None:
-    """Reads the headers of all files of weights that a run begins with: its own and the teacher's.
+    """Reads the headers of all weight files that a run loads: the model's and the teacher's.
 
     Raises:
-        ConfigError: A file is not whole, or a tensor has another shape than the model's.
+        ConfigError: A file is incomplete, or a tensor has another shape than the model's.
     """
     own, teacher = weights_folder(config), config.teacher
     if own is not None and not (config.distill is not None and is_cut(config.distill)):
@@ -239,12 +239,12 @@ def check_weights(config: RunConfig) -> None:
 
 
 def _adds(config: RunConfig) -> bool:
-    """Whether the model has parameters that no folder has."""
+    """Whether the run adds parameters to the model that are in no folder."""
     return config.lora is not None or _projects(config)
 
 
 def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model with what a run adds to it, and without gradients of what it freezes."""
+    """Adds the run's modules to the model, and freezes parameters; returns the model."""
     if config.lora is not None:
         if weights_folder(config) is None:
             raise ConfigError(
@@ -265,5 +265,5 @@ def trainable(model: nn.Module, config: RunConfig) -> nn.Module:
 
 
 def _projects(config: RunConfig) -> bool:
-    """Whether hidden states are compared, of widths that may differ."""
+    """Whether hidden states are compared, whose widths may differ."""
     return config.distill is not None and config.distill.loss is DistillLoss.HIDDEN

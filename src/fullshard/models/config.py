@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.config.schema import ModelConfig
 from fullshard.config.values import nearest
 from fullshard.engine.hugging_face import build, last_line, read_config, read_model
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Read from the keyword arguments of every configuration class without being fields of it.
+# Keyword arguments of every configuration class that are not fields of it.
 EXTRA_CONFIG_KEYS = frozenset(
     {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "model_type"}
     | {"output_attentions", "rope_scaling", "rope_theta", "torch_dtype", "partial_rotary_factor"}
@@ -29,7 +29,7 @@ MOST_LAYERS = 1_000
 
 
 def require_transformers() -> None:
-    """Raises ConfigError with what to install where transformers or tokenizers is missing."""
+    """Raises ConfigError if transformers or tokenizers is missing; names what to install."""
     import importlib.util
 
     for package in ("transformers", "tokenizers"):
@@ -41,7 +41,7 @@ def require_transformers() -> None:
 
 
 def quiet_libraries() -> None:
-    """Keeps transformers' progress bars and advice out of the run's output."""
+    """Turns off transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -52,11 +52,11 @@ def config_from_settings(settings: Mapping[str, Any]) -> PretrainedConfig:
     """A Hugging Face configuration from `model.config`.
 
     Args:
-        settings: `model_type` and fields of its configuration class.
+        settings: `model_type`, and fields of its configuration class.
 
     Raises:
-        ConfigError: An unknown type, a type without a causal language model, a key that the
-            class does not have (it would take it in silence), or a value that it refuses.
+        ConfigError: An unknown type, a type without a causal language model, a key that the class
+            does not have (it would ignore it silently), or a value that it refuses.
     """
     from transformers import CONFIG_MAPPING
 
@@ -100,7 +100,7 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
     """The configuration of a local model folder.
 
     Args:
-        model: Names the folder, and says whether its own code may run.
+        model: Model section, with the folder and whether the folder's code may run.
         section: `model` or `teacher`, for errors.
 
     Raises:
@@ -116,11 +116,11 @@ def config_from_folder(model: ModelConfig, section: str = "model") -> Pretrained
 
 
 def check_model_folder(folder: Path, key: str = "model.name_or_path") -> None:
-    """Raises ConfigError where a folder is not a local Hugging Face model."""
+    """Raises ConfigError if a folder is not a local Hugging Face model."""
     if not folder.is_dir():
         near = did_you_mean_path(folder) or "Name one that is here."
         raise ConfigError(
-            f"{key}: expected a local model folder, got '{folder}', which is no folder here. "
+            f"{key}: expected a local model folder, got '{folder}', which is not a folder here. "
             f"{near} Nothing is downloaded during a run: to use a model of a hub, download it "
             "first (hf download NAME --local-dir FOLDER) and name the folder."
         )
@@ -154,7 +154,7 @@ def fit_to_tokenizer(
 
 
 def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError where a tokenizer has entries that a model has no embedding for."""
+    """Raises ConfigError if a tokenizer has more entries than a model has embeddings."""
     if vocab_size < len(tokenizer):
         raise ConfigError(
             f"{key}.config.vocab_size: expected at least {len(tokenizer)} (the tokenizer's "
@@ -164,7 +164,7 @@ def check_vocabulary(key: str, vocab_size: int, tokenizer: PreTrainedTokenizerBa
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """The longest sequence that a model has positions for; None: it has no limit."""
+    """Number of positions of a model, which limits its sequences; None: no limit."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
@@ -175,8 +175,8 @@ def build_model(
     """The model with its weights, the same on every rank.
 
     Args:
-        config: What to build.
-        folder: Whose weights to load; None: the model's own initialisation from `seed`.
+        config: Configuration of the model.
+        folder: Folder of the weights; None: the model's own initialisation from `seed`.
         dtype: Dtype of the parameters (the master dtype).
         seed: Seed of the initialisation.
     """
@@ -189,7 +189,7 @@ def build_model(
 
 
 def freeze(model: nn.Module, globs: Sequence[str]) -> int:
-    """Takes the gradient from parameters whose name matches a glob; returns how many.
+    """Freezes the parameters whose names match a glob; returns their number.
 
     Raises:
         ConfigError: A glob matches nothing, or nothing is left to train.
@@ -220,7 +220,7 @@ def _unmatched_glob(glob: str, names: list[str]) -> str:
 
 
 def _check_sizes(config: PretrainedConfig) -> None:
-    """Raises ConfigError for a size that no model has; building one of 10M layers takes hours."""
+    """Raises ConfigError for impossible sizes: a model of 10M layers would take hours to build."""
     for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
         size = getattr(config.get_text_config(), key, None)
         most = MOST_LAYERS if key == "num_hidden_layers" else None

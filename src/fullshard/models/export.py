@@ -1,4 +1,4 @@
-"""Writing the trained model as a Hugging Face folder."""
+"""Exporting the trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from fullshard.config.schema import LoraConfig, RunConfig
+from fullshard.config.schema import LoraConfig
 from fullshard.engine.agreement import agree
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.hugging_face import build_on_meta
-from fullshard.formats.live import export_together, live_source
+from fullshard.formats.export import export_together, live_source
 from fullshard.models.lora import adapters_of, merged, save_adapters
 
 if TYPE_CHECKING:
@@ -30,19 +30,14 @@ class Adapters:
     """Adapters of a run.
 
     Attributes:
-        lora: Their configuration.
-        base: The folder that the run began with.
-        folder: Where they are saved.
+        lora: Configuration of the adapters.
+        base: Folder of the weights that the run began with.
+        folder: Folder to save the adapters in.
     """
 
     lora: LoraConfig
     base: Path | None
     folder: Path
-
-    @classmethod
-    def of(cls, config: RunConfig, base: Path | None, folder: Path) -> Adapters | None:
-        """Those of a run; None where it has none."""
-        return None if config.lora is None else cls(config.lora, base, folder)
 
 
 def save_model(
@@ -53,27 +48,27 @@ def save_model(
     adapters: Adapters | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[str]:
-    """Writes configuration, weights, tokenizer and generation settings; all ranks call it.
+    """Writes configuration, weights, tokenizer and generation settings. A collective.
 
-    Weights are gathered tensor by tensor and written by all ranks in turn, a file each.
+    Weights are gathered tensor by tensor. The ranks take turns in writing files.
 
     Args:
-        model: Sharded.
-        config: Its configuration.
+        model: The sharded model.
+        config: Configuration of the model.
         tokenizer: Tokenizer of the run.
-        folder: Where; made if missing, replaced as a whole where it is there.
-        adapters: Are saved alone too, and merged into these weights.
-        max_file_bytes: Largest file of weights, unless one tensor is larger.
+        folder: Folder to write; an existing one is replaced as a whole.
+        adapters: Adapters to save on their own and to merge into the weights.
+        max_file_bytes: Largest size of a weight file, unless one tensor is larger.
 
     Returns:
-        The files of weights that this rank wrote.
+        Names of the weight files that this rank wrote.
     """
     engine = engine_of(model)
     source = live_source(model)
     if adapters is not None:
         _save_adapters(engine, source, adapters)
         source = merged(source, adapters.lora)
-    # config.json names the dtype that a reader loads the weights in: the one that they have.
+    # config.json names the dtype of the weights, in which readers load them.
     shell = cast("PreTrainedModel", build_on_meta(config, next(model.parameters()).dtype))
     aside, old = (folder.with_name(f".{folder.name}.{what}") for what in ("new", "old"))
 
@@ -87,7 +82,7 @@ def save_model(
 
     def put_in_place() -> None:
         if engine.rank == 0:
-            if folder.exists():  # of a run that goes on
+            if folder.exists():  # the run was continued
                 folder.rename(old)
             aside.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
@@ -114,18 +109,18 @@ def write_folder(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
 ) -> None:
-    """The same from whole weights, in one process; transformers does the writing.
+    """Writes the same folder from full weights in one process, through transformers.
 
     Args:
-        state: By the model's names.
+        state: Full weights by the model's names.
         config: Configuration of the model.
         tokenizer: Tokenizer of the run.
-        folder: Where; made if missing.
+        folder: Folder to write.
     """
     dtype = next(value.dtype for value in state.values() if value.is_floating_point())
     shell = cast("PreTrainedModel", build_on_meta(config, dtype))
     first_names = {name for name, _ in shell.named_parameters()}
     every_name = (name for name, _ in shell.named_parameters(remove_duplicate=False))
-    tied = {name for name in every_name if name not in first_names}  # no file holds these twice
+    tied = {name for name in every_name if name not in first_names}  # written once
     shell.save_pretrained(folder, state_dict={n: v for n, v in state.items() if n not in tied})
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Sampling from a model: what `fullshard generate`, evaluation and the end of a run do."""
+"""Sampling from a model, for `fullshard generate`, evaluations and the end of a run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ logger = logging.getLogger(__name__)
 
 ScoreProcessor = Callable[[Any, Any], Any]  # (ids, scores) -> scores, both (samples, ...)
 
-MOST_NEW_TOKENS = 200  # where nobody says how many
+MOST_NEW_TOKENS = 200  # if no limit is given
+LEAST_TEMPERATURE = 1e-6  # below it counts as 0: scores are divided by it and would be infinite
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How text is drawn.
+    """How tokens are sampled.
 
     Attributes:
-        max_new_tokens: Most tokens to add; None: as many as the model has positions for, at most
-            200.
-        temperature: 0 takes the most likely token every time.
-        seed: Seed of the draws.
-        top_k: Draw among this many most likely tokens; 0: among all.
-        top_p: Draw among the most likely tokens whose probabilities reach this sum; 1: among all.
-        repetition_penalty: Scores of tokens that are there already are divided by it (multiplied
-            where they are negative): https://arxiv.org/abs/1909.05858. 1: unchanged.
+        max_new_tokens: Largest number of new tokens; None: as many as the model has positions for,
+            at most 200.
+        temperature: Sampling temperature; 0 always takes the most likely token.
+        seed: Seed of the random numbers.
+        top_k: Sample from this many most likely tokens; 0: from all.
+        top_p: Sample from the most likely tokens whose probabilities reach this sum; 1: from all.
+        repetition_penalty: Divides the scores of tokens that occurred before (multiplies negative
+            ones): https://arxiv.org/abs/1909.05858. 1: unchanged.
     """
 
     max_new_tokens: int | None = None
@@ -60,9 +61,9 @@ class SamplingSettings:
                 raise ConfigError(f"--{name}: expected {expected}, got {show(value)}.")
 
     def arguments(self) -> dict[str, Any]:
-        """As the arguments of transformers' `generate`, all said: a model's folder adds none."""
+        """Arguments of transformers' `generate`; all are given, so a model's folder sets none."""
         told: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
-        if self.temperature == 0:
+        if self.temperature < LEAST_TEMPERATURE:
             return {**told, "do_sample": False}
         draws = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {**told, "do_sample": True, **draws}
@@ -78,15 +79,15 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """Both, fit for a terminal: an untrained model writes control characters too."""
+        """Prompt and continuation without control characters, which an untrained model writes."""
         return printable(self.prompt + self.continuation)
 
 
 def model_folder_of(folder: Path) -> Path:
-    """The model folder of a run, or the folder itself where it is a model folder.
+    """The model folder of a run, or the folder itself if it is a model folder.
 
     Raises:
-        ConfigError: It is neither, or the run has not written its model.
+        ConfigError: It is neither, or the run has no model yet.
     """
     if (folder / "run.json").is_file():
         if not (folder / "model" / "config.json").is_file():
@@ -101,14 +102,14 @@ def model_folder_of(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws text; a collective where the model is sharded.
+    """Samples text; a collective if the model is sharded.
 
     Attributes:
-        model: In evaluation.
-        tokenizer: Its tokenizer.
-        settings: How to draw.
-        processors: (ids, scores) -> scores, for every token.
-        streamer: transformers' TextStreamer, for one prompt alone.
+        model: The model, in evaluation.
+        tokenizer: Tokenizer of the model.
+        settings: How tokens are sampled.
+        processors: Functions (ids, scores) -> scores that are called for every token.
+        streamer: transformers' TextStreamer, which supports only one prompt.
     """
 
     model: Any
@@ -120,21 +121,21 @@ class Sampler:
     def samples(
         self, prompts: Sequence[str], *, batch_size: int = 1, chat: bool = False
     ) -> list[Sample]:
-        """Goes on from texts.
+        """Continues texts.
 
-        Prompts of the same number of tokens are sampled together, so that no sample sees padding.
-        The seed of a batch is that of the settings plus the batch's number.
+        Prompts with the same number of tokens are sampled together, so that no sample sees padding.
+        The seed of a batch is the configured seed plus the number of the batch.
 
         Args:
-            prompts: An empty one is the beginning-of-text token.
-            batch_size: Most prompts that are sampled together.
-            chat: Each prompt is what a user says, put into the tokenizer's chat template.
+            prompts: Texts to continue; an empty one becomes the beginning-of-text token.
+            batch_size: Largest number of prompts that are sampled together.
+            chat: Each prompt is a user's message, to be put into the tokenizer's chat template.
 
         Returns:
-            A sample for each prompt, in their order.
+            One sample per prompt, in their order.
 
         Raises:
-            ConfigError: There is nothing to go on from, or the model cannot generate.
+            ConfigError: A prompt is empty and has no start token, or the model cannot generate.
         """
         rows = [self._tokens(prompt, chat=chat) for prompt in prompts]
         found: dict[int, Sample] = {}
@@ -149,13 +150,13 @@ class Sampler:
     def continued(
         self, rows: Sequence[Sequence[int]], most: int, batch: int = 0
     ) -> list[list[int]]:
-        """At most `most` tokens after each of these rows of tokens, which are of one length."""
+        """Continues rows of tokens of one length by at most `most` tokens each."""
         import torch
 
         model, settings = self.model, self.settings
         device = next(model.buffers(), next(model.parameters(), torch.empty(0))).device
         inputs = torch.tensor([list(row) for row in rows], device=device)
-        if settings.temperature > 0:  # else dropout of a run under way keeps its state
+        if settings.temperature > 0:  # greedy sampling leaves the random state of a run alone
             torch.manual_seed((settings.seed + batch) % (1 << 63))
         try:
             with torch.no_grad():
@@ -178,7 +179,7 @@ class Sampler:
         return [_until(ends, new) for new in output[:, inputs.shape[1] :].tolist()]
 
     def _tokens(self, prompt: str, *, chat: bool) -> list[int]:
-        """A prompt's tokens, of which the model has positions for some more.
+        """Tokens of a prompt, shortened if the model has too few positions to continue.
 
         Raises:
             ConfigError: There are none, or the tokenizer has no chat template.
@@ -210,13 +211,13 @@ class Sampler:
         return ids
 
     def _room(self, num_prompt_tokens: int) -> int:
-        """Tokens that may be added before a text is longer than what the model was made for."""
+        """Number of tokens that fit into the model's positions after a prompt."""
         positions = num_positions(self.model.config)
         return min(MOST_NEW_TOKENS, positions - num_prompt_tokens) if positions else MOST_NEW_TOKENS
 
 
 def _batches(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Indices of rows of one length, at most `size` together; the longest rows first."""
+    """Batches of indices of rows of one length, longest rows first."""
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     batches: list[list[int]] = []
     for index in order:
@@ -229,6 +230,6 @@ def _batches(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 
 def _until(ends: Sequence[int | None], new: list[int]) -> list[int]:
-    """Up to the first end: shorter samples of a batch are padded behind theirs."""
+    """New tokens up to the first end token; what follows is padding."""
     first = next((place for place, token in enumerate(new) if token in ends), len(new))
     return new[: first + 1]

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: put into a model on meta, given values, saved alone and merged.
+"""Low-rank adapters (peft): added to a model on meta, initialised, saved and merged.
 
 weight of the folder  (out, in)     frozen, read by each rank's byte ranges
 lora_A                (r, in)       uniform within 1 / sqrt(in), the same on every rank
@@ -26,12 +26,12 @@ from fullshard.errors import ConfigError
 from fullshard.formats.source import Entry, Source
 
 ADAPTER = "default"
-PROJECTION = "distill_projection"  # a module of a student whose width is not its teacher's
+PROJECTION = "distill_projection"  # module of a student whose width differs from its teacher's
 _A, _B, _BASE = ".lora_A.", ".lora_B.", ".base_layer."
 
 
 def peft_config(lora: LoraConfig, base: Path | None = None) -> Any:
-    """peft's own configuration.
+    """The configuration of peft.
 
     Raises:
         ConfigError: peft is not installed.
@@ -53,7 +53,7 @@ def peft_config(lora: LoraConfig, base: Path | None = None) -> Any:
 
 
 def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
-    """Puts adapters into a model and freezes all else.
+    """Adds adapters to a model and freezes everything else.
 
     Raises:
         ConfigError: No layer has such a name.
@@ -73,12 +73,12 @@ def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
 
 
 class AdaptedWeights(FolderWeights):
-    """A folder's weights for a model with more parameters, and the first values of these.
+    """A folder's weights, and initial values of parameters that the run adds.
 
     Args:
         folder: Folder of the model.
         prefix: See FolderWeights.
-        seed: Seed of lora_A, and of a student's projection.
+        seed: Seed of lora_A and of a student's projection.
     """
 
     def __init__(self, folder: Path, prefix: str, seed: int) -> None:
@@ -86,7 +86,7 @@ class AdaptedWeights(FolderWeights):
         self._seed = seed
 
     def parts(self, names: Sequence[str]) -> tuple[str, ...]:
-        """peft moves a layer that gets an adapter to `base_layer`; adapters are in no file."""
+        """As FolderWeights.parts; peft moves an adapted layer to `base_layer`."""
         if _is_adapter(names[0]):
             return (names[0],)
         return super().parts([name.replace(_BASE, ".") for name in names])
@@ -106,7 +106,7 @@ class AdaptedWeights(FolderWeights):
 
 
 def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A whole adapter matrix, float32."""
+    """Initial values of an added matrix, float32."""
     if _B in name:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
@@ -115,12 +115,12 @@ def first_values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def adapters_of(source: Source) -> dict[str, Entry]:
-    """The adapters among a model's tensors."""
+    """The adapters of a model."""
     return {name: entry for name, entry in source.tensors.items() if _A in name or _B in name}
 
 
 def merged(source: Source, lora: LoraConfig) -> Source:
-    """A model with adapters as one without them; each weight is merged when it is read."""
+    """The model with its adapters merged; each weight is merged when it is read."""
     whole: dict[str, Entry] = {}
     scale = lora.lora_alpha / lora.r
     for name, entry in source.tensors.items():
@@ -143,13 +143,13 @@ def _merged(base: Entry, a: Entry, b: Entry, scale: float) -> torch.Tensor:
 def save_adapters(
     state: Mapping[str, torch.Tensor], lora: LoraConfig, base: Path | None, folder: Path
 ) -> None:
-    """Writes the adapters alone, as peft reads them.
+    """Writes only the adapters, as peft reads them.
 
     Args:
-        state: State of the whole model, with adapters.
-        lora: Their configuration.
-        base: Folder of the model that they belong to.
-        folder: Where; made if it is missing.
+        state: State of the model, with its adapters.
+        lora: Configuration of the adapters.
+        base: Folder of the model without adapters.
+        folder: Folder to write.
     """
     from safetensors.torch import save_file
 

@@ -1,8 +1,8 @@
-"""A small model of the same class: fewer layers, narrower, a smaller vocabulary.
+"""A small model of the same class: fewer layers, smaller width, smaller vocabulary.
 
-What a field of a configuration means is read from its name, of which Hugging Face has several for
-each; ratios are kept (heads to key-value heads, feed-forward to width, a layer of every kind). A
-shrunk model must build and train a step, else less is shrunk:
+The meaning of a configuration field follows from its name; Hugging Face has several names for each
+meaning. Ratios are kept: heads to key-value heads, feed-forward to width, one layer of each kind.
+If the small model cannot be built or trained for a step, less is shrunk:
 
     depth and width  ->  width alone  ->  depth alone  ->  nothing but dropout
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 
-MOST_PARAMETERS = 30_000_000  # of the small model: more would not be a matter of a minute
+MOST_PARAMETERS = 30_000_000  # of the small model; more would take minutes
 NUM_LAYERS = 4
 VOCAB_SIZE = 96
 HEAD_DIM = 16
@@ -51,7 +51,7 @@ _FFN = re.compile(r".*(intermediate_size|ffn_dim|d_?ff|n_inner|d_inner|ffn_hidde
 _EXPERTS = re.compile(r"(n_routed|moe_num|num_local|num_moe|num)_experts")
 _CHOSEN = re.compile(r"num_experts_per_(tok|token)|moe_(topk|top_k|k)|experts_per_token")
 _POSITIONS = ("max_position_embeddings", "n_positions")
-# Sizes whose ratio to others does not matter, with the largest value that is kept.
+# Sizes whose ratio to others does not matter, with their largest value in the small model.
 _AT_MOST = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -75,7 +75,7 @@ _AT_MOST = {
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A field that the small model has another value in."""
+    """A configuration field with another value in the small model."""
 
     key: str
     was: Any
@@ -84,12 +84,12 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Shrunk:
-    """The small configuration and how it differs.
+    """The small configuration and its differences.
 
     Attributes:
         config: Configuration of the same class.
-        changes: Field by field.
-        layers: Which of the model's layers the remaining ones stand for.
+        changes: Changed fields.
+        layers: Layers of the full model that remain.
     """
 
     config: PretrainedConfig
@@ -99,22 +99,22 @@ class Shrunk:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How small."""
+    """Sizes of the small model."""
 
     num_layers: int = NUM_LAYERS
     vocab_size: int = VOCAB_SIZE
 
 
 def model_arguments(config: PretrainedConfig) -> dict[str, Any]:
-    """Experts in a loop: the grouped matmul has no float64."""
+    """Runs experts in a loop, because the grouped matmul has no float64."""
     return {"experts_implementation": "eager"} if hasattr(config, "num_experts_per_tok") else {}
 
 
 def trained_once(config: PretrainedConfig) -> nn.Module:
-    """The model in float64, after a forward and backward that gave numbers.
+    """Builds the model in float64 and runs a forward and backward.
 
     Raises:
-        ValueError: It is too large, or they were none.
+        ValueError: It is too large, or its loss is not finite.
     """
     num_parameters = sum(param.numel() for param in build_on_meta(config).parameters())
     if num_parameters > MOST_PARAMETERS:
@@ -141,15 +141,15 @@ def shrink(
     limits: Limits,
     build: Callable[[PretrainedConfig], nn.Module] = trained_once,
 ) -> tuple[Shrunk, nn.Module]:
-    """The smallest model that still builds and trains a step.
+    """The smallest model that can be built and trained for a step.
 
     Args:
-        config: The user's.
-        limits: How small.
-        build: Makes the model and trains a step with it; raises where that is impossible.
+        config: Configuration of the full model.
+        limits: Sizes of the small model.
+        build: Builds the model and trains a step; raises if that is impossible.
 
     Raises:
-        ConfigError: Not even the whole model does that.
+        ConfigError: Not even the full model can be trained.
     """
     error: Exception | None = None
     for depth, width in ((True, True), (False, True), (True, False), (False, False)):
@@ -165,13 +165,13 @@ def shrink(
 
 
 def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool) -> Shrunk:
-    """The configuration with smaller numbers; nothing is built.
+    """The configuration with smaller sizes; nothing is built.
 
     Args:
-        config: The user's.
-        limits: How small.
-        depth: Leave out layers.
-        width: Narrow them, and shrink vocabulary and experts.
+        config: Configuration of the full model.
+        limits: Sizes of the small model.
+        depth: Whether to drop layers.
+        width: Whether to narrow layers, and to shrink vocabulary and experts.
     """
     settings = config.to_dict()
     changes: Settings = {}
@@ -198,7 +198,7 @@ def shrunk(config: PretrainedConfig, limits: Limits, *, depth: bool, width: bool
 
 
 def _sections(settings: Settings) -> list[tuple[str, Settings]]:
-    """The configuration, and those inside it of parts of the model."""
+    """The configuration, and nested configurations of the model's parts."""
     inner = [
         (f"{key}.", value)
         for key, value in settings.items()
@@ -218,9 +218,9 @@ def _without_randomness(section: Settings) -> Settings:
 
 
 def _choose_layers(section: Settings, limit: int) -> tuple[int, ...]:
-    """Layers of every kind, the first of each, then the second of each, as many as there is room.
+    """Chooses layers: the first layer of each kind, then the second of each, up to the limit.
 
-    Of sliding, sliding, full, sliding, sliding, full four are 0, 1, 2, 5.
+    Four of (sliding, sliding, full, sliding, sliding, full) are 0, 1, 2, 5.
     """
     depth = next((v for k, v in section.items() if _DEPTH.fullmatch(k) and _is_count(v)), 0)
     columns = [v for v in section.values() if isinstance(v, list) and len(v) == depth]
@@ -254,14 +254,14 @@ def _fewer_layers(section: Settings, layers: tuple[int, ...]) -> Settings:
 
 
 def _narrower(section: Settings) -> Settings:
-    """Fewer heads, narrower ones, and all that follows from them."""
+    """Fewer and narrower heads, and the sizes that depend on them."""
     hidden = _first(section, _HIDDEN)[1]
     if not hidden:
         return {}
     found = _fewer_heads(section)
     heads_key, heads = _first(section, _HEADS)
     head_key, head_dim = _first(section, _HEAD_DIM)
-    latent = "qk_rope_head_dim" in section  # its heads are not as wide as any one key says
+    latent = "qk_rope_head_dim" in section  # the width of its heads is in no single key
     head_dim = (0 if latent else head_dim) or (hidden // heads if heads else 64)
     narrow = min(head_dim, HEAD_DIM)
     width = NUM_HEADS * HEAD_DIM
@@ -282,7 +282,7 @@ def _narrower(section: Settings) -> Settings:
 
 
 def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
-    """What a size becomes where the width goes from the first to the second; None: as it is."""
+    """The new value of a size when the width shrinks from the first to the second; None: kept."""
     hidden, width = widths
     if name in _HIDDEN and value == hidden:
         return width
@@ -294,7 +294,7 @@ def _narrow_size(name: str, value: int, widths: tuple[int, int]) -> int | None:
 
 
 def _fewer_heads(section: Settings) -> Settings:
-    """The ratio of heads to key-value heads stays, up to four."""
+    """Fewer heads; keeps the ratio of heads to key-value heads, up to four."""
     _, heads = _first(section, _HEADS)
     kv_key, kv_heads = _first(section, _KV_HEADS)
     kv_heads = kv_heads or heads
@@ -316,7 +316,7 @@ def _fewer_experts(section: Settings) -> Settings:
 
 
 def _mamba_heads(section: Settings, hidden: int) -> Settings:
-    """State-space heads fill the inner width, which is a multiple of the model's."""
+    """State-space heads that fill the inner width, a multiple of the model's width."""
     names = ("mamba_expand", "mamba_n_heads", "mamba_d_head")
     if "expand" in section and "head_dim" in section:
         names = ("expand", "num_heads", "head_dim")
@@ -339,7 +339,7 @@ def _smaller_vocabulary(section: Settings, size: int) -> Settings:
 
 
 def fit_globs(globs: Iterable[str], num_layers: int) -> tuple[str, ...]:
-    """Globs of the user's names for the small model's: a layer that is gone means the last one."""
+    """Adapts globs to the small model: the number of a missing layer becomes the last one's."""
 
     def fit(found: re.Match[str]) -> str:
         return str(min(int(found[0]), max(num_layers - 1, 0)))
@@ -372,18 +372,18 @@ def _set(settings: Settings, dotted: str, value: Any) -> None:
 #
 #     logits([a a a b b b])  ==  logits([a a a]), logits([b b b])
 #
-# Most models of transformers do, by `position_ids` (see [Note: documents]); some have no such
-# argument, or layers that mix along the whole row.
+# Most models of transformers do, using `position_ids` (see [Note: documents]). Some have no such
+# argument, or layers that mix all tokens of a row.
 
 LENGTHS = (5, 7)
-TOLERANCE = 1e-5  # some models make their logits float32
+TOLERANCE = 1e-5  # some models return float32 logits
 
 
 def check_documents(config: PretrainedConfig) -> None:
-    """Refuses to pack for a model that would mix documents.
+    """Refuses packing for a model that would mix documents.
 
     Raises:
-        ConfigError: It would, or takes no `position_ids`.
+        ConfigError: The model mixes documents, or takes no `position_ids`.
     """
     try:
         small, model = shrink(config, Limits(num_layers=2))

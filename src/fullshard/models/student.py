@@ -1,10 +1,10 @@
 """A student cut out of its teacher: layers dropped, experts kept by how much they are used.
 
     layers   0 1 2 3 4 5 6 7   keep 3   ->  0, 4, 7               spread evenly, both ends kept
-    experts  tokens that a layer's router sends to each, counted on training data:
+    experts  tokens that a layer's router sends to each expert, counted on training data:
              9 4 7 1 8 0 2 5   keep 4   ->  0, 2, 4, 7            in their own order
 
-Weights are copied tensor by tensor from the teacher's files, so that nobody holds either model.
+Weights are copied tensor by tensor from the teacher's files, so neither model is ever in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import nn
 from fullshard.config.schema import DistillConfig
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import ConfigError
+from fullshard.formats.export import ExportSettings, write_weights
 from fullshard.formats.hugging_face import open_safetensors
 from fullshard.formats.source import Entry
-from fullshard.formats.to_hugging_face import ExportSettings, write_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,17 +35,17 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.weight$")
 _EXPERT_KEYS = ("num_experts", "num_local_experts")
-_KNOWN = ("qwen3_moe", "mixtral")  # whose files these names are
+_KNOWN = ("qwen3_moe", "mixtral")  # their files have these names
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What is left of a teacher.
+    """The parts of a teacher that are kept.
 
     Attributes:
         layers: Indices of the teacher's layers that are kept.
-        experts: By layer, of its experts; empty: all of them.
-        shares: By layer, of its tokens, those that its kept experts got.
+        experts: Indices of the kept experts by layer; empty: all experts.
+        shares: By layer, share of its tokens that went to the kept experts.
     """
 
     layers: tuple[int, ...]
@@ -53,7 +53,7 @@ class Kept:
     shares: Mapping[int, float]
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """What is kept, in words."""
         yield f"layers {', '.join(map(str, self.layers))} of the teacher are kept"
         for layer, experts in self.experts.items():
             yield (
@@ -63,15 +63,15 @@ class Kept:
 
 
 def is_cut(distill: DistillConfig | None) -> bool:
-    """Whether the student is made of the teacher's parts."""
+    """Whether the student is cut out of the teacher."""
     return distill is not None and (distill.experts is not None or distill.layers is not None)
 
 
 def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> PretrainedConfig:
-    """The configuration of what will be left.
+    """The configuration of the student.
 
     Raises:
-        ConfigError: More is asked for than the teacher has, or its parts are not known.
+        ConfigError: The teacher has fewer parts than requested, or is of another type.
     """
     made: Any = copy.deepcopy(teacher)
     if made.model_type not in _KNOWN:
@@ -82,7 +82,7 @@ def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> Pretrai
     layers = kept_layers(made.num_hidden_layers, distill.layers)
     for name, value in list(vars(made).items()):
         if isinstance(value, list) and len(value) == made.num_hidden_layers:
-            setattr(made, name, [value[layer] for layer in layers])  # a list by layer
+            setattr(made, name, [value[layer] for layer in layers])  # one entry per layer
     if getattr(made, "mlp_only_layers", None):
         made.mlp_only_layers = [n for n, old in enumerate(layers) if old in made.mlp_only_layers]
     made.num_hidden_layers = len(layers)
@@ -98,10 +98,10 @@ def student_config(teacher: PretrainedConfig, distill: DistillConfig) -> Pretrai
 
 
 def kept_layers(num_layers: int, keep: int | None) -> tuple[int, ...]:
-    """Which layers stay: the first, the last, and others evenly between them.
+    """The layers to keep: the first, the last, and others spread evenly between them.
 
     Raises:
-        ConfigError: There are fewer.
+        ConfigError: There are fewer layers.
     """
     keep = num_layers if keep is None else keep
     if keep > num_layers:
@@ -115,7 +115,7 @@ def kept_layers(num_layers: int, keep: int | None) -> tuple[int, ...]:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
-    """Inside, every router of a model counts the tokens that each of its experts gets."""
+    """Inside, counts the tokens that each router sends to each expert."""
     counts: dict[int, torch.Tensor] = {}
 
     def count(layer: int, num_experts: int, *module_args_output: Any) -> None:
@@ -138,7 +138,7 @@ def counting(model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
 
 
 def choose(counts: Mapping[int, Sequence[float]], num_layers: int, distill: DistillConfig) -> Kept:
-    """What stays, by what was counted."""
+    """Chooses the parts to keep, by the counted tokens."""
     layers = kept_layers(num_layers, distill.layers)
     experts: dict[int, tuple[int, ...]] = {}
     shares: dict[int, float] = {}

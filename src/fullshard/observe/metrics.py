@@ -8,15 +8,22 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from os import fstat
 from os.path import samestat
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+import psutil
 
 from fullshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -162,3 +169,20 @@ def _keep(path: Path, done: int) -> list[dict[str, Any]]:
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         aside.replace(path)
     return rows
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """In use now, and the most so far, in bytes.
+
+    Args:
+        device: Where the model lives. On CUDA: what torch's allocator has given out; on the CPU:
+            the process's resident set, which counts its libraries too.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
+    now = psutil.Process().memory_info().rss
+    # The kernel counts both in batches a CPU, so that the peak may lag behind what is in use.
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

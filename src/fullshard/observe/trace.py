@@ -6,7 +6,6 @@ import json
 import mmap
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,19 +17,6 @@ _KINDS = tuple(EventKind)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _COUNT, _OPEN, _WORDS = KEPT_ON_DEATH, KEPT_ON_DEATH + 1, KEPT_ON_DEATH + 2
 _BYTES = 8 * _WORDS
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """An event with the step that it belongs to and the time at which it was done.
-
-    Attributes:
-        time_s: Seconds of a monotonic clock.
-    """
-
-    event: Event
-    step: int
-    time_s: float
 
 
 class EventRing:
@@ -85,10 +71,6 @@ class EventRing:
         """The events of one step, or all that are kept."""
         return tuple(event for event, at, _ in self.copy() if step is None or at == step)
 
-    def entries(self) -> tuple[Recorded, ...]:
-        """Everything that is kept, oldest first."""
-        return tuple(Recorded(*entry) for entry in self.copy())
-
     def copy(self) -> list[tuple[Event, int, float]]:
         """What is kept, oldest first; beside a thread that records, the oldest may be new ones.
 
@@ -112,7 +94,7 @@ class EventRing:
 def read_kept(file: Path) -> list[str]:
     """The last events that a process kept in a file, oldest first; the last may not have ended.
 
-    None where the file is missing or was not written whole.
+    Empty if the file is missing or incomplete.
     """
     try:
         data = file.read_bytes()
@@ -121,12 +103,18 @@ def read_kept(file: Path) -> list[str]:
         return []
     count = page[_COUNT]
     numbers = [page[at % KEPT_ON_DEATH] for at in range(max(1, count - 15), count + 1)]
-    words = [_in_words(number, titles) for number in numbers]
+    words = [in_words(*_decoded(number), titles) for number in numbers]
     if page[_OPEN] and (not numbers or page[_OPEN] != numbers[-1]):
-        words.append(_in_words(page[_OPEN], titles) + " (begun)")
+        words.append(in_words(*_decoded(page[_OPEN]), titles) + " (begun)")
     return words
 
 
-def _in_words(number: int, titles: Sequence[str]) -> str:
-    step, unit, kind = number >> 32, (number >> 8 & 0xFFFFFF) - 1, _KINDS[number & 0xFF]
-    return f"step {step + 1}: {kind.value} {titles[unit] if unit >= 0 else 'the model'}"
+def _decoded(number: int) -> tuple[Event, int]:
+    """The event and the step of a number in the page."""
+    return Event(_KINDS[number & 0xFF], (number >> 8 & 0xFFFFFF) - 1), number >> 32
+
+
+def in_words(event: Event, step: int, titles: Sequence[str]) -> str:
+    """`step 3: gather layers.17`; steps count from 1."""
+    title = titles[event.unit] if event.unit >= 0 else "the model"
+    return f"step {step + 1}: {event.kind.value} {title}"

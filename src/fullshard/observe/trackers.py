@@ -1,7 +1,7 @@
-"""Trackers of other makers, as `report_to` names them: TensorBoard, W&B, MLflow, trackio.
+"""External trackers, as `report_to` names them: TensorBoard, W&B, MLflow, trackio.
 
-A tracker shows what metrics.jsonl has, as train/<field> and eval/loss. It never ends a run: one
-that is not installed, or that fails, is said once and left out.
+A tracker gets the values of metrics.jsonl, as train/<field> and eval/loss. It never ends a run: one
+that is not installed, or that fails, is disabled with one warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any
 
 from fullshard.config.values import Tracker
 from fullshard.observe.metrics import EvalRow, SaveRow, StepRow
@@ -28,15 +28,15 @@ CLOSE_S = 60.0
 
 @dataclass(frozen=True)
 class Names:
-    """What a run is called in a tracker.
+    """Names and folders of a run in a tracker.
 
     Attributes:
-        project: Common name of several runs.
-        run: This run.
-        folder: Folder of the run: where trackers keep their own files.
-        logging_dir: Folder of TensorBoard's files.
-        config: The run's configuration, as JSON could hold it.
-        done: Steps that were finished before: later ones are shown anew.
+        project: Name of the project, shared by several runs.
+        run: Name of the run.
+        folder: Folder of the run, for the tracker's own files.
+        logging_dir: Folder for TensorBoard's files.
+        config: The run's configuration, as JSON values.
+        done: Number of steps finished before; later steps are logged again.
     """
 
     project: str
@@ -47,89 +47,74 @@ class Names:
     done: int = 0
 
 
-class _Open(Protocol):
-    """A run in a tracker."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self, *, is_good: bool) -> None: ...
+# What a tracker does with the values of a step, and with the end of the run (whether it succeeded).
+Log = Callable[[dict[str, float], int], Any]
+Close = Callable[[bool], Any]
 
 
-class _TensorBoard:
-    def __init__(self, names: Names) -> None:
-        import_module("tensorboard")  # torch's error does not name the package
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(names: Names) -> tuple[Log, Close]:
+    import_module("tensorboard")  # torch's error does not name the package
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(names.logging_dir), purge_step=names.done + 1)
+    writer = SummaryWriter(str(names.logging_dir), purge_step=names.done + 1)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self, *, is_good: bool) -> None:  # noqa: ARG002  it knows no status
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, names: Names) -> None:
-        wandb = import_module("wandb")
-        self._run = wandb.init(
-            project=names.project,
-            name=names.run,
-            dir=str(names.folder),
-            config=dict(names.config),
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self, *, is_good: bool) -> None:
-        self._run.finish(exit_code=0 if is_good else 1)
+    return log, lambda _succeeded: writer.close()
 
 
-class _Mlflow:
-    def __init__(self, names: Names) -> None:
-        self._mlflow = import_module("mlflow")
-        self._mlflow.set_experiment(names.project)
-        self._mlflow.start_run(run_name=names.run)
-        self._mlflow.log_dict(dict(names.config), "config.json")
+def _wandb(names: Names) -> tuple[Log, Close]:
+    folder, config = str(names.folder), dict(names.config)
+    wandb = import_module("wandb")
+    run = wandb.init(project=names.project, name=names.run, dir=folder, config=config)
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
+    def log(values: dict[str, float], step: int) -> None:
+        run.log(values, step=step)
 
-    def close(self, *, is_good: bool) -> None:
-        self._mlflow.end_run("FINISHED" if is_good else "FAILED")
+    return log, lambda succeeded: run.finish(exit_code=0 if succeeded else 1)
 
 
-class _Trackio:
-    def __init__(self, names: Names) -> None:
-        self._trackio = import_module("trackio")
-        self._trackio.init(project=names.project, name=names.run, config=dict(names.config))
+def _mlflow(names: Names) -> tuple[Log, Close]:
+    mlflow = import_module("mlflow")
+    mlflow.set_experiment(names.project)
+    mlflow.start_run(run_name=names.run)
+    mlflow.log_dict(dict(names.config), "config.json")
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(values), step=step)
+    def log(values: dict[str, float], step: int) -> None:
+        mlflow.log_metrics(values, step=step)
 
-    def close(self, *, is_good: bool) -> None:  # noqa: ARG002  it knows no status
-        self._trackio.finish()
+    return log, lambda succeeded: mlflow.end_run("FINISHED" if succeeded else "FAILED")
 
 
-_OPENED: Mapping[Tracker, Callable[[Names], _Open]] = {
-    Tracker.TENSORBOARD: _TensorBoard,
-    Tracker.WANDB: _Wandb,
-    Tracker.MLFLOW: _Mlflow,
-    Tracker.TRACKIO: _Trackio,
+def _trackio(names: Names) -> tuple[Log, Close]:
+    trackio = import_module("trackio")
+    trackio.init(project=names.project, name=names.run, config=dict(names.config))
+
+    def log(values: dict[str, float], step: int) -> None:
+        trackio.log(values, step=step)
+
+    return log, lambda _succeeded: trackio.finish()
+
+
+OPEN: Mapping[Tracker, Callable[[Names], tuple[Log, Close]]] = {
+    Tracker.TENSORBOARD: _tensorboard,
+    Tracker.WANDB: _wandb,
+    Tracker.MLFLOW: _mlflow,
+    Tracker.TRACKIO: _trackio,
 }
 
 
 class Trackers:
     """The trackers of a run, on rank 0.
 
-    They are opened, fed and closed by a thread of their own: the other ranks do not wait for one
-    that waits for its server. Rows that come faster than they are taken are left out, and counted.
+    A thread of their own opens, feeds and closes them, so training never waits for a server. Rows
+    that arrive faster than a tracker takes them are dropped and counted.
 
     Args:
-        asked: Those of `report_to`.
-        names: What the run is called there.
+        asked: Trackers of `report_to`.
+        names: Names and folders of the run.
     """
 
     def __init__(self, asked: Sequence[Tracker], names: Names) -> None:
@@ -143,7 +128,7 @@ class Trackers:
             self._thread.start()
 
     def write(self, row: StepRow | EvalRow | SaveRow) -> None:
-        """Shows a row, soon."""
+        """Queues a row."""
         if self._thread is None:
             return
         try:
@@ -152,10 +137,10 @@ class Trackers:
             self._num_lost += 1
 
     def close(self, *, is_good: bool) -> None:
-        """Ends the run in all trackers, once they have what they can take in CLOSE_S seconds.
+        """Ends the run in all trackers; waits up to CLOSE_S seconds for queued rows.
 
         Args:
-            is_good: Whether it ended as it should.
+            is_good: Whether the run succeeded.
         """
         if self._thread is None:
             return
@@ -165,24 +150,27 @@ class Trackers:
         if self._thread.is_alive():
             logger.warning("training.report_to: a tracker did not end in %.0f s", CLOSE_S)
         if self._num_lost:
-            logger.warning("training.report_to: %d rows came too fast", self._num_lost)
+            logger.warning(
+                "training.report_to: %d rows were dropped because they arrived too fast",
+                self._num_lost,
+            )
 
     def _serve(self, asked: Sequence[Tracker], names: Names) -> None:
-        trackers: dict[Tracker, _Open] = {}
+        trackers: dict[Tracker, tuple[Log, Close]] = {}
         for tracker in asked:
             with _left_out(tracker, trackers):
-                trackers[tracker] = _OPENED[tracker](names)
+                trackers[tracker] = OPEN[tracker](names)
         while not (self._ended.is_set() and self._rows.empty()):
             try:
                 row = self._rows.get(timeout=POLL_S)
             except queue.Empty:
                 continue
-            for tracker, opened in list(trackers.items()):
+            for tracker, (log, _) in list(trackers.items()):
                 with _left_out(tracker, trackers):
-                    opened.log(_shown(row), row.step)
-        for tracker, opened in list(trackers.items()):
+                    log(_shown(row), row.step)
+        for tracker, (_, close) in list(trackers.items()):
             with _left_out(tracker, trackers):
-                opened.close(is_good=self._is_good)
+                close(self._is_good)
 
 
 def _shown(row: StepRow | EvalRow | SaveRow) -> dict[str, float]:
@@ -195,8 +183,8 @@ def _shown(row: StepRow | EvalRow | SaveRow) -> dict[str, float]:
 
 
 @contextmanager
-def _left_out(tracker: Tracker, trackers: dict[Tracker, _Open]) -> Generator[None]:
-    """A tracker that fails is said, and is no longer there."""
+def _left_out(tracker: Tracker, trackers: dict[Tracker, tuple[Log, Close]]) -> Generator[None]:
+    """Removes a tracker that fails, with a warning."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  whatever it is, the run goes on
@@ -204,9 +192,9 @@ def _left_out(tracker: Tracker, trackers: dict[Tracker, _Open]) -> Generator[Non
         if isinstance(error, ImportError) and error.name == tracker:
             what = "is not installed"
         else:
-            what = f"failed and is left out ({type(error).__name__}: {error})"
+            what = f"failed and is disabled ({type(error).__name__}: {error})"
         logger.warning(
-            "training.report_to: %s %s; metrics.jsonl and metrics.csv hold what it would show",
+            "training.report_to: %s %s; metrics.jsonl and metrics.csv contain the same values",
             tracker,
             what,
         )

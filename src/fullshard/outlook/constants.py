@@ -1,91 +1,83 @@
-"""The constants of the forecast: what physics leaves open, within bounds that physics gives.
+"""The fitted constants of the formulas for time and memory.
 
-`benchmarks/forecast_fit.py` fits them to published runs and writes the values into this file. What
-devices can do (devices.py) are data sheets and independent measurements, and are not fitted.
+`benchmarks/forecast_fit.py` fits them to published runs, within physical bounds, and writes the
+values into this file. The speeds of devices (devices.py) come from data sheets and measurements.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Where a constant may lie, and why."""
-
-    low: float
-    high: float
-    source: str
-
-
-def _constant(value: float, low: float, high: float, source: str) -> Any:
-    return field(default=value, metadata={"bound": Bound(low, high, source)})
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Constants of speed, then of memory."""
+    """Constants of time, then of memory (from `logits_held` on).
 
-    matmul_share: float = _constant(0.8902, 0.6, 1.0, "of the measured best matmul, in a model")
-    hopper_matmul: float = _constant(0.8064, 0.6, 1.0, "of that on H100, whose clock power limits")
-    tpu_matmul_share: float = _constant(0.8595, 0.5, 1.0, "the same of XLA's matmuls on TPUs")
-    narrow_width: float = _constant(251.6, 0.0, 1000.0, "width at which matmuls reach half")
-    expert_share: float = _constant(
-        0.5904, 0.2, 1.0, "the same of a block with experts, whose tokens are sorted and sent"
-    )
-    elementwise_passes: float = _constant(1.86, 0.3, 5.0, "reads and writes of activations")
-    compiled_passes: float = _constant(0.273, 0.1, 1.0, "share of them left after fusion")
-    xla_passes: float = _constant(
-        0.5517, 0.1, 1.0, "the same after XLA's, which fuses whole blocks"
-    )
-    logits_bytes: float = _constant(36.06, 6.0, 60.0, "traffic a logit, loss and gradient")
-    attention_share: float = _constant(0.39, 0.2, 1.0, "flash attention's share of a matmul's rate")
-    hopper_attention: float = _constant(0.6104, 0.3, 1.2, "of that on H100, kernels of version 2")
-    tuned_attention: float = _constant(2.5, 1.0, 2.5, "of that with cuDNN or Transformer Engine")
-    link_share: float = _constant(
-        0.5487, 0.2, 1.0, "of the links in a host, as collectives reach it"
-    )
-    fabric_share: float = _constant(0.9609, 0.1, 1.0, "of the fabric, as collectives reach it")
-    overlap: float = _constant(2.672, 1.0, 8.0, "norm that joins work and traffic: 1 is no overlap")
-    wait_s: float = _constant(
-        0.0005956, 1e-6, 1e-3, "of a collective for its slowest rank, each time that ranks double"
-    )
-    launch_s: float = _constant(0.0004918, 3e-5, 3e-3, "host time to issue a block's forward")
-    fp8_speedup: float = _constant(1.817, 1.0, 2.0, "of matmuls, casts included")
-    logits_held: float = _constant(
-        13.37, 10.0, 20.0, "bytes a logit: in 16 bits, float32, log-probability, both gradients"
-    )
-    fused_logits: float = _constant(
-        2.338, 2.0, 12.0, "the same of a compiled loss: in 16 bits, and of a chunk or all the rest"
-    )
-    gathered_blocks: float = _constant(
-        3.0, 1.0, 3.0, "that are whole: this one, the next, the buffer it comes in"
-    )
-    cached_share: float = _constant(
-        0.8308, 0.0, 1.5, "of the smaller moment's memory, beside the larger one's"
-    )
-    base_gib: float = _constant(1.491, 0.0, 2.0, "of libraries' workspaces and small pieces")
+    Attributes:
+        matmul_share: Speed of matmuls in a model, as a share of the device's best matmul.
+        hopper_matmul: Factor of matmul_share on Hopper, whose clock is limited by power.
+        tpu_matmul_share: Matmul_share of XLA's matmuls on TPUs.
+        narrow_width: Model width at which matmuls reach half of their speed.
+        expert_share: Factor of matmul_share in blocks with experts, whose tokens are sorted and
+            sent.
+        elementwise_passes: Factor of the bytes that elementwise kernels read and write.
+        compiled_passes: Share of these bytes, and of kernels, that remains under torch.compile.
+        xla_passes: The same under XLA, which fuses whole blocks.
+        logits_bytes: Bytes read and written per logit, in loss and gradient.
+        attention_share: Speed of flash attention, as a share of a matmul's.
+        hopper_attention: Factor of attention_share on Hopper with version 2 of the kernels.
+        tuned_attention: Factor of attention_share with cuDNN or Transformer Engine.
+        link_share: Bandwidth of collectives in a host, as a share of the links'.
+        fabric_share: Bandwidth of collectives between hosts, as a share of the fabric's.
+        overlap: Exponent of the p-norm that joins work and communication; 1 is no overlap.
+        wait_s: Seconds that a collective waits for its slowest rank, per doubling of ranks.
+        launch_s: Seconds of host time to launch a block's forward.
+        fp8_speedup: Speedup of matmuls in fp8, casts included.
+        logits_held: Bytes per logit: 16 bits, float32, log-probability, both gradients.
+        fused_logits: Bytes per logit in a compiled loss.
+        gathered_blocks: Blocks that are gathered at once: this one, the next, the receive buffer.
+        cached_share: Reserved beside the larger moment of backward, as a share of the smaller one.
+        base_gib: GiB of library workspaces and small fragments.
+    """
 
-    @classmethod
-    def bounds(cls) -> dict[str, Bound]:
-        """By name."""
-        return {one.name: one.metadata["bound"] for one in fields(cls)}
+    matmul_share: float = 0.8902
+    hopper_matmul: float = 0.8064
+    tpu_matmul_share: float = 0.8595
+    narrow_width: float = 251.6
+    expert_share: float = 0.5904
+    elementwise_passes: float = 1.86
+    compiled_passes: float = 0.273
+    xla_passes: float = 0.5517
+    logits_bytes: float = 36.06
+    attention_share: float = 0.39
+    hopper_attention: float = 0.6104
+    tuned_attention: float = 2.5
+    link_share: float = 0.5487
+    fabric_share: float = 0.9609
+    overlap: float = 2.672
+    wait_s: float = 0.0005956
+    launch_s: float = 0.0004918
+    fp8_speedup: float = 1.817
+    logits_held: float = 13.37
+    fused_logits: float = 2.338
+    gathered_blocks: float = 3.0
+    cached_share: float = 0.8308
+    base_gib: float = 1.491
 
 
 FITTED = Constants()
 
 
 class Familiarity(StrEnum):
-    """How close a run is to those that the constants were fitted to."""
+    """How similar a run is to those that the constants were fitted to."""
 
-    USUAL = "usual"  # the devices, formats and meshes that most published runs have
+    USUAL = "usual"  # devices, dtypes and meshes of most published runs
     UNUSUAL = "unusual"
-    ASSUMED = "assumed"  # a number that matters was missing
+    ASSUMED = "assumed"  # an important number was missing
 
 
-# Half widths of 80 % intervals, of logarithms: quantiles of the errors on groups left out.
+# Half widths of 80 % intervals, of the logarithm: quantiles of errors on held-out groups.
 SPREAD = {
     "speed": {
         Familiarity.USUAL: 0.109,

@@ -1,8 +1,8 @@
-"""What devices can do and hold, and how people say which they have.
+"""Speed and memory of devices, and the names that users give them.
 
-[Note: what devices reach]
-`matmul` is what a good bf16 matmul of a good shape reaches, measured where somebody measured it;
-where nobody did, the share that is usual of that maker's devices. Links are in one direction.
+[Note: measured matmuls]
+`matmul` is the measured speed of a large bf16 matmul. Where nobody measured it, it is the usual
+share of the peak on devices of that maker. Link speeds are in one direction.
 
 [Note: a machine's GPUs]
 
@@ -10,14 +10,14 @@ where nobody did, the share that is usual of that maker's devices. Links are in 
     ^ how many     ^ name ^ which variant
 
 [Note: a file of devices]
-Devices that our tables lack, or have with other numbers:
+Devices that are missing from the table, or that have other numbers:
 
-    MI400:                   # as --gpus names it: 8xMI400
-      memory_gib: 402        # that a framework can use
-      bf16_tflops: 2300      # dense, on paper
+    MI400:                   # the name in --gpus: 8xMI400
+      memory_gib: 402        # usable by a framework
+      bf16_tflops: 2300      # dense peak
       memory_tb_s: 19.6
-      link_gb_s: 300         # to its neighbours in the host, one way
-      fabric_gb_s: 50        # to other hosts, a device
+      link_gb_s: 300         # to neighbours in the host, one way
+      fabric_gb_s: 50        # to other hosts, per device
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Annotated, Any, cast
 
 from fullshard.config.fields import Count, Number
 from fullshard.config.files import read_file
-from fullshard.config.model import Section
 from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.section import Section
 
 TERA = 1e12
 GIGA = 1e9
@@ -40,20 +40,20 @@ GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, as a rank has it.
+    """One accelerator; a rank uses one.
 
     Attributes:
-        name: As people write it.
-        peak: bf16 operations a second, dense, on paper.
-        matmul: What of it a good matmul reaches.
-        bandwidth: Bandwidth of its memory, bytes a second.
-        memory_gib: What a framework can use of it.
-        link: To its neighbours in the host, bytes a second, one way.
-        fabric: To other hosts, bytes a second and device, where nobody says which fabric.
-        domain: Devices that the fast link joins.
-        is_tpu: Compiled as a whole by XLA; its links form a torus.
-        sold: Total memory in MiB as the driver reports it, a little below what the name says, by
-            nominal GB. The first variant is meant where a name stands alone.
+        name: Name in the table.
+        peak: Dense bf16 operations per second in the data sheet.
+        matmul: Operations per second of a good matmul.
+        bandwidth: Memory bandwidth in bytes per second.
+        memory_gib: Memory that a framework can use.
+        link: Bytes per second to neighbours in the host, one way.
+        fabric: Bytes per second and device to other hosts, if the fabric is not named.
+        domain: Number of devices that the fast link joins.
+        is_tpu: XLA compiles whole programs for it, and its links form a torus.
+        sold: Total memory in MiB as the driver reports it, by nominal GB. A name without a size
+            means the first variant.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Device:
 
     @property
     def is_hopper(self) -> bool:
-        """Of the generation whose matmuls outgrew its clock and its first attention kernels."""
+        """Whether it is of the Hopper generation, whose matmuls are limited by power."""
         return self.name[:2] in ("H1", "H2", "H8", "GH")
 
 
@@ -94,7 +94,7 @@ def _tpu(
     return replace(_gpu(name, (tflops, tflops), memory, (link, 3), pod), is_tpu=True)
 
 
-# (on paper, measured) TFLOPS, (TB/s, usable GiB), (link, fabric) GB/s. Sources: ml-engineering's
+# (peak, measured) TFLOPS, (TB/s, usable GiB), (link, fabric) GB/s. Sources: ml-engineering's
 # measured matmul maxima and vendors' sheets; docs.cloud.google.com/tpu for TPUs.
 _H100_SOLD = {80: 81559, 64: 65247, 94: 95830, 96: 97871}
 DEVICES = {
@@ -126,7 +126,7 @@ DEVICES = {
         _gpu("TITAN RTX", (130, 90), (0.672, 23.6), (10, 3)),
         _gpu("T4", (65, 40), (0.32, 14.7), (10, 3), sold={16: 15360}),
         _gpu("MI210", (181, 130), (1.6, 63.9), (150, 25)),
-        # One of its two dies, which is what a rank gets.
+        # One of its two dies, since a rank uses one.
         _gpu("MI250", (181, 130), (1.6, 63.9), (150, 25)),
         _gpu("MI250X", (181, 130), (1.6, 63.9), (150, 25), sold={64: 65520}),
         _gpu("MI300X", (1307, 668.4), (5.3, 191.5), (336, 50), sold={192: 196592}),
@@ -146,10 +146,10 @@ DEVICES = {
 
 
 def find_device(text: str, memory_gb: float | None = None) -> Device:
-    """The device that a text names, in its variant with that memory.
+    """Returns the device that a text names, in the variant with that memory.
 
     Raises:
-        KeyError: nobody knows it.
+        KeyError: The table has no such device.
     """
     plain = re.sub(r"[^a-z0-9]", "", text.lower())
     names = sorted(DEVICES, key=lambda name: -len(name))
@@ -171,7 +171,7 @@ def _variant(device: Device, plain: str, memory_gb: float | None) -> Device:
     return device
 
 
-# ---- what a user calls a machine's GPUs ----------------------------------------------------------
+# ---- names of a machine's GPUs -------------------------------------------------------------------
 
 MIB = 1 << 20
 
@@ -194,9 +194,9 @@ class Gpus:
     """The GPUs of one machine.
 
     Attributes:
-        count: How many.
-        name: Which, or "" where only their memory or their number is known.
-        memory_bytes: What one of them holds; None where only their number is known.
+        count: Number of GPUs.
+        name: Name of the device; "" if only the memory or the number is known.
+        memory_bytes: Memory of one GPU; None if only the number is known.
     """
 
     count: int
@@ -205,15 +205,15 @@ class Gpus:
 
 
 def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = None) -> Gpus:
-    """Read what a user calls a machine's GPUs.
+    """Reads the value of `--gpus`.
 
     Args:
         text: See [Note: a machine's GPUs].
-        key: Under which errors speak of it.
+        key: Name of the option in errors.
         own: Memory in bytes of devices that the user has described, by name in capitals.
 
     Raises:
-        ConfigError: it cannot be read, or names a GPU or a variant that nobody knows.
+        ConfigError: The text cannot be read, or names an unknown GPU or variant.
     """
     text = text.strip()
     if text.isdecimal() and int(text) > 0:
@@ -227,13 +227,13 @@ def parse_gpus(text: str, key: str = "--gpus", own: Mapping[str, int] | None = N
     own = own or {}
     if name in own:
         if size is not None:
-            advice = f"--devices says what {name} holds: leave {size}{match['unit']} out"
+            advice = f"--devices gives the memory of {name}: leave {size}{match['unit']} out"
             raise ConfigProblems([Problem(key, f"{count}x{name}", repr(text), advice)])
         return Gpus(count, name, own[name])
     if name in GPU_MEMORY:
         return Gpus(count, name, _memory_of(name, size, key))
     close = difflib.get_close_matches(name, [*own, *GPU_MEMORY], n=3, cutoff=0.5)
-    if size is not None and not close:  # its memory alone is known
+    if size is not None and not close:  # only its memory is known
         return Gpus(count, name, size * (1 << 30 if match["unit"].lower() == "gib" else 10**9))
     advice = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     advice += (
@@ -255,7 +255,7 @@ def _memory_of(name: str, size: int | None, key: str) -> int:
 
 # ---- a file of devices ---------------------------------------------------------------------------
 
-USUAL_MATMUL = 0.78  # of the paper's peak that a good matmul reaches: the median of our table
+USUAL_MATMUL = 0.78  # share of the peak that a good matmul reaches: the median of our table
 
 Rate = Annotated[float, Number(above=0)]
 
@@ -263,36 +263,33 @@ Rate = Annotated[float, Number(above=0)]
 class DeviceEntry(Section):
     """One accelerator, in the units of data sheets."""
 
-    memory_gib: Rate | None = None
-    """What a framework can use of its memory."""
+    memory_gib: Rate
+    """Memory that a framework can use, in GiB."""
 
-    bf16_tflops: Rate | None = None
-    """bf16 operations a second on paper, without sparsity, in 10^12."""
+    bf16_tflops: Rate
+    """Dense bf16 peak in the data sheet, in 10^12 operations per second."""
+
+    memory_tb_s: Rate
+    """Memory bandwidth, in 10^12 bytes per second."""
 
     matmul_tflops: Rate | None = None
-    """What of it a good matmul reaches. None: 0.78 of it."""
-
-    memory_tb_s: Rate | None = None
-    """Bandwidth of its memory, in 10^12 bytes a second."""
+    """Speed of a good matmul, in 10^12 operations per second. None: 0.78 of bf16_tflops."""
 
     link_gb_s: Rate = 50.0
-    """To its neighbours in the host, in 10^9 bytes a second, one way."""
+    """Speed to neighbours in the host, in 10^9 bytes per second, one way."""
 
     fabric_gb_s: Rate = 12.5
-    """To other hosts, in 10^9 bytes a second and device."""
+    """Speed to other hosts, in 10^9 bytes per second and device."""
 
     domain: Count = 8
-    """Devices that the fast link joins."""
-
-
-NEEDED = ("memory_gib", "bf16_tflops", "memory_tb_s")
+    """Number of devices that the fast link joins."""
 
 
 def read_devices(path: Path) -> dict[str, Device]:
-    """Devices by their name in capitals, without spaces.
+    """Returns the devices of a file by name in capitals, without spaces.
 
     Raises:
-        ConfigError: The file cannot be read, misses a number, or has one that is none.
+        ConfigError: The file cannot be read, or a number is missing or invalid.
     """
     values = read_file(path).values
     found: dict[str, Device] = {}
@@ -306,29 +303,18 @@ def read_devices(path: Path) -> dict[str, Device]:
             found[name] = _device(name, entry)
         except ConfigProblems as error:
             where = f"{path}: {written}"
-            raise error.map(lambda one, w=where: _below(one, w)) from None
+            raise error.map(lambda one, w=where: one.below(w)) from None
     return found
-
-
-def _below(problem: Problem, where: str) -> Problem:
-    return replace(problem, key=f"{where}.{problem.key}" if problem.key else where)
 
 
 def _device(name: str, values: object) -> Device:
     if not isinstance(values, dict):
         raise ConfigProblems([Problem("", "a mapping of its numbers", show(values))])
     entry = DeviceEntry(**{str(key): value for key, value in cast("Any", values).items()})
-    missing = [key for key in NEEDED if getattr(entry, key) is None]
-    if missing:
-        advice = "Its data sheet has it"
-        raise ConfigProblems(
-            [Problem(key, "a number above 0", "nothing", advice) for key in missing]
-        )
-    peak, bandwidth = entry.bf16_tflops or 0.0, entry.memory_tb_s or 0.0
     return _gpu(
         name,
-        (peak, entry.matmul_tflops or USUAL_MATMUL * peak),
-        (bandwidth, entry.memory_gib or 0.0),
+        (entry.bf16_tflops, entry.matmul_tflops or USUAL_MATMUL * entry.bf16_tflops),
+        (entry.memory_tb_s, entry.memory_gib),
         (entry.link_gb_s, entry.fabric_gb_s),
         entry.domain,
     )

@@ -1,38 +1,38 @@
-"""What a rank holds: at the peak of a step, in every phase of a run, and beyond its tensors.
+"""Memory of a rank: at the peak of a step, in every phase of a run, and beyond its tensors.
 
-State is counted by the planner, to the byte (planner/memory.py). Here is what comes on top of it.
+The planner counts state, to the byte (planner/memory.py). This module adds the rest.
 
 [Note: the peak of a step]
-The most that one device holds is at one of these moments; formulas from shapes say how much, fitted
-to published runs where no module is at hand to be traced:
+The peak of a device is at one of these moments. Without a module to trace, formulas from shapes
+estimate it; their constants were fitted to published runs.
 
     backward begins     weights + optimizer                + activations + logits, or a block
     backward ends       weights + optimizer + gradients    + a block
-    saving              weights + optimizer + the whole model, where a checkpoint is one file
+    saving              weights + optimizer + the whole model, if a checkpoint is one file
 
-The allocator holds more: the two moments of backward want pieces of different sizes, so that most
-of what the smaller one takes lies beside the larger one.
+The allocator reserves more. The two moments of backward allocate blocks of different sizes, so the
+larger one cannot reuse most of the memory of the smaller one.
 
 [Note: phases of a run]
 
     load -> shard ---> forward -> backward -> optimizer ---> save
       '--> resume ------^------------------------'
 
-Buffers are made once and stay: parameter and gradient shards as weights come in, slots at the end
-of `fs.shard`, states and what is received with the first step, the copy that a checkpoint is
-written from with the first save. Only what a micro-batch makes comes and goes.
+Most buffers are allocated once and stay: parameter and gradient shards while weights are read,
+slots at the end of `fs.shard`, optimizer states and receive buffers in the first step, the copy for
+checkpoints at the first save. Only the tensors of a micro-batch come and go.
 
 [Note: blocks and segments]
-torch's caching allocator asks the driver for segments and gives out blocks of them:
+torch's caching allocator requests segments from the driver and divides them into blocks:
 
-    a request        <= 1 MiB           <= 10 MiB          above
-    a segment        2 MiB              20 MiB             itself, rounded up to 2 MiB
-    what is left     serves others      serves others,     serves others,
-                                        if > 1 MiB         if > 1 MiB
+    request          <= 1 MiB           <= 10 MiB          above
+    segment          2 MiB              20 MiB             the request, rounded up to 2 MiB
+    remainder        is reused          is reused if       is reused if
+                                        > 1 MiB            > 1 MiB
 
-Every block is a multiple of 512 bytes, and the smallest that fits is taken. Our engine makes its
-buffers once and keeps them, so their segments follow from the plan. Tensors that come and go leave
-holes that nothing else fits into: of these only a share is known, from public runs.
+A block is a multiple of 512 bytes, and a request gets the smallest block that fits. The engine
+allocates its buffers once, so their segments follow from the plan. Tensors that come and go leave
+holes between blocks; their share is known only from public runs.
 
 References:
     c10/cuda/CUDACachingAllocator.cpp of PyTorch, whose sizes these are.
@@ -62,27 +62,27 @@ from fullshard.planner.owners import owned_tensors
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
-from fullshard.planner.tracing import Kind
+from fullshard.planner.tracing import TensorKind
 
 MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
-LORA_SHARE = 0.002  # of the parameters that adapters add, at the usual ranks
-NF4_BYTES = 0.56  # 4 bits, and a scale for every 64
-FULL = 0.97  # of a device: the allocator gives back what it caches before it fails
+LORA_SHARE = 0.002  # parameters that adapters of usual ranks add, as a share of the model's
+NF4_BYTES = 0.56  # 4 bits, and a scale for every 64 parameters
+FULL = 0.97  # of a device: the allocator frees its cache before it fails
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """Bytes on the device that holds most.
+    """Bytes on the device with the most, at its peak.
 
     Attributes:
         weights, optimizer, gradients: State at rest.
-        gathered: Blocks and ends that are whole for a while.
-        kept: Activations that wait for backward.
-        block: Those of one block while it is computed.
-        logits: With the loss, and their gradient.
-        base: Allocator overhead: library workspaces and fragments too small to use.
-        active: The most at once.
-        reserved: What the allocator holds for that.
+        gathered: Gathered blocks, embedding and head.
+        kept: Activations saved for backward.
+        block: Activations of one block while it is computed.
+        logits: Logits, loss, and their gradients.
+        base: Library workspaces and fragments that are too small to reuse.
+        active: Peak of allocated bytes.
+        reserved: Peak of bytes that the allocator reserves.
     """
 
     weights: float
@@ -97,7 +97,7 @@ class PeakMemory:
     reserved: float
 
     def of(self, metric: Metric) -> float:
-        """As the metric counts it."""
+        """Returns the peak as a metric counts it."""
         match metric:
             case Metric.ALLOCATED | Metric.ACTIVE:
                 return self.active
@@ -108,12 +108,12 @@ class PeakMemory:
 
 
 def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
-    """What the device that holds most holds at its peak."""
+    """Returns the peak of the device with the most, by formula."""
     weights, optimizer, gradients = _states(run)
     gathered, unreduced = _gathered(run, k)
     kept, block = _activations(run)
     logits = _logits(run, k)
-    # Buckets of gradients that are whole are kept from step to step; slices are made anew.
+    # Buckets of whole gradients are kept between steps; sharded gradients are allocated anew.
     is_bucketed = run.sharding is not Stage.PARAMETERS and run.mesh.data_ranks > 1
     waiting = gradients if run.batch.accumulation > 1 or is_bucketed else 0.0
     begins = waiting + kept + max(logits, block + unreduced)
@@ -169,7 +169,7 @@ def _states(run: Workload) -> tuple[float, float, float]:
 
 
 def _gathered(run: Workload, k: Constants) -> tuple[float, float]:
-    """Weights that are gathered for computing, and gradients that wait for their reduction."""
+    """Bytes of gathered weights, and of gradients before their reduction."""
     mesh, model = run.mesh, run.model
     block = model.held_block_params / mesh.tensor
     if run.sharding is not Stage.PARAMETERS or (mesh.state_ranks == 1 and not run.offloads):
@@ -179,10 +179,10 @@ def _gathered(run: Workload, k: Constants) -> tuple[float, float]:
     if run.precision.casts_late:
         size = ends = run.precision.master
     blocks = k.gathered_blocks if run.reshards else model.layers
-    if mesh.pipeline > 1:  # all of a stage: part of its state
+    if mesh.pipeline > 1:  # a stage is gathered as a whole and counts as state
         blocks = 0
-    sums = 2.0  # of gradients: as they come, and as they travel
-    if run.kernels.compiler is Compiler.XLA:  # frees what no operation asks for again
+    sums = 2.0  # gradients of a block: as computed, and in the reduction
+    if run.kernels.compiler is Compiler.XLA:  # frees a buffer after its last use
         blocks, sums = min(2.0, blocks), 1.0
     trained = 1.0 if run.tuning is Tuning.FULL else 0.0
     gathered = blocks * size * block + ends * model.end_params / mesh.tensor
@@ -190,9 +190,9 @@ def _gathered(run: Workload, k: Constants) -> tuple[float, float]:
 
 
 def _activations(run: Workload) -> tuple[float, float]:
-    """Bytes that all blocks keep for backward, and those of one block while it is computed.
+    """Bytes that all blocks save for backward, and activations of one block being computed.
 
-    The first stage of a pipeline keeps what as many micro-batches as there are stages need.
+    The first stage of a pipeline saves activations of as many micro-batches as there are stages.
     """
     model, mesh, kernels = run.model, run.mesh, run.kernels
     tokens = run.tokens_per_micro_batch / (mesh.context * mesh.tensor)
@@ -210,20 +210,21 @@ def _activations(run: Workload) -> tuple[float, float]:
 
 
 def _block_elements(run: Workload) -> float:
-    """Of a block without recompute, a token: what its operations keep for their backward.
+    """Elements per token that a block saves for backward without recompute.
 
-        norms        each its input and output; a gated block's RMSNorm by several kernels also
-                     the input in float32, which is two, and the normed one in place of the input
-        attention    queries, keys, values, its output; without a compiler, keys and values are
-                     made as wide as queries
-        mlp          both halves of a gate, the activation, the product; or before and after it
+        norms        input and output of each; RMSNorm by several kernels (gated blocks) also saves
+                     its input in float32, which counts twice
+        attention    queries, keys, values and the output; without a compiler, keys and values are
+                     expanded to the width of queries
+        mlp          both halves of a gate, the activation and the product; or the inner
+                     activations before and after the nonlinearity
 
-    A compiler keeps fewer of what lies between matmuls. Tensor parallelism cuts all of this but the
-    norms' outputs, which are gathered.
+    A compiler saves less between matmuls. Tensor parallelism shards everything but the outputs of
+    norms, which are gathered.
     """
     model = run.model
     whole = 2 * (run.mesh.tensor - 1) * model.width
-    frozen = run.tuning is Tuning.LORA  # needs no gradient, so its input is not kept
+    frozen = run.tuning is Tuning.LORA  # a frozen matmul does not save its input
     if run.kernels.compiler is not Compiler.NONE:
         attention = 2 * (model.query_width + model.kv_width)
         norms, mlp = 4, 3 if model.gated else 2
@@ -234,20 +235,20 @@ def _block_elements(run: Workload) -> float:
 
 
 def _chosen_elements(run: Workload) -> float:
-    """Of a block that recomputes by operation, a token: attention's output, every other matmul's.
+    """Elements per token that a block saves if it keeps attention and every other matmul.
 
     References:
-        The habit of torchtitan, whose matmuls are in this order: q, v, gate, down.
+        torchtitan's selective recompute, whose kept matmuls are q, v, gate and down.
     """
     model = run.model
     return 2 * model.query_width + model.kv_width + model.mlp_width + model.width
 
 
 def _logits(run: Workload, k: Constants) -> float:
-    """Logits, what the loss makes of them, their gradient; compiled, the head's gradient too.
+    """Bytes of logits, loss and their gradients; of a compiled loss, the head's gradient too.
 
-    Without a compiler the most is while the loss is differentiated, before there is a gradient of
-    the head; a loss over logits that are cut by vocabulary is not compiled.
+    Without a compiler the peak is in the backward of the loss, before the head has a gradient. A
+    loss over logits that are sharded by vocabulary is not compiled.
     """
     mesh, model = run.mesh, run.model
     size = model.vocab * run.tokens_per_micro_batch / (mesh.context * mesh.tensor * mesh.pipeline)
@@ -259,19 +260,19 @@ def _logits(run: Workload, k: Constants) -> float:
 
 # ---- whether it fits -----------------------------------------------------------------------------
 
-# What must stay free for the holes between tensors, and for what the plan's estimates miss.
+# Share of a device that must stay free, for holes between tensors and errors of the estimates.
 HEADROOM = 0.1
 
 
 class Fit(StrEnum):
     """Whether a plan fits into a device."""
 
-    FITS = "fits"  # with the headroom left over
-    TIGHT = "tight"  # it fits, the headroom does not
+    FITS = "fits"  # with the headroom free
+    TIGHT = "tight"  # but less than the headroom is free
     NO = "no"
 
     def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
-        """The verdict with its numbers."""
+        """Returns the verdict with its numbers."""
         share = f"{needed_bytes / memory_bytes:.1%}"
         if needed_bytes > 2 * memory_bytes:
             share = f"{needed_bytes / max(1, memory_bytes):,.1f} times as much"
@@ -285,7 +286,7 @@ class Fit(StrEnum):
 
 
 def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
-    """Judge what the largest rank holds against the memory of a device."""
+    """Compares the memory of the largest rank with that of a device."""
     if needed_bytes > memory_bytes:
         return Fit.NO
     return Fit.FITS if needed_bytes <= (1 - HEADROOM) * memory_bytes else Fit.TIGHT
@@ -295,12 +296,12 @@ def judge_fit(needed_bytes: int, memory_bytes: int) -> Fit:
 
 LOAD = "load"
 WORKSPACES = "libraries' workspaces"
-TEACHER = "teacher: "  # before the names of its rows
+TEACHER = "teacher: "  # prefix of its rows' names
 _LOADED = ("parameter shards", "gradient shards", "shared weights to compute with", "buffers")
 _SHARDED = (*_LOADED, WORKSPACES, "slots", "gradient slots")
 
 
-class Source(StrEnum):
+class WeightsSource(StrEnum):
     """Where a run's first weights come from."""
 
     INITIAL = "the model's own initialisation"
@@ -310,15 +311,15 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What a run reads and writes.
+    """A run's weights and checkpoints.
 
     Attributes:
         source: Where the first weights come from.
-        saves: Whether it saves checkpoints while it trains.
-        keep: Complete checkpoints that stay; None: all.
+        saves: Whether checkpoints are saved during training.
+        keep: Number of complete checkpoints that are kept; None: all.
     """
 
-    source: Source = Source.INITIAL
+    source: WeightsSource = WeightsSource.INITIAL
     saves: bool = True
     keep: int | None = None
 
@@ -328,7 +329,7 @@ DEFAULT_STORAGE = Storage()
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Peak bytes of the largest rank by place; checkpoints are not in `disk`."""
+    """Peak bytes of the largest rank in one phase, by place; `disk` excludes checkpoints."""
 
     name: str
     device: int
@@ -339,17 +340,17 @@ class Phase:
 def phases_of(
     plan: Plan, rows: Sequence[MemoryRow], forward_bytes: int, storage: Storage
 ) -> tuple[Phase, ...]:
-    """All phases, in the order in which a run meets them.
+    """Returns all phases of a run in their order.
 
     Args:
         plan: Plan of the run.
-        rows: Rows at its peak, activations and all.
+        rows: Memory rows at the peak of a step, activations included.
         forward_bytes: Peak bytes of the micro-batch before its backward begins.
-        storage: What it reads and writes.
+        storage: The run's weights and checkpoints.
     """
-    state = tuple(row for row in rows if row.name not in (*Kind, WHOLES))
+    state = tuple(row for row in rows if row.name not in (*TensorKind, WHOLES))
     resumed = (*_SHARDED, plan.optimizer.row, AVERAGE)
-    whole = sum(row.num_bytes for row in rows if row.name in list(Kind))
+    whole = sum(row.num_bytes for row in rows if row.name in list(TensorKind))
     owned = sum(row.num_bytes for row in plan.memory if row.name == WHOLES)
     device, host = _reading(plan, storage.source)
     copy = plan.staging_bytes if storage.saves else 0
@@ -368,7 +369,7 @@ def phases_of(
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Tensors of one checkpoint, of all ranks; headers and texts come on top."""
+    """Returns the bytes of all tensors in a checkpoint, without headers and JSON files."""
     total = float(plan.saved_buffer_bytes)
     for group in plan.groups:
         itemsize = ITEMSIZE[group.dtypes.master]
@@ -380,61 +381,63 @@ def checkpoint_bytes(plan: Plan) -> int:
 
 
 def _among(rows: Iterable[MemoryRow], names: Sequence[str]) -> list[MemoryRow]:
-    """The student's and the teacher's."""
+    """Rows with these names, of the student and of the teacher."""
     return [row for row in rows if row.name.removeprefix(TEACHER) in names]
 
 
 def _phase(name: str, rows: Iterable[MemoryRow], *more: int) -> Phase:
-    """Rows, and bytes beside them on the device and on the host."""
+    """The sum of rows, plus bytes on the device and on the host."""
     sums, (device, host) = sum_by_place(rows), (*more, 0, 0)[:2]
     return Phase(name, sums[Place.DEVICE] + device, sums[Place.HOST] + host, sums[Place.DISK])
 
 
-def _reading(plan: Plan, source: Source) -> tuple[int, int]:
-    """What comes and goes while weights come in, on the device and on the host."""
+def _reading(plan: Plan, source: WeightsSource) -> tuple[int, int]:
+    """Temporary bytes while weights are loaded, on the device and on the host."""
     sizes = [(group.layout, ITEMSIZE[group.dtypes.master]) for group in plan.groups]
     match source:
-        case Source.INITIAL:  # all parts of this rank, and the tensor that is drawn just now
+        case WeightsSource.INITIAL:  # all parts of this rank, and one whole tensor
             parts = sum(layout.part_numel * itemsize for layout, itemsize in sizes)
             tensors = [p.numel * itemsize for layout, itemsize in sizes for p in layout.placements]
             return 0, parts + max(tensors, default=0)
-        case Source.FOLDER:  # this rank's part of a tensor as it is stored, and as a master
+        case (
+            WeightsSource.FOLDER
+        ):  # this rank's part of one tensor, in the stored and the master dtype
             return 0, max(
                 (n * (itemsize + (2 if itemsize == 4 else 4)) for n, itemsize in _parts(plan)),
                 default=0,
             )
-        case Source.WHOLE:
+        case WeightsSource.WHOLE:
             whole = sum(layout.numel * itemsize for layout, itemsize in sizes)
             return whole, whole
 
 
 def _parts(plan: Plan) -> Iterator[tuple[int, int]]:
-    """Elements that a rank has of each tensor at most, and bytes of one."""
+    """(most elements of a tensor on one rank, bytes per element) of each tensor."""
     for group in plan.groups:
         for placement in group.layout.placements:
             numel = min(placement.numel, group.layout.part_numel)
             yield numel, ITEMSIZE[group.dtypes.master]
 
 
-# ---- beyond what is allocated: estimates, each with a reason -------------------------------------
+# ---- memory beyond tensors: estimates ------------------------------------------------------------
 
 BLOCK = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
-# Outside of the allocator, as public reports have them. A context: 0.3 to 0.5 GB; a communicator of
-# NCCL's: about 0.5 GB (https://github.com/NVIDIA/nccl/issues/964: 544 to 688 MB on A100).
+# Outside of the allocator, from public reports. A CUDA context: 0.3 to 0.5 GB; an NCCL
+# communicator: about 0.5 GB (https://github.com/NVIDIA/nccl/issues/964: 544 to 688 MB on A100).
 CONTEXT = COMMUNICATOR = GB // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Bytes that are held and that no tensor has.
+    """Bytes that are in use beyond tensors.
 
     Attributes:
-        name: What holds them.
-        num_bytes: How many, at most or about.
-        why: The reason.
-        is_cached: Whether torch counts them as reserved.
+        name: The user of the bytes.
+        num_bytes: An estimate.
+        why: How it was estimated.
+        is_cached: Whether torch counts the bytes as reserved.
     """
 
     name: str
@@ -444,24 +447,33 @@ class Overhead:
 
 
 def overhead_of(plan: Plan, holes: int) -> tuple[Overhead, ...]:
-    """Of a plan on a GPU, beside its rows; holes are what lies between tensors, at most."""
+    """Returns the overhead of a plan on a GPU.
+
+    Args:
+        plan: The plan.
+        holes: Most bytes in holes between tensors.
+    """
     kept = list(_kept(plan))
-    mesh = plan.mesh  # gathers and reductions go apart, and numbers that all ranks share
+    mesh = plan.mesh  # one group each for gathers, reductions, replicas and the whole world
     num_groups = 2 * (mesh.shard > 1) + (mesh.replicate > 1) + (mesh.world_size > 1)
     blocks = "blocks of 512 B in segments"
-    share = "at most: a share of what comes and goes"
+    share = "at most: a share of temporary tensors"
     return (
         Overhead("allocator: rounding", segments(kept) - sum(kept), blocks, is_cached=True),
         Overhead("allocator: holes", holes, share, is_cached=True),
-        Overhead("context", CONTEXT, "of CUDA, as reported"),
-        Overhead("communicators", num_groups * COMMUNICATOR, f"{num_groups} of NCCL, as reported"),
+        Overhead("context", CONTEXT, "CUDA's, from reports"),
+        Overhead("communicators", num_groups * COMMUNICATOR, f"{num_groups} of NCCL, from reports"),
     )
 
 
 def segments(sizes: list[int]) -> int:
-    """Bytes that the allocator reserves for requests that come in this order and stay."""
+    """Returns the bytes that the allocator reserves for requests that are never freed.
+
+    Args:
+        sizes: Bytes of the requests, in their order.
+    """
     total = 0
-    small: list[int] = []  # what is left of segments, sorted
+    small: list[int] = []  # remainders of segments, sorted
     large: list[int] = []
     for size in sizes:
         block = -(-max(size, 1) // BLOCK) * BLOCK
@@ -485,7 +497,7 @@ def _segment(block: int) -> int:
 
 
 def _kept(plan: Plan) -> Iterator[int]:
-    """Sizes of what the first rank's engine and optimizer make on the device, in their order."""
+    """Sizes of the buffers of rank 0's engine and optimizer, in the order of allocation."""
     homes = plan.homes
     for group in plan.groups:
         part, dtypes = group.layout.part_numel, group.dtypes
@@ -502,7 +514,7 @@ def _kept(plan: Plan) -> Iterator[int]:
 
 
 def _kept_states(plan: Plan) -> Iterator[int]:
-    """Of the optimizer, parameter by parameter."""
+    """Sizes of the optimizer's states, parameter by parameter."""
     optimizer, groups = plan.optimizer, plan.groups
     slices = [pieces for unit in plan.view(0).slices for pieces in unit]
     for tensor in owned_tensors([group for group in groups if group.trainable], optimizer):
@@ -517,30 +529,31 @@ def _kept_states(plan: Plan) -> Iterator[int]:
             yield from [piece.numel * itemsize] * optimizer.num_states
 
 
-# ---- where only the number of parameters is known ------------------------------------------------
+# ---- from the number of parameters alone ---------------------------------------------------------
 
-SLOTS = 2  # units that are gathered at once, with a prefetch depth of one
+SLOTS = 2  # units gathered at once, with a prefetch depth of one
 
 
-def estimate_fsdp_memory(  # noqa: PLR0913  (the documents' signature, and what they leave out)
+def estimate_fsdp_memory(  # noqa: PLR0913  (the documented signature, and further options)
     model_params_billions: float,
     world_size: int = 8,
-    mixed_precision: bool = True,  # noqa: FBT001, FBT002  the documents' signature
+    mixed_precision: bool = True,  # noqa: FBT001, FBT002  the documented signature
     sharding_strategy: object = "FULL_SHARD",
     *,
     optimizer_bytes: float = 8.0,
     num_units: int = 32,
     ranks_per_host: int = 8,
 ) -> dict[str, float]:
-    """Memory of one rank, activations aside, in GB of 1e9 bytes: a rule of thumb.
+    """Returns a rule-of-thumb estimate of a rank's memory without activations, in GB (1e9 bytes).
 
-    `fs.plan(model, config)` knows it to the byte, of a model and a configuration.
+    `fs.plan(model, config)` is exact to the byte.
 
-    With P parameters, S ranks that share one copy (all; those of a host for hybrid strategies; one
-    under NO_SHARD), U units, c bytes a parameter in compute (2 in mixed precision, else 4), and o
-    bytes a parameter of the optimizer's states (8: Adam's two moments in float32):
+    With P parameters, S ranks that share one copy (all ranks; those of a host for hybrid
+    strategies; one under NO_SHARD), U units, c bytes per parameter in the compute dtype (2 in mixed
+    precision, else 4), and o bytes of optimizer state per parameter (8: Adam's two moments in
+    float32):
 
-        params      4 P / S              the float32 master, which mixed precision keeps
+        params      4 P / S              the float32 master, also in mixed precision
         gradients   4 P / S              float32 sums
         optimizer   o P / S
         temporary   gathered weights + unreduced gradients
@@ -551,11 +564,11 @@ def estimate_fsdp_memory(  # noqa: PLR0913  (the documents' signature, and what 
     Args:
         model_params_billions: P / 1e9.
         world_size: Ranks.
-        mixed_precision: Whether weights are computed with in 16 bits.
-        sharding_strategy: In any spelling, or torch's ShardingStrategy.
+        mixed_precision: Whether the compute dtype has 16 bits.
+        sharding_strategy: A strategy in any spelling, or torch's ShardingStrategy.
         optimizer_bytes: o.
         num_units: U.
-        ranks_per_host: Ranks that hybrid strategies shard over.
+        ranks_per_host: Number of ranks that hybrid strategies shard over.
 
     Raises:
         ConfigError: An unknown strategy (a ValueError).

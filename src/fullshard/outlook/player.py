@@ -1,20 +1,20 @@
-"""A plan's events played in time on one rank: what waits for what, and what is hidden.
+"""Plays a plan's events in time on one rank: the schedule, and the communication not hidden.
 
     wire      [ gather 1 ][ gather 2 ]        [ gather 1 ]
     rank      [ 0 ]......[ 1 ]..[ 2 ][ 2 ]..........[ 1 ][ 0 ]      ... waits: exposed
     wire                                 [ reduce 2 ]   [ 1 ][ 0 ]
 
-A gather begins when it is issued and the wire is free; a unit begins when it is there. A reduction
-begins when the gradients are, and is waited for where the plan accumulates it. Its sum over
-replicas begins there, on a wire of its own, and is waited for where the plan settles.
+A gather begins when it is issued and the wire is free. A unit begins when its gather has arrived. A
+reduction begins when the gradients are complete, and the rank waits for it at its ACCUMULATE event.
+The sum over replicas begins there, on its own wire, and the rank waits for it at SETTLE.
 
-What an event costs comes from one of two tables:
+The cost of an event comes from one of two tables:
 
-    measured    every unit's traced operations at the rates of their shapes, its messages at those
-                of their sizes, on a calibrated machine
-    shared out  the seconds of a step by formula (outlook/speed.py), over units by their size
+    measured    a unit's traced operations and messages, at the speed that was measured for their
+                sizes on a calibrated machine
+    divided     the seconds of a step by formula (outlook/speed.py), divided over units by size
 
-A step is all of its micro-batches, clipping, the update, and what the host's loop takes.
+A step is its micro-batches, clipping, the update, and the overhead of the training loop.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fullshard.planner.events import Event, EventKind
 from fullshard.planner.memory import MemoryRow
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
-from fullshard.planner.tracing import ATTENTION, MATMUL, Kind, Operation, Work
+from fullshard.planner.tracing import ATTENTION, MATMUL, Operation, TensorKind, Work
 from fullshard.planner.units import GroupPlan, UnitPlan
 
 
 class Lane(StrEnum):
-    """What works at a time."""
+    """A row of the schedule: the rank's passes and its wires."""
 
     GATHER = "gather"
     FORWARD = "forward"
@@ -48,7 +48,7 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One unit's turn, in seconds from the step's begin."""
+    """One unit's bar in a lane, in seconds from the beginning of the micro-batch."""
 
     lane: Lane
     unit: int
@@ -61,9 +61,9 @@ class Cost:
     """Seconds of an event.
 
     Attributes:
-        own_s: That the rank is busy; before a message starts.
-        wire_s: Time on the wire of its message.
-        beside_s: That the message takes from the rank's work while it is under way.
+        own_s: Time that the rank works, before its message starts.
+        wire_s: Time of the message on the wire.
+        beside_s: Time that the message's thread takes from the rank's work.
     """
 
     own_s: float = 0.0
@@ -71,7 +71,7 @@ class Cost:
     beside_s: float = 0.0
 
 
-# What an event costs; whether it is one of a backward.
+# The cost of an event; the flag says whether it belongs to a backward.
 CostOf = Callable[[Event, bool], Cost]
 
 _LANES = {EventKind.FORWARD: Lane.FORWARD, EventKind.BACKWARD: Lane.BACKWARD}
@@ -79,12 +79,12 @@ _LANES = {EventKind.FORWARD: Lane.FORWARD, EventKind.BACKWARD: Lane.BACKWARD}
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A micro-batch.
+    """The schedule of a micro-batch.
 
     Attributes:
-        bars: In the order of events.
-        end_s: When all is done.
-        exposed_s: The part of it in which the rank waited for messages.
+        bars: Bars in the order of events.
+        end_s: Duration of the micro-batch.
+        exposed_s: Time that the rank waited for messages.
     """
 
     bars: tuple[Bar, ...]
@@ -93,14 +93,13 @@ class Timeline:
 
 
 def play(events: Iterable[Event], cost_of: CostOf, *, issues_ahead: bool = False) -> Timeline:
-    """Play events in their order.
+    """Plays events in their order.
 
     Args:
         events: Events of a micro-batch.
-        cost_of: Their costs.
-        issues_ahead: Whether the rank is a device that its host runs ahead of: what is gathered
-            ahead is issued when the unit before begins, not when it ends, and what lands does so
-            beside the work.
+        cost_of: Returns the cost of an event.
+        issues_ahead: Whether the host issues work ahead of the device. A prefetch is then issued
+            when the unit before begins, not when it ends, and the rank never waits to accumulate.
     """
     player = _Player(cost_of, issues_ahead=issues_ahead)
     for event in events:
@@ -110,7 +109,7 @@ def play(events: Iterable[Event], cost_of: CostOf, *, issues_ahead: bool = False
 
 
 class _Player:
-    """Clocks of a rank and its wires."""
+    """The clocks of a rank and its wires."""
 
     def __init__(self, cost_of: CostOf, *, issues_ahead: bool) -> None:
         self._cost_of, self._ahead = cost_of, issues_ahead
@@ -123,7 +122,7 @@ class _Player:
         self.bars: list[Bar] = []
 
     def take(self, event: Event) -> None:
-        """Play one event."""
+        """Plays one event."""
         cost = self._cost_of(event, self._is_backward or event.kind is EventKind.BACKWARD)
         match event.kind:
             case EventKind.GATHER:
@@ -151,7 +150,7 @@ class _Player:
                 self.clock += cost.own_s
 
     def _send(self, lane: Lane, event: Event, cost: Cost) -> float:
-        """A message begins; returns when it has arrived."""
+        """Starts a message and returns its arrival time."""
         self.clock += cost.own_s
         issued = self._begun if self._ahead and lane is Lane.GATHER else self.clock
         start = max(self.wires[lane], issued)
@@ -165,14 +164,14 @@ class _Player:
         self.clock = max(self.clock, until)
 
 
-# ---- costs as they were measured -----------------------------------------------------------------
+# ---- measured costs ------------------------------------------------------------------------------
 
-LEAST_BYTES = 64  # of a message that only says that a rank is there
+LEAST_BYTES = 64  # size of a message that only synchronizes
 _SYNC = frozenset((EventKind.REDUCE, EventKind.ACCUMULATE, EventKind.SETTLE))
 
 
 class StepTime(NamedTuple):
-    """A step of a calibrated machine: its parts, which add up; bars of its last micro-batch."""
+    """A step on a calibrated machine: seconds by cause, and bars of the last micro-batch."""
 
     times: Times
     bars: tuple[Bar, ...]
@@ -181,13 +180,13 @@ class StepTime(NamedTuple):
 def step_time(
     plan: Plan, work: Work, calibration: Calibration, accumulation: int = 1
 ) -> StepTime | None:
-    """Seconds of a step; None where so many ranks were not measured, or are of several hosts.
+    """Returns the time of a step; None if the calibration lacks this number of ranks.
 
     Args:
-        plan: Plan of the run, with the transport that it will have.
+        plan: Plan of the run, with its transport resolved.
         work: Operations of one micro-batch.
         calibration: Calibration of the machine.
-        accumulation: Micro-batches.
+        accumulation: Micro-batches per step.
     """
     ceilings = calibration.of(plan.mesh.world_size)
     if ceilings is None:
@@ -215,23 +214,23 @@ def step_time(
 
 
 class _Measured:
-    """What events cost on one rank.
+    """Costs of events on one rank of a calibrated machine.
 
-    Ranks of a host that has no core to spare pay for what their messages' threads compute, too.
+    If the host has no idle core, the threads of messages take processor time from the ranks.
     """
 
     def __init__(self, plan: Plan, work: Work, ceilings: Ceilings, cores: int) -> None:
         self._plan, self._ceilings = plan, ceilings
         self._work = {unit.index: work[unit.name] for unit in plan.units if unit.name in work}
         ranks = ceilings.num_ranks
-        # Of a message's computing, what finds no idle core: every rank has a thread for messages.
+        # Share of messages' processor time without an idle core: each rank has a message thread.
         self._contended = min(1.0, max(0.0, (2 * ranks - cores) / ranks))
         self._transport = plan.transport.value
         if plan.transport is Transport.AUTO:
             self._transport = Transport.DIRECT.value
 
     def play(self, events: tuple[Event, ...] | list[Event]) -> Timeline:
-        """A micro-batch; units that no event names compute at its end."""
+        """Plays a micro-batch; units without events compute at its end."""
         found = play(events, self.of)
         seen = {(event.kind, event.unit) for event in events}
         rest = 0.0
@@ -243,7 +242,7 @@ class _Measured:
         return replace(found, end_s=found.end_s + rest)
 
     def of(self, event: Event, is_backward: bool) -> Cost:  # noqa: FBT001
-        """Of one event."""
+        """Returns the cost of one event."""
         unit = self._plan.units[event.unit] if event.unit >= 0 else None
         match event.kind:
             case EventKind.FORWARD | EventKind.BACKWARD:
@@ -272,7 +271,7 @@ class _Measured:
         return sum(count * (self._ceilings.seconds(one) + extra) for one, count in done.items())
 
     def parts(self) -> dict[str, float]:
-        """Of a micro-batch, what its kernels and the host take, by what it is spent on."""
+        """Returns the seconds of a micro-batch in matmuls, attention and the host's overhead."""
         host = self._ceilings.host
         found = {"matmul": 0.0, "attention": 0.0, "launch": 2 * len(self._work) * host.unit_s}
         for work in self._work.values():
@@ -285,9 +284,13 @@ class _Measured:
         return found
 
     def _passes_s(self, kind: str, groups: Iterable[GroupPlan], *dtypes: str) -> float:
-        """Passes over this rank's parts that read and write an element in each of these dtypes.
+        """Seconds of elementwise passes over this rank's shards.
 
-        The last one is the dtype that they compute in.
+        Args:
+            kind: TensorKind of the operation.
+            groups: Flat buffers of units.
+            dtypes: Dtypes of the tensors that are read or written, as fields of the contract; the
+                last one is the dtype of the computation.
         """
         found = 0.0
         for group in groups:
@@ -305,7 +308,7 @@ class _Measured:
         return Cost(own_s, wire_s, min(wire_s, self._contended * processor_s))
 
     def _is_sent(self, unit: UnitPlan) -> bool:
-        """Whether gradients travel while the rank computes; a shared home's are pulled."""
+        """Whether a reduction runs beside the rank's work; in a shared home it does not."""
         return unit.mesh.shard > 1 and self._plan.transport is not Transport.SHARED
 
     def _gather(self, unit: UnitPlan) -> Cost:
@@ -317,7 +320,7 @@ class _Measured:
         return self._message(f"{self._transport} fetch", size, own_s=own_s)
 
     def _publish_s(self) -> float:
-        """All ranks meet; each has cast its part where compute is in another dtype."""
+        """Seconds of a barrier, and of the cast to the compute dtype."""
         cast = [
             group
             for group in self._plan.groups
@@ -327,12 +330,12 @@ class _Measured:
         return meeting_s + self._passes_s("copy", cast, "master", "compute")
 
     def _land(self, unit: UnitPlan) -> Cost:
-        """The sum of this rank's part and its mean; the sum over replicas travels."""
+        """The accumulation of this rank's part, and the message of the sum over replicas."""
         found, outer_bytes = 0.0, 0
         if unit.mesh.shard > 1 and not self._is_sent(unit):
             found += self._ceilings.transfer_s("shared reduce", _reduced_bytes(unit))
         for group in _trained(unit):
-            if unit.mesh.shard == 1:  # out of the slot
+            if unit.mesh.shard == 1:  # copied out of the slot
                 found += self._passes_s("copy", [group], "accumulate", "accumulate")
             outer_bytes += group.layout.part_numel * ITEMSIZE[group.dtypes.accumulate]
             found += self._passes_s("add", [group], "accumulate", "accumulate")
@@ -343,14 +346,14 @@ class _Measured:
     # ---- the end of a step
 
     def _settle_s(self) -> float:
-        """Norms of the gradients, and what the ranks tell each other."""
+        """Seconds of gradient norms, and of the small all-reduce."""
         norms = self._passes_s("norm", self._all_trained(), "accumulate")
         return norms + self._ceilings.transfer_s(f"{self._transport} settle", LEAST_BYTES)
 
     def update_s(self) -> float:
-        """Clipping, which scales all gradients, the optimizer, and averages of the weights.
+        """Returns the seconds of clipping, the optimizer, and averages of the weights.
 
-        AdamW's update was measured; what keeps no state adds the gradient, as averages are added.
+        AdamW's update was measured. An optimizer without states costs one sum.
         """
         groups, kept = self._all_trained(), self._plan.optimizer
         clip = self._passes_s("add", groups, "accumulate", "accumulate")
@@ -373,14 +376,14 @@ def _reduced_bytes(unit: UnitPlan) -> int:
     return sum(g.layout.numel * ITEMSIZE[g.dtypes.reduce] for g in _trained(unit))
 
 
-# ---- a forecast's seconds, shared out ------------------------------------------------------------
+# ---- divided costs -------------------------------------------------------------------------------
 
 BACKWARD_SHARE = 2 / 3  # of a unit's work, without recompute
-NOTICED = 0.01  # of a micro-batch's time: shorter is not seen in a figure
+NOTICED = 0.01  # of a micro-batch's time: shorter bars are invisible in a figure
 
 
-def share_out(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
-    """The bars of one micro-batch of a step that takes so long by formula."""
+def divided_bars(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
+    """Returns the bars of one micro-batch whose times come from formulas."""
     gather_s, regather_s, reduce_s, once_s = traffic(run)
     total = sum(unit.numel for unit in plan.units) or 1
     share = [unit.numel / total for unit in plan.units]
@@ -405,16 +408,17 @@ def share_out(plan: Plan, run: Workload, times: Times) -> tuple[Bar, ...]:
 
 
 class HeldAt(NamedTuple):
-    """What is held at a time beside state: bytes by the row's name."""
+    """Memory at a time beside state: bytes by kind."""
 
     time_s: float
-    held: Mapping[Kind, float]
+    held: Mapping[TensorKind, float]
 
 
 def held_over_time(rows: Iterable[MemoryRow], bars: Sequence[Bar]) -> list[HeldAt]:
-    """Activations grow through forward, logits stand at its end, backward gives all back.
+    """Returns the memory beside state over the time of a micro-batch.
 
-    Gradients on their way are there from the logits' own on.
+    Activations grow during forward and shrink during backward. Logits and temporary gradients exist
+    from the end of forward until the backward of the loss ends.
     """
     sizes = {row.name: float(row.num_bytes) for row in rows}
     forward = [bar for bar in bars if bar.lane is Lane.FORWARD and bar.end_s > bar.start_s]
@@ -422,13 +426,15 @@ def held_over_time(rows: Iterable[MemoryRow], bars: Sequence[Bar]) -> list[HeldA
     if not forward or not backward:
         return []
     turn, end = forward[-1].end_s, backward[-1].end_s
-    # The root's own backward may be nothing: what stands at the loss goes with the head's.
+    # The root's backward may take no time: logits are freed after the first visible bar.
     gone = next((bar.end_s for bar in backward if bar.end_s - turn > NOTICED * end), end)
     left = max(end - gone, 1e-12)
 
     def at(time_s: float, share: float, *, at_loss: bool = False) -> HeldAt:
-        held = {kind: at_loss * sizes.get(kind, 0.0) for kind in Kind}
-        return HeldAt(time_s, held | {Kind.ACTIVATIONS: share * sizes.get(Kind.ACTIVATIONS, 0.0)})
+        held = {kind: at_loss * sizes.get(kind, 0.0) for kind in TensorKind}
+        return HeldAt(
+            time_s, held | {TensorKind.ACTIVATIONS: share * sizes.get(TensorKind.ACTIVATIONS, 0.0)}
+        )
 
     return [
         at(0.0, 0.0),

@@ -1,8 +1,8 @@
-"""What a plan takes on a device: memory with activations, time, and whether it fits.
+"""The forecast of a plan on a machine: memory with activations, step time, and whether it fits.
 
-State is the plan's own, to the byte. Activations, logits and what backward makes on its way are
-traced on the module where it is at hand, else counted from the model's shapes; time is the
-forecast's (`outlook/speed.py`), of the plan's mesh and strategy.
+State comes from the plan, exact to the byte. Activations, logits and temporary gradients come from
+a trace of the module, or from the model's shapes without a module. Time comes from a calibration of
+the machine (`outlook/player.py`) or from formulas for its device (`outlook/speed.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fullshard.config.sharding import ShardConfig
-from fullshard.config.values import DType, GradSync, RecomputeKind
+from fullshard.config.values import GradSync, RecomputeKind
 from fullshard.outlook.calibration import Calibration
 from fullshard.outlook.devices import Device
 from fullshard.outlook.memory import (
@@ -27,7 +27,7 @@ from fullshard.outlook.memory import (
     peak_memory,
     phases_of,
 )
-from fullshard.outlook.player import Bar, share_out, step_time
+from fullshard.outlook.player import Bar, divided_bars, step_time
 from fullshard.outlook.speed import Times, step_times
 from fullshard.outlook.workload import (
     Architecture,
@@ -51,13 +51,13 @@ from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.plan import Plan
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
-from fullshard.planner.tracing import Kind, TraceOf, WorkOf
+from fullshard.planner.tracing import TensorKind, TraceOf, WorkOf
 
-# Share of a block's forward that runs again, share of its activations that is kept.
+# Share of a block's forward that is recomputed, and share of its activations that is kept.
 _KERNELS = {
     RecomputeKind.NONE: Kernels(),
     RecomputeKind.BLOCK: Kernels(recompute=1.0, kept=0.0),
-    # What all matmuls and attention return is about 12 of the 26 widths that a block keeps.
+    # The outputs of matmuls and attention are about 12 of the 26 widths that a block keeps.
     RecomputeKind.SELECTIVE: Kernels(recompute=0.3, kept=0.45),
     RecomputeKind.OFFLOAD: Kernels(offloads_activations=True),
 }
@@ -65,14 +65,14 @@ _KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank runs on.
+    """The hardware of one rank.
 
     Attributes:
-        device: Its abilities; None where only its memory is known, or nothing.
-        memory_bytes: What it holds; None where nobody said.
-        calibration: What was measured on it, which then says the time of a step.
-        host_bytes: A rank's part of the host's memory; None on a machine other than this one.
-        is_host: Whether ranks compute on the host itself, in the host's memory.
+        device: The device's speed; None if it is unknown.
+        memory_bytes: Memory of the device; None if it is unknown.
+        calibration: Measurements of this machine, which give the time of a step.
+        host_bytes: The rank's part of the host's memory; None for a machine other than this one.
+        is_host: Whether the rank computes on the CPU, in the host's memory.
     """
 
     device: Device | None
@@ -86,18 +86,18 @@ RowsOf = Callable[[Plan, ShardConfig], tuple[MemoryRow, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a step is.
+class PlannedStep:
+    """One training step of a rank, as far as forecasts need it.
 
     Attributes:
-        model: Its shapes.
-        batch: One rank's.
-        trace: Traces what a micro-batch holds; None: counted from shapes.
-        work: Traces what it computes.
-        optimizer: What it keeps.
-        beside: What other models keep beside the trained one, under a configuration.
-        is_timed: Whether the forecast knows all that a step computes.
-        chunk_size: Tokens whose logits are held at a time; None: those of all tokens.
+        model: Shapes of the model.
+        batch: Batch of one rank.
+        trace: Traces the memory of a micro-batch; None: it is estimated from shapes.
+        work: Traces the operations of a micro-batch; None: they are unknown.
+        optimizer: State sizes of the optimizer.
+        beside: Returns memory of auxiliary models, such as a teacher.
+        is_timed: Whether the formulas for time cover everything that the step computes.
+        chunk_size: Tokens whose logits exist at the same time; None: all tokens.
     """
 
     model: Architecture
@@ -112,25 +112,25 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A plan on a machine.
+    """The forecast of a plan on a machine.
 
     Attributes:
-        config: What was asked for.
-        job: Its step.
-        machine: What a rank runs on.
-        plan: What follows.
-        run: The same as formulas see it.
-        rows: Memory of the largest rank by kind, activations and all.
-        is_traced: Whether activations come from the module, not from shapes.
-        reserved_bytes: What the allocator holds at most, the holes between tensors too.
-        times: Seconds of a step by what they are spent on; None without a known device.
-        fit: Whether it fits; None where the memory is not known.
-        measured: The schedule of a micro-batch, where `times` are of a calibration.
+        config: The configuration.
+        job: The training step.
+        machine: The hardware of one rank.
+        plan: The plan.
+        run: The plan as a workload, for formulas.
+        rows: Memory of the largest rank by kind, activations included.
+        is_traced: Whether activations come from a trace, not from shapes.
+        reserved_bytes: Bytes that the allocator reserves at most, holes between tensors included.
+        times: Seconds of a step by cause; None if the device is unknown.
+        fit: Whether the plan fits; None if the memory is unknown.
+        measured: Schedule of a micro-batch; empty unless `times` come from a calibration.
         forward_bytes: Peak bytes of the micro-batch before its backward begins.
     """
 
     config: ShardConfig
-    job: Job
+    job: PlannedStep
     machine: Machine
     plan: Plan
     run: Workload
@@ -144,21 +144,22 @@ class Outlook:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether its time is that of a measured machine."""
+        """Whether its times come from a calibration."""
         return bool(self.measured)
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
-        """Bytes by place."""
+        """Peak bytes of the largest rank by place."""
         return sum_by_place(self.rows)
 
     @property
     def step_time_s(self) -> float | None:
+        """Seconds of a step; None if unknown."""
         return None if self.times is None else self.times.step
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks."""
+        """Tokens per second of all ranks; None if unknown."""
         if self.times is None:
             return None
         batch = self.job.batch
@@ -166,37 +167,37 @@ class Outlook:
         return tokens * self.plan.mesh.world_size / self.times.step
 
     def bars(self) -> tuple[Bar, ...]:
-        """The schedule of one micro-batch; empty where nothing is known of the device."""
+        """Returns the schedule of one micro-batch; empty if the device is unknown."""
         if self.measured or self.times is None:
             return self.measured
-        return share_out(self.plan, self.run, self.times)
+        return divided_bars(self.plan, self.run, self.times)
 
     def phases(self, storage: Storage) -> tuple[Phase, ...]:
-        """What the largest rank holds in each phase of a run that reads and writes this."""
+        """Returns the peak of the largest rank in each phase of a run with this storage."""
         return phases_of(self.plan, self.rows, self.forward_bytes, storage)
 
     def overhead(self) -> tuple[Overhead, ...]:
-        """Beside the rows; nothing is known of what is no GPU of the table."""
+        """Returns estimates of memory beyond the rows; none for a device outside of the table."""
         if self.machine.device is None:
             return ()
         return overhead_of(self.plan, self.reserved_bytes - self.peak_bytes[Place.DEVICE])
 
 
-def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook:
-    """Say what a plan takes."""
+def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) -> Outlook:
+    """Returns the forecast of a plan on a machine."""
     plan = plan.trained_by(job.optimizer)
     run = workload(plan, config, job, machine)
     held = peak_memory(run)
     trace, state = job.trace, sum_by_place(plan.memory)[Place.DEVICE]
     if machine.memory_bytes is not None and state > machine.memory_bytes:
-        trace = None  # whatever a step computes, it does not fit
+        trace = None  # the state alone does not fit
     traced = trace(plan, config, job.batch.micro_batch) if trace is not None else None
     counted = _counted(run, held, job.chunk_size) if traced is None else traced.whole.rows()
     forward = sum(counted.values()) if traced is None else traced.forward.total
     counted["accumulation buffers"] = _accumulation_bytes(plan, job.batch)
     if machine.device is not None:
         counted[WORKSPACES] = held.base
-    passing = round(sum(size for name, size in counted.items() if name in list(Kind)))
+    passing = round(sum(size for name, size in counted.items() if name in list(TensorKind)))
     rows = (
         *(row for row in plan.memory if row.name != WHOLES),
         *_beyond(plan.memory, passing),
@@ -222,7 +223,7 @@ def look(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Outlook
 
 
 def _beyond(rows: Iterable[MemoryRow], passing: int) -> list[MemoryRow]:
-    """Of what owners hold in an update that which is more than a micro-batch had at its peak."""
+    """Owners' memory in an update beyond the memory that the micro-batch has freed by then."""
     return [
         replace(row, num_bytes=row.num_bytes - passing)
         for row in rows
@@ -231,9 +232,9 @@ def _beyond(rows: Iterable[MemoryRow], passing: int) -> list[MemoryRow]:
 
 
 def _measured(
-    plan: Plan, config: ShardConfig, job: Job, machine: Machine
+    plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine
 ) -> tuple[Times, tuple[Bar, ...]] | None:
-    """The step on a calibrated machine; None where that does not tell."""
+    """Times and schedule on a calibrated machine; None if the calibration does not cover them."""
     if machine.calibration is None or job.work is None:
         return None
     work = job.work(plan, config, job.batch.micro_batch)
@@ -242,18 +243,16 @@ def _measured(
     return step_time(plan, work, machine.calibration, round(job.batch.accumulation))
 
 
-def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Workload:
-    """The plan as the forecast sees it."""
+def workload(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) -> Workload:
+    """Returns the plan as a workload for formulas."""
     row = row_of(plan.strategy)
-    contract = next((group.dtypes for group in plan.groups), None)
     sizes = Precision()
-    if contract is not None:
-        full = contract.compute not in (DType.BFLOAT16, DType.FLOAT16)
+    for dtypes in (group.dtypes for group in plan.groups[:1]):
         sizes = Precision(
-            gather=ITEMSIZE[contract.compute],
-            reduce=ITEMSIZE[contract.reduce],
-            master=ITEMSIZE[contract.master],
-            math=Math.FLOAT32 if full else Math.HALF,
+            gather=ITEMSIZE[dtypes.compute],
+            reduce=ITEMSIZE[dtypes.reduce],
+            master=ITEMSIZE[dtypes.master],
+            math=Math.HALF if ITEMSIZE[dtypes.compute] == 2 else Math.FLOAT32,
         )
     recompute = config.activation_checkpointing
     kernels = _KERNELS[recompute.kind]
@@ -278,7 +277,7 @@ def workload(plan: Plan, config: ShardConfig, job: Job, machine: Machine) -> Wor
 
 
 def _state_bytes(plan: Plan) -> float:
-    """Of the optimizer, an element."""
+    """Bytes of optimizer state per trained parameter."""
     optimizer = plan.optimizer
     if optimizer.owned is None:
         return optimizer.kept_bytes(4)
@@ -287,36 +286,31 @@ def _state_bytes(plan: Plan) -> float:
     return optimizer_bytes(trained, optimizer) / max(1, numel) + 4 * optimizer.num_averages
 
 
-# Memory alone is asked of it.
+# Stands for an unknown device where only memory is computed.
 _UNKNOWN = Device("unknown", 1.0, 1.0, 1.0, 1024 * GIB, 1.0, 1.0)
 
 
 def _accumulation_bytes(plan: Plan, batch: Batch) -> int:
-    """What a transport receives into when sums of several micro-batches are added, beyond one's."""
+    """Receive buffers that accumulation adds to those of one micro-batch."""
     if batch.accumulation <= 1 or plan.grad_sync is GradSync.LAST_MICRO_BATCH:
         return 0
-    once, again = (
-        communication_bytes(
-            plan.units, plan.events, plan.transport, plan.homes, accumulates=accumulates
-        )
-        for accumulates in (False, True)
-    )
-    return again - once
+    step = plan.units, plan.events, plan.transport, plan.homes
+    return communication_bytes(*step, accumulates=True) - communication_bytes(*step)
 
 
 def _counted(run: Workload, held: PeakMemory, chunk_size: int | None) -> dict[str, float]:
-    """From shapes: at the peak there are logits, or a block's inside, not both."""
+    """Estimate from shapes: at the peak there are logits or a block's activations, not both."""
     logits = _logits_bytes(run, chunk_size)
     return {
-        Kind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
-        Kind.LOGITS: logits,
+        TensorKind.ACTIVATIONS: held.kept + max(0.0, held.block - logits),
+        TensorKind.LOGITS: logits,
     }
 
 
 def _logits_bytes(run: Workload, chunk_size: int | None) -> float:
-    """Our loss: logits and their gradient as computed, log-probabilities and theirs in float32.
+    """Logits and their gradient in the compute dtype, log-probabilities and theirs in float32.
 
-    A loss in chunks makes the gradient of the head's weight beside them, in float32.
+    A loss in chunks also accumulates the gradient of the head's weight, in float32.
     """
     element = 4 if run.precision.math is Math.FLOAT32 else 2
     tokens, wide = run.tokens_per_micro_batch, 0.0

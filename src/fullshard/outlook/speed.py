@@ -1,12 +1,12 @@
-"""How long a step takes.
+"""The time of a step by formula, for devices of the table.
 
-    micro-batch   forward:  blocks' work   beside  gathers
-                  backward: recompute, twice the work   beside  gathers, reductions
-    step          accumulation x micro-batch, traffic of the step alone, the update
+    micro-batch   forward:  work of the blocks   overlapped with  gathers
+                  backward: recompute, twice the work   overlapped with  gathers and reductions
+    step          accumulation x micro-batch, communication once per step, the update
 
-Work is what a device does at the rates that it reaches: matmuls, attention, passes over memory, and
-no faster than the host can issue it. Work and traffic beside each other take the norm of both,
-since collectives take memory bandwidth and processors from the work that hides them.
+Work is matmuls, attention and elementwise passes at the speed that the device reaches, or the
+host's kernel launches if these take longer. Work and communication that overlap take a p-norm of
+both times, because collectives use memory bandwidth and processors of the device.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from math import log2
 from fullshard.outlook.constants import FITTED, Constants
 from fullshard.outlook.workload import Compiler, Math, Stage, Tuning, Workload
 
-HOST_BANDWIDTH = 20e9  # of a device's link to the host, bytes a second, as copies reach it
-CPU_UPDATE = 3e9  # bytes a second and rank that an update on the host goes through
-UPDATE_BYTES = 28  # AdamW reads four float32 numbers of a parameter and writes three
-FP32_SLOWDOWN = 0.45  # TF32 runs at half of bf16's rate; plain fp32 is slower still
-ALONE = 0.78  # of the links, of large collectives beside which nothing runs: nccl-tests
-HIDDEN = 0.5  # of it, where matmuls are cut so that it runs beside their parts: they get slower
-TORUS_HOP = 1e-6  # seconds between neighbours of a TPU, that no library adds to
-BACKWARD = 2.0  # of the forward's: with respect to inputs, and to weights
-ATTENTION_BACKWARD = 2.5  # its kernels compute the scores again
+HOST_BANDWIDTH = 20e9  # bytes per second of copies between device and host
+CPU_UPDATE = 3e9  # bytes per second and rank of an update on the host
+UPDATE_BYTES = 28  # AdamW reads four float32 numbers per parameter and writes three
+FP32_SLOWDOWN = 0.45  # TF32 runs at half the speed of bf16; plain fp32 is slower still
+ALONE = 0.78  # of the link's bandwidth: large collectives without other work, in nccl-tests
+HIDDEN = 0.5  # exposed share of tensor parallel communication that overlaps with split matmuls
+TORUS_HOP = 1e-6  # seconds between neighbours of a TPU
+BACKWARD = 2.0  # relative to forward: gradients of inputs and of weights
+ATTENTION_BACKWARD = 2.5  # the kernels recompute the scores
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a step, by what they are spent on; they add up to `step`."""
+    """Seconds of a step by cause; the other fields add up to `step`."""
 
     step: float
     matmul: float
@@ -45,7 +45,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Seconds of one kind of pass through all blocks, or through the ends."""
+    """Seconds of one forward or backward through all blocks."""
 
     matmul: float
     attention: float
@@ -57,12 +57,12 @@ class _Work:
 
 
 def step_times(run: Workload, k: Constants = FITTED) -> Times:
-    """The times of one optimizer step."""
+    """Returns the times of one optimizer step."""
     mesh = run.mesh
     blocks, launch = _forward(run, k), _launch(run, k)
     head, logits = _ends(run, k)
     again = run.kernels.recompute
-    weights = 1.0 if run.tuning is Tuning.FULL else 0.02  # frozen ones need no gradient of theirs
+    weights = 1.0 if run.tuning is Tuning.FULL else 0.02  # frozen weights need no gradient
     back = _Work(
         blocks.matmul * (1 + weights + again),
         blocks.attention * (ATTENTION_BACKWARD + again),
@@ -75,11 +75,11 @@ def step_times(run: Workload, k: Constants = FITTED) -> Times:
     backward = _beside(bwd_s, regather + reduce, k.overlap)
     shared = _tensor_traffic(run, k) * (HIDDEN if run.cuts_matmuls else 1)
     micro = forward + backward + shared
-    if run.device.is_tpu:  # XLA cuts matmuls so that their own traffic runs beside them
+    if run.device.is_tpu:  # XLA splits matmuls to overlap their communication
         micro = _beside(forward + backward, shared, k.overlap)
     pipeline = mesh.pipeline
     count = run.batch.accumulation
-    # A micro-batch that is all of a step is cut into as many as there are stages.
+    # A single micro-batch is divided into as many as there are pipeline stages.
     bubble = micro * count * (pipeline - 1) / max(pipeline, count)
     last = _beside(bwd_s, once, k.overlap) - bwd_s if once else 0.0
     update = _update(run)
@@ -99,7 +99,7 @@ def step_times(run: Workload, k: Constants = FITTED) -> Times:
 
 
 def tokens_per_s(run: Workload, k: Constants = FITTED) -> float:
-    """Of one device, all of its groups' devices counted."""
+    """Returns tokens per second and device."""
     tokens = run.batch.accumulation * run.tokens_per_micro_batch
     return tokens / run.mesh.model_ranks / step_times(run, k).step
 
@@ -125,7 +125,7 @@ def _rate(run: Workload, k: Constants) -> float:
 
 
 def _forward(run: Workload, k: Constants) -> _Work:
-    """One pass forward through the blocks that this device computes."""
+    """Seconds of a forward through the blocks of this device."""
     model, mesh, device = run.model, run.mesh, run.device
     tokens = run.tokens_per_micro_batch / mesh.context
     layers = model.layers / mesh.pipeline
@@ -144,12 +144,12 @@ def _forward(run: Workload, k: Constants) -> _Work:
     fused = min(_fused(run, k), k.compiled_passes if run.kernels.is_tuned else 1.0)
     passes = k.elementwise_passes * fused * 2 * width * tokens / mesh.tensor / device.bandwidth
     if run.tuning is Tuning.QLORA:
-        passes += 6 * model.block_params / device.bandwidth  # 4-bit weights are made 16-bit ones
+        passes += 6 * model.block_params / device.bandwidth  # 4-bit weights are dequantized
     return _Work(layers * matmul, layers * scores / (device.matmul * share), layers * passes)
 
 
 def _fused(run: Workload, k: Constants) -> float:
-    """Share of passes, and of kernels, that a compiler leaves."""
+    """Share of elementwise passes and kernels that remains after compilation."""
     match run.kernels.compiler:
         case Compiler.NONE:
             return 1.0
@@ -160,10 +160,10 @@ def _fused(run: Workload, k: Constants) -> float:
 
 
 def _pass_width(run: Workload) -> float:
-    """Elements a token and block that kernels between matmuls read or write in forward.
+    """Elements per token and block that kernels between matmuls read or write in forward.
 
-    Norms, residuals and the activation; what has gated mlps also has norms in float32 by several
-    kernels (RMSNorm) and rotates queries and keys.
+    These are norms, residuals and the activation. Models with gated mlps also run RMSNorm in
+    float32 by several kernels, and rotate queries and keys.
     """
     model = run.model
     if model.gated:
@@ -173,22 +173,22 @@ def _pass_width(run: Workload) -> float:
 
 
 def _ends(run: Workload, k: Constants) -> tuple[float, float]:
-    """The head's matmuls, forward and backward, and the traffic of logits and loss."""
+    """Seconds of the head's matmuls, and of passes over logits; forward and backward."""
     tokens = run.tokens_per_micro_batch / run.mesh.context / run.mesh.tensor
-    tokens /= run.mesh.pipeline  # of the last stage alone; the others work meanwhile
+    tokens /= run.mesh.pipeline  # the last stage computes them while the others work
     head = 3 * 2 * run.model.head_params * tokens / _rate(run, k)
     return head, k.logits_bytes * _fused(run, k) * run.model.vocab * tokens / run.device.bandwidth
 
 
 def _launch(run: Workload, k: Constants) -> float:
-    """Host time of a forward through the blocks; whole programs are launched at once."""
+    """Host time to launch a forward through the blocks; a TPU runs one program per step."""
     if run.device.is_tpu:
         return 0.0
     return k.launch_s * _fused(run, k) * run.model.layers / run.mesh.pipeline
 
 
 def _update(run: Workload) -> float:
-    """The optimizer's: bound by memory, or by the host where state lives there."""
+    """Seconds of the optimizer's update: bound by memory, or by the host under offload."""
     if run.tuning is not Tuning.FULL:
         return 0.0
     shard = run.mesh.shard if run.sharding is not Stage.NOTHING else 1
@@ -198,13 +198,13 @@ def _update(run: Workload) -> float:
     return held * UPDATE_BYTES / run.device.bandwidth
 
 
-# ---- traffic -------------------------------------------------------------------------------------
+# ---- communication -------------------------------------------------------------------------------
 
 
 def _collective(
     run: Workload, num_bytes: float, ranks: int, stride: int, k: Constants, reach: float = 0.0
 ) -> float:
-    """Seconds of an all-gather or a reduce-scatter of so many bytes over ranks `stride` apart."""
+    """Seconds of an all-gather or reduce-scatter of so many bytes over ranks `stride` apart."""
     if ranks <= 1:
         return 0.0
     share = (ranks - 1) / ranks
@@ -217,12 +217,12 @@ def _collective(
 
 
 def _wait(run: Workload, ranks: int, k: Constants) -> float:
-    """Seconds until a collective's slowest rank is there: of so many delays, the longest."""
+    """Seconds until the slowest of the ranks joins a collective."""
     return TORUS_HOP * ranks if run.device.is_tpu else k.wait_s * log2(ranks)
 
 
 def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, float]:
-    """Seconds of gathers in forward and in backward, of reductions, and of what a step has once."""
+    """Returns seconds of gathers in forward, gathers in backward, reductions, and once per step."""
     model, mesh, precision = run.model, run.mesh, run.precision
     held = model.num_params / (mesh.tensor * mesh.pipeline)
     stride = mesh.tensor
@@ -249,7 +249,7 @@ def traffic(run: Workload, k: Constants = FITTED) -> tuple[float, float, float, 
 
 
 def _tensor_traffic(run: Workload, k: Constants) -> float:
-    """Seconds that activations travel between ranks that share a sample; nothing hides it."""
+    """Seconds of communication between ranks that share a sample; it is exposed."""
     mesh, model = run.mesh, run.model
     tokens = run.tokens_per_micro_batch / mesh.context
     layers = model.layers / mesh.pipeline

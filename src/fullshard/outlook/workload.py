@@ -1,14 +1,14 @@
-"""One training run as formulas see it: typed, complete, without anything measured.
+"""The inputs of the formulas for time and memory: a training run in numbers.
 
 [Note: a decoder from a few numbers]
-What a table has of a model, and what that leaves open:
+A table usually has these numbers of a model:
 
     block   attention  d x (q + 2 kv) + q x d      mlp  2 or 3 matrices of d x ff
-    ends    an embedding of vocab x d, and a head of its own unless it is tied; without a gate there
-            may be a table of positions, seq_len x d
+    ends    an embedding of vocab x d, and a head unless it is tied; without a gate possibly a
+            table of positions, seq_len x d
 
-Whether the mlp is gated, the head tied, heads wider than d / heads and positions learned is what no
-table says: the choice that comes nearest to the stated number of parameters is taken.
+Tables do not say whether the mlp is gated, the head is tied, heads are wider than d / heads, or
+positions are learned. The choice that is closest to the stated number of parameters is taken.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from itertools import product
 from fullshard.outlook.devices import Device
 
 HEAD_DIM = 128
-SPARSE = 1.5  # more parameters than this times what the shapes explain: experts
+SPARSE = 1.5  # a model with more parameters than this times those of its shapes has experts
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The numbers of a table; None where it is silent."""
+    """Numbers of a model; None if unknown."""
 
     num_params: float | None
     layers: int | None
@@ -39,19 +39,19 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What the forecast computes with.
+    """The complete shapes of a decoder.
 
     Attributes:
-        num_params: All of them.
-        layers, width, vocab: Blocks, the residual stream's width, tokens in the vocabulary.
-        query_width, kv_width: Of all query heads together, and of all key (or value) heads.
+        num_params: Number of parameters.
+        layers, width, vocab: Number of blocks, width of the residual stream, vocabulary size.
+        query_width, kv_width: Width of all query heads together, and of all key (or value) heads.
         mlp_width: Inner width of the mlp.
-        gated: Its first half has two matrices.
+        gated: Whether the first layer of the mlp has two matrices.
         block_params: Parameters of one block that a token uses.
-        head_params: Multiplied with by the head.
-        is_tied: The head is the embedding.
-        is_sparse: A token uses few of the parameters (experts).
-        is_guessed: Shapes were made up from the number of parameters.
+        head_params: Parameters of the head.
+        is_tied: Whether the head is the embedding.
+        is_sparse: Whether a token uses a part of the parameters (experts).
+        is_guessed: Whether the shapes were derived from the number of parameters.
     """
 
     num_params: float
@@ -70,15 +70,15 @@ class Architecture:
 
     @property
     def active_params(self) -> float:
-        """Parameters that a token is multiplied with."""
+        """Parameters that a token uses in matmuls."""
         return self.layers * self.block_params + self.head_params
 
     def flops_per_token(self, seq_len: int, trained: float = 1.0) -> float:
-        """Of a forward and backward, as model FLOPs utilization counts them: nothing twice.
+        """Returns the operations of a forward and backward, without recompute.
 
         Args:
-            seq_len: Tokens that attend to each other.
-            trained: Share of the parameters; the others have no gradients of their own.
+            seq_len: Tokens per sequence.
+            trained: Trained share of the parameters.
 
         References:
             PaLM, https://arxiv.org/abs/2204.02311, appendix B.
@@ -88,24 +88,24 @@ class Architecture:
 
     @property
     def end_params(self) -> float:
-        """Of the embedding and the head, whichever there are."""
+        """Parameters of the embedding and the head."""
         return min((2 - self.is_tied) * self.head_params, 0.5 * self.num_params)
 
     @property
     def held_block_params(self) -> float:
-        """Parameters of one block as it is held, with all experts."""
+        """Parameters of one block, with all experts."""
         return max(self.block_params, (self.num_params - self.end_params) / self.layers)
 
 
 def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
-    """Complete a decoder's shapes.
+    """Completes a decoder's shapes.
 
     Args:
-        shapes: What is known; the number of parameters, or layers, width and mlp width, must be.
-        active_params: Parameters that a token uses, where that is known of a sparse model.
+        shapes: The known shapes: at least the number of parameters, or layers, width and mlp width.
+        active_params: Parameters that a token uses, if known.
 
     Raises:
-        ValueError: Neither is there.
+        ValueError: Too little is known.
     """
     known = shapes.layers and shapes.width and shapes.mlp_width
     if not known and not shapes.num_params:
@@ -137,7 +137,7 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
     sparse = num_params > SPARSE * total and not guessed
     if active_params is not None and active_params < num_params:
         block, sparse = max(active_params - vocab * width, 0.5 * active_params) / layers, True
-    elif sparse:  # two experts of those that there are: the habit of the models that tables know
+    elif sparse:  # two experts per token, as in most sparse models of the tables
         block += (2 + gated) * width * mlp
     return Architecture(
         num_params=num_params,
@@ -157,7 +157,7 @@ def decoder(shapes: Shapes, active_params: float | None = None) -> Architecture:
 
 
 def _typical(shapes: Shapes) -> Shapes:
-    """Shapes of a dense decoder of that size: width = 128 layers, mlp_width = 4 width."""
+    """Shapes of a dense decoder of this size: width = 128 x layers, mlp_width = 4 x width."""
     size = shapes.num_params or 1.0
     layers = max(4, round((size / (12 * HEAD_DIM**2)) ** (1 / 3)))
     width = max(64, round((size / (12 * layers)) ** 0.5 / 64) * 64)
@@ -170,7 +170,7 @@ def _typical(shapes: Shapes) -> Shapes:
 
 
 class Stage(Enum):
-    """What of a model's state is cut over ranks; the value is ZeRO's number of the stage."""
+    """The sharded part of a model's state; the value is the stage of ZeRO."""
 
     NOTHING = 0
     OPTIMIZER = 1
@@ -182,21 +182,21 @@ class Tuning(StrEnum):
     """What is trained."""
 
     FULL = "full"
-    LORA = "lora"  # small matrices beside frozen ones
-    QLORA = "qlora"  # the frozen ones in 4 bits
+    LORA = "lora"  # adapters of a frozen model
+    QLORA = "qlora"  # the frozen model is quantized to 4 bits
 
 
 class Metric(StrEnum):
-    """Which figure of memory a row reports."""
+    """Which memory figure a row of a table reports."""
 
-    ALLOCATED = "allocated"  # by tensors
-    ACTIVE = "active"  # by tensors and what the allocator cannot give to others yet
-    RESERVED = "reserved"  # by the allocator
+    ALLOCATED = "allocated"  # bytes of tensors
+    ACTIVE = "active"  # and of blocks that are still in use by a stream
+    RESERVED = "reserved"  # bytes of the allocator's segments
     UNKNOWN = "unknown"
 
 
 class Math(StrEnum):
-    """What matmuls compute in."""
+    """Dtype class of matmuls."""
 
     FLOAT32 = "fp32"
     HALF = "half"
@@ -204,20 +204,20 @@ class Math(StrEnum):
 
 
 class Compiler(StrEnum):
-    """What makes kernels of a model's code."""
+    """The compiler of a model's code."""
 
-    NONE = "none"  # they were made before
+    NONE = "none"  # eager kernels
     TORCH = "torch.compile"
     XLA = "xla"
 
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How ranks are divided; their product is the world.
+    """Sizes of all axes of parallelism; their product is the world size.
 
     Attributes:
-        shard: Ranks that hold one copy of what is cut.
-        replicate: Copies of it.
+        shard: Ranks that share one copy of the sharded state.
+        replicate: Number of copies.
         tensor, context, pipeline: Ranks that compute one sample together.
     """
 
@@ -229,12 +229,12 @@ class Parallelism:
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks with samples of their own."""
+        """Number of ranks, or groups of ranks, with different samples."""
         return self.shard * self.replicate
 
     @property
     def state_ranks(self) -> int:
-        """Ranks that state is cut over: parts of one sample are computed with the same weights."""
+        """Ranks that state is sharded over; context ranks share the weights."""
         return self.shard * self.context
 
     @property
@@ -249,7 +249,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step takes: tokens a sample, samples a micro-batch, micro-batches a step."""
+    """Batch of one rank: tokens per sample, samples per micro-batch, micro-batches per step."""
 
     seq_len: int
     micro_batch: float
@@ -258,12 +258,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes of an element.
+    """Bytes per element.
 
     Attributes:
-        gather, reduce, master: Of gathered weights, of gradients on the wire, of stored weights.
-        math: What matmuls compute in.
-        casts_late: Autocast: weights and the residual stream stay as they are stored.
+        gather, reduce, master: Gathered weights, gradients in reductions, stored weights.
+        math: Dtype class of matmuls.
+        casts_late: Autocast, which keeps weights and the residual stream in the stored dtype.
     """
 
     gather: float = 2
@@ -278,12 +278,12 @@ class Kernels:
     """How a block is computed.
 
     Attributes:
-        compiler: Compiler of the operations between matmuls.
-        recompute: Share of a block's forward that runs again in backward.
+        recompute: Share of a block's forward that is recomputed in backward.
         kept: Share of its activations that is kept.
-        is_tuned: Attention and norms by kernels of the device's maker (cuDNN, Transformer Engine).
-        offloads_activations: To the host.
-        by_operation: Attention and every other matmul are kept of all blocks, as torchtitan does.
+        compiler: Compiler of the operations between matmuls.
+        is_tuned: Attention and norms use the vendor's kernels (cuDNN, Transformer Engine).
+        offloads_activations: Saved activations are on the host.
+        by_operation: Selective recompute keeps attention and every other matmul, as in torchtitan.
     """
 
     recompute: float = 0.0
@@ -296,19 +296,19 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A run.
+    """A training run.
 
     Attributes:
-        fabric: Bytes a second and device between hosts.
-        domain: Devices that the fast link joins.
-        state_bytes: The optimizer's, of a trained parameter, in float32 terms.
-        updates_in_backward: Gradients are used and dropped one by one.
-        offloads: State lives on the host.
+        fabric: Bytes per second and device between hosts.
+        domain: Number of devices that the fast link joins.
+        state_bytes: Bytes of optimizer state per trained parameter, for a float32 master.
+        updates_in_backward: Gradients are applied and freed one by one.
+        offloads: State is on the host.
         reshards: Gathered blocks are freed after forward.
-        saves_whole: The model is gathered on the device to be saved, and the peak counts that:
-            FSDP1's habit, where the counter is read after the run.
-        cuts_matmuls: Their traffic between tensor-parallel ranks runs beside their parts.
-        doubt: What had to be assumed, in words; each widens the interval.
+        saves_whole: The reported peak includes gathering the model on the device to save it, as
+            FSDP1 does.
+        cuts_matmuls: Tensor parallel communication overlaps with split matmuls.
+        doubt: Names of the values that were assumed; each widens the interval.
     """
 
     model: Architecture
@@ -332,5 +332,5 @@ class Workload:
 
     @property
     def tokens_per_micro_batch(self) -> float:
-        """That one rank's device computes, its share of tensor and context parallelism aside."""
+        """Tokens per micro-batch of a group of ranks that share samples."""
         return self.batch.seq_len * self.batch.micro_batch

@@ -1,20 +1,20 @@
-"""What a step on XLA holds beside its state, at the fuller of two moments.
+"""Memory of a step on XLA beyond its state: the larger of two moments.
 
-    the head       what forward kept, the gathered head, logits, the gradient of its weight
-    the last block what forward kept, gradient shards, that gradient, one block with its gradients
+    the head        saved activations, the gathered head, logits, gradient of the head's weight
+    the last block  saved activations, gradient shards, that gradient, one block and its gradients
 
-What forward kept is read off the traced program (xla/residuals.py); a cotangent takes the place of
-the activation that made it. `fullshard plan --exact` asks XLA, and compares.
+The saved activations are read from the traced program (xla/aot.py); a cotangent reuses the
+memory of its activation. `fullshard plan --exact` compiles the step and compares.
 
-Compilers differ, in what was seen in their buffers. Those of accelerators fuse the exponentials of
-the loss and make gradient shards of blocks when logits are gone. CPU's keeps two more arrays of the
-size of the logits (exponentials; the label's gradient), of which one is gone when the gradient of
-the head's weight is made. The zeros that gradients are written into (of the blocks' loop, and the
-whole of the embedding's, unless it is added to that of a tied head) it makes before anything else,
-and each gradient it cuts at once.
+The rules for compilers were observed in their buffers. Compilers for accelerators fuse the
+exponentials of the loss, and allocate the gradient shards of blocks after the logits are freed. The
+CPU compiler allocates two more arrays of the size of the logits (exponentials, gradient of the
+labels) and frees one of them before the gradient of the head's weight. It allocates zeros for the
+blocks' gradients, and for the whole gradient of the embedding (unless the head is tied), before
+everything else, and shards each gradient at once.
 
-A head in chunks (xla/head.py) makes gradients as it makes logits. Beside those of a chunk there is
-the sum of the chunks before, which backward still has when it comes to the blocks.
+A head in chunks (xla/head.py) computes gradients together with logits. It also has the sum over the
+earlier chunks, which exists until the blocks' backward.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ WIDE = 4  # bytes, at least, of the logits that the loss is computed from
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A device's micro-batch.
+    """Sizes of a device's micro-batch.
 
     Attributes:
-        num_logits: Tokens times vocabulary, of a chunk of tokens.
-        kept_bytes: Bytes of activations that forward keeps for backward.
-        gathered_bytes: Bytes of the blocks' parameters that it keeps whole.
-        block_bytes: That one block keeps where nothing is computed anew.
-        accumulates: Whether there are several micro-batches: their sum is there all the time.
-        on_cpu: Whose compiler it is.
-        num_chunks: Chunks of tokens that the head's gradient is a sum over; 0: all logits at once.
+        num_logits: Tokens times vocabulary, per chunk of tokens.
+        kept_bytes: Bytes of activations saved for backward.
+        gathered_bytes: Bytes of the blocks' gathered parameters saved for backward.
+        block_bytes: Bytes that one block saves without recompute.
+        accumulates: Whether gradients of several micro-batches are summed.
+        on_cpu: Whether XLA compiles for the CPU.
+        num_chunks: Number of chunks of the head; 0: all logits at once.
     """
 
     num_logits: int
@@ -54,7 +54,7 @@ class StepShape:
 
 
 def at_peak(table: ArraysPlan, shape: StepShape) -> tuple[MemoryRow, ...]:
-    """Rows of a device, which add up to its peak."""
+    """Returns memory rows of a device that add up to its peak."""
     whole = {"gradient shards", "gathered arrays"}
     always = [row for row in table.memory if row.name not in whole]
     always.append(MemoryRow("activations", shape.kept_bytes))
@@ -102,21 +102,17 @@ def _at_a_block(table: ArraysPlan, shape: StepShape) -> list[MemoryRow]:
         MemoryRow("one block", shape.block_bytes),
         MemoryRow("its gradients", max(sizes, default=0) if shape.on_cpu else sum(sizes)),
         MemoryRow("gradient of the embedding" if shape.on_cpu else "gradient of the head", head),
-        *(
-            [MemoryRow("gradient of the head", head)]
-            if shape.on_cpu and shape.num_chunks > 1
-            else []
-        ),
+        *[MemoryRow("gradient of the head", head)] * (shape.on_cpu and shape.num_chunks > 1),
     ]
 
 
 def _large(table: ArraysPlan, *, inside: bool) -> list[ArrayPlan]:
-    """The arrays of several dimensions in blocks, or outside of them."""
+    """The arrays of two or more dimensions inside or outside of blocks."""
     return [a for a in table.arrays if bool(a.block) == inside and len(a.shape) > 1]
 
 
 def _parted(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
-    """Those that are gathered and scattered; of the others a device has its own whole."""
+    """The sharded arrays."""
     return [array for array in arrays if array.cut.dim is not None]
 
 

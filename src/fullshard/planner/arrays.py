@@ -1,8 +1,8 @@
-"""Where arrays lie on a mesh of XLA devices, and which collectives a step of them makes.
+"""The plan of the XLA engine: how arrays are sharded over devices, and a step's collectives.
 
-JAX users expect a parameter to keep its shape, so nothing is laid into flat buffers here: each
-array is cut along one dimension of its own. Blocks that are alike are stacked on a first axis, the
-layer axis, which is never cut: a scan over it gathers one block at a time.
+JAX users expect a parameter to keep its shape, so there are no flat buffers: each array is sharded
+along one of its dimensions. Equal blocks are stacked on a first axis, the layer axis, which is
+never sharded: a scan over it gathers one block at a time.
 
     (layers, out, in), 4 devices, out the largest that divides:    device 0  [:, 0:out/4, :]
                                                                    device 1  [:, out/4:out/2, :] ...
@@ -10,55 +10,53 @@ layer axis, which is never cut: a scan over it gathers one block at a time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.config.values import Recompute, RecomputeKind, Strategy
-from fullshard.planner.homes import Place
 from fullshard.planner.memory import AVERAGE, MemoryRow
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
 from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.strategy import row_of
-from fullshard.planner.text import decode_plan, encode_plan, format_json, human_bytes
+from fullshard.planner.text import PlanDocument, decode_plan, human_bytes
 from fullshard.planner.units import DtypeContract
 
-PADDED_ABOVE = 65_536  # elements: what is smaller and divides nowhere is copied instead
+PADDED_ABOVE = 65_536  # elements: smaller arrays without a divisible dimension are replicated
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How an array is parted over the shard axis.
+class ArrayCut:
+    """How an array is sharded.
 
     Attributes:
-        dim: The dimension that is parted; None: every device holds the whole.
-        padding: Zeros added at the dimension's end so that it divides.
+        dim: The sharded dimension; None: every device holds the whole array.
+        padding: Zeros at the end of the dimension that make it divisible.
     """
 
     dim: int | None = None
     padding: int = 0
 
 
-def cut_of(shape: Sequence[int], num_parts: int) -> Cut:
-    """The largest dimension that divides, the first of equals; else padded if the array is large.
+def cut_of(shape: Sequence[int], num_parts: int) -> ArrayCut:
+    """Returns a cut along the largest divisible dimension; large arrays are padded if none is.
 
     Args:
-        shape: Without the layer axis.
-        num_parts: Devices of the shard axis.
+        shape: Shape without the layer axis.
+        num_parts: Number of devices on the shard axis.
     """
     if num_parts == 1 or 0 in shape:
-        return Cut()
+        return ArrayCut()
     fitting = [dim for dim, size in enumerate(shape) if size % num_parts == 0]
     if fitting:
-        return Cut(max(fitting, key=lambda dim: (shape[dim], -dim)))
+        return ArrayCut(max(fitting, key=lambda dim: (shape[dim], -dim)))
     if math.prod(shape) < PADDED_ABOVE:
-        return Cut()
+        return ArrayCut()
     dim = max(range(len(shape)), key=lambda dim: (shape[dim], -dim))
-    return Cut(dim, -shape[dim] % num_parts)
+    return ArrayCut(dim, -shape[dim] % num_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +64,18 @@ class ArrayPlan:
     """One array of a model.
 
     Attributes:
-        name: Its path in the tree, dotted.
-        shape: Shape of one layer where it is stacked, else of all of it; without padding.
-        cut: How it is parted.
-        dtypes: Its contract.
-        trainable: Whether it is updated.
-        block: Path of the stacked subtree that it belongs to; "" where it is not stacked.
-        num_layers: Length of the layer axis; 0 where it is not stacked.
+        name: Dotted path in the tree.
+        shape: Shape of one layer if stacked, else of the array; without padding.
+        cut: How the array is sharded.
+        dtypes: Dtypes of the array.
+        trainable: Whether the optimizer updates it.
+        block: Path of the stacked subtree that contains it; "" if it is not stacked.
+        num_layers: Length of the layer axis; 0 if it is not stacked.
     """
 
     name: str
     shape: tuple[int, ...]
-    cut: Cut
+    cut: ArrayCut
     dtypes: DtypeContract
     trainable: bool = True
     block: str = ""
@@ -85,62 +83,62 @@ class ArrayPlan:
 
     @property
     def numel(self) -> int:
-        """Elements without padding, of all layers."""
+        """Elements of all layers, without padding."""
         return math.prod(self.shape) * (self.num_layers or 1)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Of one layer, as it is gathered."""
+        """Shape of one gathered layer."""
         return tuple(
             size + self.cut.padding * (dim == self.cut.dim) for dim, size in enumerate(self.shape)
         )
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of the whole array as it rests, all devices together."""
+        """Shape of the stored array, over all devices."""
         return ((self.num_layers,) if self.block else ()) + self.padded_shape
 
     @property
     def is_added(self) -> bool:
-        """Whether it is a bias: it is added, and the gradient of a sum needs neither summand."""
+        """Whether it is a bias, whose value backward does not need."""
         return self.name.rpartition(".")[2] == "bias"
 
     def names(self) -> list[str]:
-        """As a checkpoint names its tensors, one a layer: `layers.w` is `layers.0.w` and so on."""
+        """Returns its tensors' names in a checkpoint: `layers.w` is `layers.0.w` and so on."""
         if not self.block:
             return [self.name]
         rest = self.name.removeprefix(self.block)
         return [f"{self.block}.{layer}{rest}" for layer in range(self.num_layers)]
 
     def part_numel(self, num_parts: int) -> int:
-        """Elements that a device holds, padding included."""
+        """Returns the elements of one device's part, padding included."""
         whole = math.prod(self.stored_shape)
         return whole if self.cut.dim is None else whole // num_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """How often one kind of collective runs in a step, and bytes of the whole tensors it moves."""
+    """Number of collectives of one kind in a step, and bytes of the full tensors that they move."""
 
     count: int = 0
     num_bytes: int = 0
 
     def plus(self, times: int, num_bytes: int) -> Collectives:
-        """With `times` more of `num_bytes` each."""
+        """Returns the sum with `times` collectives of `num_bytes` each."""
         return Collectives(self.count + times, self.num_bytes + times * num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class ArraysPlan:
-    """What an XLA engine holds and moves, as plain data.
+class ArraysPlan(PlanDocument):
+    """The plan of the XLA engine, as plain data.
 
     Attributes:
-        model_kind: What people call the model.
-        strategy: What was asked for.
-        mesh: Sizes of the axes.
-        arrays: In the order of the tree's leaves.
+        model_kind: Name of the model's type.
+        strategy: The configured strategy.
+        mesh: Sizes of the mesh axes.
+        arrays: Arrays in the order of the tree's leaves.
         recompute: Activation checkpointing of the blocks.
-        optimizer: What the run's keeps; a plan without a run takes AdamW.
+        optimizer: State sizes of the optimizer; AdamW if there is no run.
     """
 
     model_kind: str
@@ -151,28 +149,29 @@ class ArraysPlan:
     optimizer: OptimizerStates = ADAMW
 
     def trained_by(self, optimizer: OptimizerStates) -> ArraysPlan:
-        """The same with another optimizer's memory."""
+        """Returns the plan with another optimizer."""
         return replace(self, optimizer=optimizer)
 
     @property
     def reshards(self) -> bool:
-        """Whether blocks are gathered anew in backward."""
+        """Whether blocks are gathered again in backward."""
         return row_of(self.strategy).reshard_after_forward and self.mesh.shard > 1
 
     @property
     def num_parameters(self) -> int:
+        """Number of parameters, without padding."""
         return sum(array.numel for array in self.arrays)
 
     def collectives(self, num_micro_batches: int = 1) -> dict[str, Collectives]:
-        """What a training step issues, a tensor each. The census of the compiled step is the same.
+        """Returns the collectives of a training step; they equal those of the compiled step.
 
-        Two small ones sum loss and label tokens (in two parts, which float32 adds exactly), and the
-        squared norm of the gradients.
+        There is one per tensor. Two small ones sum the loss and the label tokens (in two parts,
+        which float32 adds exactly), and the squared norm of the gradients.
         """
         found: dict[str, Collectives] = dict.fromkeys((GATHER, SCATTER, REDUCE), Collectives())
         for array in self.arrays:
             for kind, times, num_bytes in self._of_array(array):
-                once = kind == GATHER and not array.block  # kept over all micro-batches
+                once = kind == GATHER and not array.block  # gathered once for all micro-batches
                 found[kind] = found[kind].plus(
                     times * (1 if once else num_micro_batches), num_bytes
                 )
@@ -184,7 +183,7 @@ class ArraysPlan:
         return found
 
     def forward_gathers(self, num_micro_batches: int = 1) -> Collectives:
-        """What a step issues for a model that runs forward alone, such as a teacher."""
+        """Returns the gathers of a model that only runs forward, such as a teacher."""
         found = Collectives()
         for array in self.arrays:
             if array.cut.dim is not None:
@@ -194,7 +193,7 @@ class ArraysPlan:
         return found
 
     def _of_array(self, array: ArrayPlan) -> Iterator[tuple[str, int, int]]:
-        """(kind, times, bytes of the whole tensor) of a micro-batch."""
+        """(kind, number, bytes of the full tensor) of an array's collectives in a micro-batch."""
         layers, dtypes = array.num_layers or 1, array.dtypes
         numel = math.prod(array.padded_shape)
         if array.cut.dim is not None:
@@ -209,10 +208,10 @@ class ArraysPlan:
             yield REDUCE, layers, numel * ITEMSIZE[dtypes.reduce]
 
     def num_gathers(self, array: ArrayPlan) -> int:
-        """How often a micro-batch gathers it, over all layers.
+        """Returns the number of gathers of an array in a micro-batch, over all layers.
 
-        Blocks are gathered again in backward under a strategy that reshards, but for biases,
-        unless a recompute adds them once more.
+        If the strategy reshards, blocks are gathered again in backward. Biases are gathered again
+        only for recompute.
         """
         layers = array.num_layers or 1
         if not (array.block and self.reshards):
@@ -227,7 +226,7 @@ class ArraysPlan:
 
     @property
     def memory(self) -> tuple[MemoryRow, ...]:
-        """Bytes of a device. Activations and temporaries of XLA are not in here."""
+        """Memory rows of a device, without activations and temporaries of XLA."""
         shard, trained = self.mesh.shard, [a for a in self.arrays if a.trainable]
 
         def total(arrays: Sequence[ArrayPlan], kind: str) -> int:
@@ -244,7 +243,7 @@ class ArraysPlan:
         )
 
     def _gathered_bytes(self) -> int:
-        """Arrays outside of blocks; one block (all of them where they are kept for backward)."""
+        """Bytes of gathered arrays: outside of blocks, and one block (all blocks if kept)."""
         total = 0
         for array in self.arrays:
             if array.cut.dim is not None:
@@ -254,33 +253,23 @@ class ArraysPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and their optimizer's states: what a step is given and gives back."""
+        """Bytes of parameters and optimizer states, which are a step's input and output."""
         state = ("parameter", "optimizer", "average")
         return sum(row.num_bytes for row in self.memory if row.name.startswith(state))
 
     @property
-    def peak_bytes(self) -> dict[str, int]:
-        """State bytes of a device by place."""
-        device = sum(row.num_bytes for row in self.memory)
-        return {Place.DEVICE: device, Place.HOST: 0, Place.DISK: 0}
-
-    def rows(self) -> list[dict[str, str | int]]:
-        """The memory table: [{"name", "bytes"}]."""
-        return [{"name": row.name, "bytes": row.num_bytes} for row in self.memory]
-
-    @property
     def num_units(self) -> int:
-        """Blocks, and what lies outside of them."""
+        """Number of blocks, plus one for the other arrays."""
         return 1 + sum({a.block: a.num_layers for a in self.arrays if a.block}.values())
 
     @property
     def staging_bytes(self) -> int:
-        """Host bytes at most that a process copies to save."""
+        """Most host bytes that a process copies to save a checkpoint."""
         return self.state_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Tensors of one checkpoint, of all devices."""
+        """Bytes of all tensors in a checkpoint."""
         total = 0.0
         for array in self.arrays:
             itemsize = ITEMSIZE[array.dtypes.master]
@@ -289,17 +278,17 @@ class ArraysPlan:
         return math.ceil(total)
 
     def replicated(self) -> list[ArrayPlan]:
-        """Arrays that a sharded strategy leaves whole on every device, since nothing divides."""
+        """Returns the arrays that are replicated because no dimension is divisible."""
         return [a for a in self.arrays if a.cut.dim is None and self.mesh.shard > 1]
 
     def tree(self) -> str:
-        """Arrays, cuts, collectives and memory as text."""
+        """Returns arrays, cuts, collectives and memory as text."""
         mesh = self.mesh
         lines = [
             f"{self.model_kind}: {self.num_parameters:,} parameters, {self.strategy} on "
             f"{mesh.world_size} devices (replicate {mesh.replicate} x shard {mesh.shard})",
             *(f"  {_array_line(array)}" for array in self.arrays),
-            "a step's collectives (whole tensors):",
+            "a step's collectives (full tensors):",
             *(
                 f"  {kind}: {c.count:,}, {human_bytes(c.num_bytes)}"
                 for kind, c in self.collectives().items()
@@ -309,20 +298,12 @@ class ArraysPlan:
         ]
         whole = sum(a.numel * ITEMSIZE[a.dtypes.master] for a in self.replicated())
         if whole:
-            lines.append(f"whole on every device, since nothing divides: {human_bytes(whole)}")
+            lines.append(f"replicated, since no dimension is divisible: {human_bytes(whole)}")
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The plan as JSON that people can read and compare."""
-        return format_json(encode_plan(self)) + "\n"
-
-    def digest(self) -> str:
-        """A short hash of the JSON."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @classmethod
     def from_json(cls, text: str) -> ArraysPlan | None:
-        """Read back what `to_json` wrote; None for a plan of another kind."""
+        """Returns the plan that `to_json` wrote; None if it is a plan of the torch engine."""
         table = json.loads(text)
         if "arrays" not in table:
             return None
@@ -332,7 +313,7 @@ class ArraysPlan:
 
 def _array_line(array: ArrayPlan) -> str:
     layers = f"{array.num_layers} x " if array.block else ""
-    cut = "whole" if array.cut.dim is None else f"dim {array.cut.dim} parted"
+    cut = "replicated" if array.cut.dim is None else f"dim {array.cut.dim} sharded"
     padded = f" (+{array.cut.padding})" if array.cut.padding else ""
     frozen = "" if array.trainable else ", frozen"
     return f"{array.name}  {layers}{array.shape}  {cut}{padded}{frozen}"

@@ -1,4 +1,4 @@
-"""What happens in a step, as data; and who may be told of it."""
+"""The actions of a step as data, and the interface of recorders."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Protocol
 class EventKind(StrEnum):
     """One action of the engine on one unit.
 
-    PUBLISH: a forward of the whole model begins; every rank's part of a shared home is written.
-    GATHER: the unit's all-gather into its slot is issued (where nothing travels: it is filled).
-    FORWARD: the unit's forward begins, its slot holds the weights.
-    RELEASE: the slot no longer holds the unit; under poison it is filled with NaN.
-    BACKWARD: the unit's backward begins, its slot holds the weights.
-    REDUCE: all gradients of the unit are in its gradient slot; the reduction is issued.
-    ACCUMULATE: the reduction has landed in the gradient shard; the gradient slot is free.
-    DEFER: the unit's gradients stay on this rank, unreduced (`no_sync`).
-    SPILL: gradients came out of order and got a buffer that the plan does not list.
-    SETTLE: end of backward: touched bits and squared norms are summed over ranks.
+    PUBLISH: A forward of the whole model begins; every rank's part of a shared home is written.
+    GATHER: The all-gather of the unit into its slot is issued; on one rank the slot is filled.
+    FORWARD: The unit's forward begins; its slot holds the weights.
+    RELEASE: The slot no longer holds the unit; under poison it is filled with NaN.
+    BACKWARD: The unit's backward begins; its slot holds the weights.
+    REDUCE: All gradients of the unit are in its gradient slot; the reduction is issued.
+    ACCUMULATE: The reduction has been added to the gradient shard; the gradient slot is free.
+    DEFER: The unit's gradients stay on this rank, unreduced (`no_sync`).
+    SPILL: Gradients came out of order and use a buffer that the plan does not list.
+    SETTLE: Backward ends; touched bits and squared norms are summed over ranks.
     """
 
     PUBLISH = "publish"
@@ -36,11 +36,11 @@ class EventKind(StrEnum):
 
 
 class Sync(StrEnum):
-    """What a backward does with its gradients.
+    """How a backward reduces its gradients.
 
-    ALL: they are summed over both axes of the mesh.
-    INNER: over the shard axis; the sum over the replicate axis waits for a later backward.
-    NONE: they stay on this rank.
+    ALL: They are summed over both axes of the mesh.
+    INNER: They are summed over the shard axis; the sum over replicas waits for a later backward.
+    NONE: They stay on this rank.
     """
 
     ALL = "all"
@@ -53,9 +53,9 @@ class Event:
     """One action.
 
     Attributes:
-        kind: What.
-        unit: Index of the unit in the plan; -1 where the whole model is meant.
-        num_bytes: Bytes that this rank receives over the wire for it (0 for local actions).
+        kind: Kind of the action.
+        unit: Index of the unit in the plan; -1 for the whole model.
+        num_bytes: Bytes that this rank receives; 0 for local actions.
     """
 
     kind: EventKind
@@ -64,18 +64,18 @@ class Event:
 
 
 class Recorder(Protocol):
-    """Told of every action that an engine takes; `observe` implements it."""
+    """Receives every action of an engine; `observe` implements it."""
 
     def begin(self, event: Event, step: int) -> None:
-        """The action begins, and may wait for other ranks."""
+        """Called when the action begins; it may wait for other ranks."""
         ...
 
     def record(self, event: Event, step: int) -> None:
-        """The action is done."""
+        """Called when the action is done."""
         ...
 
 
 @lru_cache(maxsize=65536)
 def event_of(kind: EventKind, unit: int, num_bytes: int = 0) -> Event:
-    """The one event of these values: a step makes thousands, and the same ones every time."""
+    """Returns a cached event, since every step has the same thousands of events."""
     return Event(kind, unit, num_bytes)

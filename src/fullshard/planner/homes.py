@@ -1,4 +1,4 @@
-"""Where each kind of state lives at rest."""
+"""Where each kind of state is stored between steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Place(StrEnum):
-    """Memory that state can live in; `shared` is one mapping for all ranks of a host."""
+    """A kind of memory; `shared` is one mapping for all ranks of a host."""
 
     DEVICE = "device"
     HOST = "host"
@@ -17,7 +17,7 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where each kind of state lives at rest; gathered units are always on the device."""
+    """Where each kind of state is stored; gathered units are always on the device."""
 
     parameters: Place = Place.DEVICE
     gradients: Place = Place.DEVICE
@@ -25,7 +25,7 @@ class Homes:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are brought to the device before every gather."""
+        """Whether parameters are copied to the device before every gather."""
         return self.parameters in (Place.HOST, Place.DISK)
 
 

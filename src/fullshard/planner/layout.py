@@ -1,4 +1,4 @@
-"""Where each parameter of a unit lies in its flat buffer, and which part every rank owns."""
+"""The place of each parameter in its unit's flat buffer, and the part that every rank owns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"} 
 
 
 def clean_name(name: str) -> str:
-    """A parameter's or module's name as users know it, without what wrappers add."""
+    """Returns the name of a parameter or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -27,10 +27,10 @@ class Slice:
         name: The parameter's first name.
         shape: The parameter's global shape.
         start: First element.
-        stop: One past the last element; equal to `start` where the rank holds none of it.
-        offset: Where the range begins in the rank's shard of the flat buffer, in elements.
-        atom: Elements that are never parted between ranks (1: none; block-quantised or row-wise
-            states will ask for more).
+        stop: One past the last element; equal to `start` if the rank holds no element.
+        offset: Beginning of the range in the rank's shard of the flat buffer, in elements.
+        atom: Number of consecutive elements that are never split between ranks. It is 1 today;
+            block-quantised or row-wise states will need more.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Slice:
 
 
 def align(numel: int, multiple: int) -> int:
-    """Round up to a multiple."""
+    """Rounds up to a multiple."""
     return -(-numel // multiple) * multiple
 
 
@@ -97,7 +97,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, params: Sequence[tuple[str, tuple[int, ...]]], num_parts: int) -> FlatLayout:
-        """Lay (name, shape) pairs one after another."""
+        """Places (name, shape) pairs one after another."""
         placements: list[Placement] = []
         offset = 0
         for name, shape in params:
@@ -117,11 +117,11 @@ class FlatLayout:
 
     @property
     def bounds(self) -> Bounds:
-        """Where each parameter lies."""
+        """`[offset, stop)` of each parameter."""
         return tuple((p.offset, p.stop) for p in self.placements)
 
     def holders(self, placement: Placement) -> list[tuple[int, int, int]]:
-        """The parts that hold some of a parameter, each with its range of the parameter."""
+        """Returns (part, start, stop) for every part that holds elements of a parameter."""
         found: list[tuple[int, int, int]] = []
         if placement.numel:
             first, last = placement.offset // self.part_numel, -(-placement.stop // self.part_numel)
@@ -132,7 +132,7 @@ class FlatLayout:
         return found
 
     def slices(self, part: int) -> tuple[Slice, ...]:
-        """One slice a parameter, in order, also where the part holds none of it."""
+        """Returns one slice per parameter in order; a slice may be empty."""
         low = part * self.part_numel
         high = low + self.part_numel
         found: list[Slice] = []
@@ -149,7 +149,7 @@ class FlatLayout:
 
 @cache
 def owned_numels(bounds: Bounds, num_parts: int, part_numel: int) -> tuple[int, ...]:
-    """Elements of parameters in each part of a flat buffer, padding left out."""
+    """Returns the elements of parameters in each part of a flat buffer, without padding."""
     found = [0] * num_parts
     for start, stop in ((start, stop) for start, stop in bounds if start < stop):
         for part in range(start // part_numel, -(-stop // part_numel)):

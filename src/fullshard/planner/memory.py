@@ -1,4 +1,4 @@
-"""What a plan holds in memory on the largest rank, by kind. Exact for state; see `rows`."""
+"""Memory of a plan on the largest rank, by kind: exact for state, without activations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class MemoryRow:
 
 
 def sum_by_place(rows: Iterable[MemoryRow]) -> dict[str, int]:
-    """Bytes on the device, the host and the disk.
+    """Returns bytes on the device, the host and the disk.
 
-    What the ranks of a host share is on the device: they compute on the CPU.
+    Memory that the ranks of a host share counts as device memory, since they compute on the CPU.
     """
     found: dict[str, int] = dict.fromkeys((Place.DEVICE, Place.HOST, Place.DISK), 0)
     for row in rows:
@@ -49,10 +49,15 @@ def state_rows(
     grad_sync: GradSync,
     optimizer: OptimizerStates,
 ) -> tuple[MemoryRow, ...]:
-    """Bytes per rank that a run holds: shards, slots, optimizer, buffers.
+    """Returns the bytes of the largest rank: shards, slots, optimizer, buffers.
 
-    Activations, logits and the allocator's overhead are not in here yet. What is no matter of
-    units and rings is given: `beside`, by the name of its row.
+    Args:
+        units: Units of the plan.
+        rings: Rings of the plan.
+        beside: Bytes of further rows, by name.
+        homes: Where state is stored.
+        grad_sync: Which micro-batches of an accumulated step reduce gradients.
+        optimizer: State sizes of the optimizer.
     """
     groups = [group for unit in units for group in unit.groups]
     averages = OptimizerStates("", optimizer.num_averages)
@@ -83,7 +88,7 @@ def state_rows(
 
 
 def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
-    """Bytes of states on the rank with most of them; states have no padding."""
+    """Returns the bytes of optimizer states on the rank with the most; states have no padding."""
     sizes: dict[tuple[Bounds, int, int], float] = {}
     counts = 0
     for group in trained:
@@ -93,7 +98,7 @@ def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) ->
         key = (tuple((p.offset, p.stop) for p in mine), layout.num_parts, layout.part_numel)
         element = optimizer.element_bytes(ITEMSIZE[group.dtypes.master])
         sizes[key] = sizes.get(key, 0.0) + element
-    parts: dict[int, list[float]] = {}  # by how many there are: a rank's number is the same in all
+    parts: dict[int, list[float]] = {}  # bytes of each part, by number of parts
     for (bounds, num_parts, part_numel), element in sizes.items():
         sums = parts.setdefault(num_parts, [0.0] * num_parts)
         for part, numel in enumerate(owned_numels(bounds, num_parts, part_numel)):
@@ -110,7 +115,7 @@ def optimizer_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) ->
 
 
 def whole_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int:
-    """Bytes that an owner holds at one time: whole tensors, gradients, an update's temporaries."""
+    """Returns the most bytes of an owner in an update: whole tensors, gradients, temporaries."""
     held: dict[tuple[int, int], int] = {}
     for tensor in owned_tensors(trained, optimizer):
         if tensor.num_parts > 1:
@@ -120,9 +125,9 @@ def whole_bytes(trained: Sequence[GroupPlan], optimizer: OptimizerStates) -> int
 
 
 def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
-    """Host bytes at most that a rank copies to save with the optimizer's states in the background.
+    """Returns the most host bytes that a rank copies to save in the background.
 
-    Ranks that hold the same part save a unit each in turn.
+    The replicas of a shard take turns: each saves some of the units.
     """
     by_turn: dict[int, int] = {}
     owned, sliced = 0, optimizer
@@ -140,7 +145,7 @@ def staging_bytes(units: Sequence[UnitPlan], optimizer: OptimizerStates) -> int:
 
 
 def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
-    """Bytes of gradients that wait for the last micro-batch of an accumulated step."""
+    """Returns the bytes of gradients that wait for the last micro-batch of a step."""
     total = 0
     has_replicas = any(unit.mesh.replicate > 1 for unit in units)
     for unit in units:
@@ -157,7 +162,7 @@ def deferred_bytes(units: Sequence[UnitPlan], grad_sync: GradSync) -> int:
 
 
 def gradient_bytes(group: GroupPlan) -> int:
-    """Bytes of a reduced gradient's element: its sum, and what `p.grad` shows where it differs."""
+    """Returns bytes per element of a gradient shard: the sum, and `p.grad` if its dtype differs."""
     dtypes = group.dtypes
     shown = ITEMSIZE[dtypes.master] if dtypes.master is not dtypes.accumulate else 0
     return ITEMSIZE[dtypes.accumulate] + shown
@@ -171,24 +176,23 @@ def communication_bytes(
     *,
     accumulates: bool = False,
 ) -> int:
-    """Bytes of the receive buffers that a transport keeps, found by replaying a step's events.
+    """Returns the bytes of a transport's receive buffers, by replaying the events of a step.
 
-    A reduction holds its buffers from REDUCE to ACCUMULATE; freed ones are lent again, the
-    smallest that fits first. Ranks that exchange directly hold one part of every peer, c10d one
-    part in all; replicas exchange chunks of a part, beside the next units' backward. Gradients
-    whose home is the host land on the device first, and so do those that are added to gradients
-    of an earlier backward.
+    A reduction uses its buffers from REDUCE to ACCUMULATE. Freed buffers are reused, the smallest
+    that fits first. The direct transport receives one part from every peer, c10d one part in all.
+    Replicas exchange chunks of a part during the backward of the next units. Gradients are received
+    in a device buffer first if their home is the host, or if they are added to an earlier sum.
 
     Args:
         units: Units of the plan.
         events: Events of a step.
-        transport: Whose buffers.
-        homes: The plan's homes.
-        accumulates: Whether several micro-batches are reduced into one sum. A plan does not know.
+        transport: The transport.
+        homes: Where state is stored.
+        accumulates: Whether several micro-batches are reduced into one sum.
     """
     pool = _Pool()
     lent: dict[int, list[_Buffer]] = {}
-    outer: list[_Outer] = []
+    outer: list[_ReplicaSum] = []
     lands_aside = accumulates or homes.gradients is not Place.DEVICE
     for event in events:
         if event.kind is EventKind.REDUCE:
@@ -206,7 +210,7 @@ def communication_bytes(
             for at, group in enumerate(trained):
                 chunks = _outer_chunks(group, transport, units[event.unit].mesh.replicate)
                 received = [pool.take(dtype, numel) for dtype, numel in chunks[1:]]
-                outer.append(_Outer(received, chunks[:1], landed[at : at + 1]))
+                outer.append(_ReplicaSum(received, chunks[:1], landed[at : at + 1]))
     while outer:
         outer = [one for one in outer if one.advance(pool)]
     return pool.num_bytes
@@ -216,7 +220,7 @@ _Buffer = tuple[DType, int]
 
 
 class _Pool:
-    """The sizes of a transport's scratch buffers, counted: thousands of peers have one size."""
+    """Counts of a transport's scratch buffers by size; thousands of peers share one size."""
 
     def __init__(self) -> None:
         self._free: Counter[_Buffer] = Counter()
@@ -238,13 +242,13 @@ class _Pool:
 
 
 @dataclass
-class _Outer:
-    """A sum over replicas under way.
+class _ReplicaSum:
+    """A sum over replicas in flight.
 
     Attributes:
-        received: Chunks of the other replicas.
-        own: The sum of this replica's chunk, which it then sends; empty where others do both.
-        landed: What is summed, where it is not in the gradient shard.
+        received: Buffers for chunks of the other replicas.
+        own: Buffer for the sum of this replica's chunk; empty if the transport needs none.
+        landed: Buffer of the summed gradient, if it is not the gradient shard.
     """
 
     received: list[_Buffer]
@@ -252,7 +256,7 @@ class _Outer:
     landed: list[_Buffer]
 
     def advance(self, pool: _Pool) -> bool:
-        """Take it one step further; whether it is still under way."""
+        """Advances the sum by one step; returns whether it is still in flight."""
         own, self.own = self.own, []
         pool.give([*(pool.take(*buffer) for buffer in own), *self.received])
         self.received = []
@@ -262,14 +266,14 @@ class _Outer:
 
 
 def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer]:
-    """The buffers that one unit's reduction receives into."""
+    """The receive buffers of one unit's reduction."""
     found: list[_Buffer] = []
     for group in groups:
         peers = group.layout.num_parts - 1
         match transport:
             case Transport.DIRECT:
                 count = peers
-            case Transport.SHARED:  # read where they are
+            case Transport.SHARED:  # peers' gradients are read in place
                 count = 0
             case _:
                 count = min(peers, 1)
@@ -279,7 +283,7 @@ def _received(groups: Sequence[GroupPlan], transport: Transport) -> list[_Buffer
 
 
 def _outer_chunks(group: GroupPlan, transport: Transport, replicate: int) -> list[_Buffer]:
-    """What the largest replica needs to sum its chunk: one of every replica."""
+    """The buffers of the largest replica's chunk: one for every replica."""
     exchanges = transport in (Transport.DIRECT, Transport.SHARED)
     if not group.trainable or replicate == 1 or not exchanges:
         return []

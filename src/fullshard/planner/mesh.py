@@ -4,10 +4,11 @@
                                       0   1   2   3     replicate axis
                                       4   5   6   7          |  v
 
-Neighbouring ranks share a shard group, so that gathers stay on one host. A DeviceMesh may number
-its ranks in another order, which `Mesh.order` keeps: [[0, 2], [1, 3]] is order (0, 2, 1, 3).
+Neighbouring ranks form a shard group, so that gathers stay on one host. A DeviceMesh may number
+its ranks in another order, stored in `Mesh.order`: [[0, 2], [1, 3]] is order (0, 2, 1, 3).
 
-Other axes (tensor parallel) may have cut the parameters before. Their ranks stand at one place:
+Other axes, such as tensor parallelism, may have sharded the parameters before. Their ranks are
+neighbours:
 
     world 8, shard 4, inner 2:            shard axis ->
                                      0 1  2 3  4 5  6 7   shard groups 0 2 4 6 and 1 3 5 7
@@ -26,12 +27,13 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of the two axes, and which rank is where.
+    """Sizes of the two axes, and the position of every rank.
 
     Attributes:
-        order: The rank at each place, place = (replicate_index * shard + shard_index) * inner +
-            inner_index. Empty: every rank is at the place of its own number.
-        inner: Ranks along all other axes, which cut parameters first.
+        replicate, shard: Sizes of the axes.
+        order: The rank at each position, where position = (replicate_index * shard + shard_index) *
+            inner + inner_index. Empty: a rank's position is its number.
+        inner: Number of ranks along all other axes, which shard parameters first.
     """
 
     replicate: int
@@ -45,47 +47,47 @@ class Mesh:
 
     @property
     def num_copies(self) -> int:
-        """Ranks that each see a batch of their own: those of both axes."""
+        """Number of ranks with different batches: those of both axes."""
         return self.replicate * self.shard
 
     def unsharded(self) -> Mesh:
-        """The same ranks, where every one of both axes holds all."""
+        """Returns the mesh of the same ranks without sharding."""
         return Mesh(self.num_copies, 1, self.order, self.inner)
 
     def place(self, rank: int) -> int:
-        """Where a rank stands; see `order`."""
+        """Returns the position of a rank; see `order`."""
         return self.order.index(rank) if self.order else rank
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """(replicate index, shard index) of a rank."""
+        """Returns (replicate index, shard index) of a rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1}; got {rank}.")
         return divmod(self.place(rank) // self.inner, self.shard)
 
     def shard_groups(self) -> list[list[int]]:
-        """Ranks that gather from each other."""
+        """Returns the groups of ranks that gather from each other."""
         ranks, size = self.order or range(self.world_size), self.shard * self.inner
         blocks = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         return [list(block[i :: self.inner]) for block in blocks for i in range(self.inner)]
 
     def replicate_groups(self) -> list[list[int]]:
-        """Ranks that hold the same slice."""
+        """Returns the groups of ranks that hold the same slice."""
         ranks, step = self.order or range(self.world_size), self.shard * self.inner
         return [list(ranks[first::step]) for first in range(step)]
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The ranks that there are.
+    """The ranks of a run.
 
     Attributes:
         world_size: Number of ranks.
-        local_world_size: Number of ranks per host. None: all ranks are on one host.
+        local_world_size: Number of ranks per host; None: all ranks are on one host.
         order: See `Mesh.order`.
         inner: See `Mesh.inner`.
 
     Raises:
-        ConfigError: More than MOST_RANKS: a plan counts every rank's part, in time and memory.
+        ConfigError: There are more than MOST_RANKS; planning time and memory grow with the ranks.
     """
 
     world_size: int
@@ -110,10 +112,10 @@ class Topology:
 
 
 def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
-    """`Mesh.order` of the ranks of a device mesh, row by row.
+    """Returns `Mesh.order` for the ranks of a device mesh, row by row.
 
     Raises:
-        ConfigError: They are not all ranks from 0, each once.
+        ConfigError: The mesh does not have all ranks from 0, each once.
     """
     if sorted(ranks) != list(range(len(ranks))):
         raise ConfigError(
@@ -126,7 +128,7 @@ def order_of(ranks: Sequence[int]) -> tuple[int, ...]:
 def resolve_mesh(
     row: StrategyRow, topology: Topology, replicate: int | None, shard: int | None
 ) -> Mesh:
-    """Choose the mesh's sizes: those asked for, else by strategy and topology.
+    """Returns the mesh with the configured sizes, or with sizes from strategy and topology.
 
     Raises:
         ConfigError: The sizes do not multiply to the world size.

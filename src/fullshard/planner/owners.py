@@ -1,13 +1,13 @@
-"""Which rank owns which whole tensor, for optimizers that need all of a tensor at once.
+"""The owners of whole tensors, for optimizers that need all of a tensor at once.
 
-Every cut parameter has one owner among the ranks that share it. Owners are chosen largest tensor
-first, each for the rank with the least so far (LPT), so that states are spread evenly. A step then
-goes through rounds of consecutive parameters, in which no owner has more elements than the largest
-parameter of all: that bounds what a rank holds beside its shards.
+Every sharded parameter has one owner among the ranks that share it. Tensors are assigned in
+descending size, each to the rank with the fewest elements so far (LPT), so that states are spread
+evenly. A step then processes rounds of consecutive parameters. In a round no owner has more
+elements than the largest parameter, which bounds the memory of a rank beyond its shards.
 
     parameters   a(9)  b(4)  c(4)  d(9)
     2 ranks      0     0     1     1
-    rounds       |-1-| |---2---|   |-3-|      rank 0 may not hold a and b at one time
+    rounds       |-1-| |---2---|   |-3-|      rank 0 may not have a and b at the same time
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fullshard.planner.units import GroupPlan
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Who owns what.
+    """The owner of every parameter.
 
     Attributes:
-        of: The owner's index on the shard axis, a parameter.
-        rounds: Indices of the parameters that are whole at one time; every one is in one round.
+        of: The owner's index on the shard axis, for each parameter.
+        rounds: Indices of the parameters of each round; every parameter is in one round.
     """
 
     of: tuple[int, ...]
@@ -36,7 +36,7 @@ class Owners:
 
     @classmethod
     def choose(cls, numels: Sequence[int], num_parts: int) -> Owners:
-        """The owners of parameters of these sizes, in the order of the plan."""
+        """Returns the owners of parameters of these sizes, in the order of the plan."""
         of = [0] * len(numels)
         loads = [(0, part) for part in range(num_parts)]  # a heap: the least loaded is first
         for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
@@ -56,7 +56,7 @@ class Owners:
 
 @dataclass(frozen=True, slots=True)
 class OwnedTensor:
-    """A parameter that one rank of `num_parts` owns, and the round in which it is whole there."""
+    """A parameter, its owner among `num_parts` ranks, and its round."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -68,7 +68,7 @@ class OwnedTensor:
 def owned_tensors(
     trained: Sequence[GroupPlan], optimizer: OptimizerStates
 ) -> Iterator[OwnedTensor]:
-    """All of a plan's groups, as the engine will have them; of what is not cut all are owners."""
+    """Yields the owned tensors of a plan; every rank owns the tensors that are not sharded."""
     if optimizer.owned is None:
         return
     found = [

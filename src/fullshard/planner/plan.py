@@ -1,13 +1,12 @@
-"""The plan: everything that a run will do and hold, as plain rank-free data.
+"""The plan: everything that a run will do and allocate, as plain data for all ranks.
 
-    model (on meta) + config + mesh --> Plan --> engine, simulator, checkpoint, report
+    model (on meta) + config + mesh --> Plan --> engine, forecast, checkpoint, report
 
 It is computed without a process group, a GPU or weights, and is the same bytes on every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,6 @@ from fullshard.planner.memory import (
     communication_bytes,
     staging_bytes,
     state_rows,
-    sum_by_place,
 )
 from fullshard.planner.mesh import Mesh, Topology, resolve_mesh
 from fullshard.planner.optimizers import ADAMW, OptimizerStates
@@ -39,7 +37,7 @@ from fullshard.planner.schedule import (
 from fullshard.planner.slots import Ring, SlotRules, assign_slots
 from fullshard.planner.spec import ModelSpec, check_globs, matches
 from fullshard.planner.strategy import StrategyRow, row_of
-from fullshard.planner.text import decode_plan, encode_plan, format_json, render_tree
+from fullshard.planner.text import PlanDocument, decode_plan, render_tree
 from fullshard.planner.units import (
     ContractRule,
     GroupPlan,
@@ -48,30 +46,30 @@ from fullshard.planner.units import (
     assign_params,
     group_params,
 )
-from fullshard.planner.wrap import ModuleNames, UnitChoice, Wrap, choose_units, recomputed_modules
+from fullshard.planner.wrap import ModuleNames, Role, Wrap, choose_units, recomputed_modules
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What will happen.
+class Plan(PlanDocument):
+    """The plan of the torch engine.
 
     Attributes:
-        model_kind: The model's class.
-        strategy: What was asked for; units may have others.
-        mesh: Sizes of the axes.
+        model_kind: Class name of the model.
+        strategy: The configured strategy; single units may have others.
+        mesh: Sizes of the mesh axes.
         units: Units in registration order, the root first.
-        rings: The persistent buffers.
-        order: The order of a step's work.
+        rings: The persistent buffers of gathered units and gradients.
+        order: Order in which units compute and reduce.
         depths: Prefetch depths.
-        events: One training step, action by action.
-        memory: Bytes per rank by kind.
-        transport: Who moves the bytes; `auto` where the plan was made without a device.
+        events: Actions of one training step.
+        memory: Bytes of the largest rank by kind.
+        transport: Mechanism of collectives; `auto` if the plan was made without a device.
         buffer_bytes: Bytes of the model's buffers.
-        saved_buffer_bytes: Bytes of the buffers that a checkpoint has.
-        grad_sync: Which micro-batches of an accumulated step reduce.
-        recompute: Modules whose forward runs again in backward.
-        homes: Where state lives.
-        optimizer: What the run's keeps; a plan without a run takes AdamW.
+        saved_buffer_bytes: Bytes of the buffers in a checkpoint.
+        grad_sync: Which micro-batches of an accumulated step reduce gradients.
+        recompute: Modules whose forward is recomputed in backward.
+        homes: Where state is stored.
+        optimizer: State sizes of the optimizer; AdamW if there is no run.
     """
 
     model_kind: str
@@ -92,14 +90,14 @@ class Plan:
     saved_buffer_bytes: int = 0
 
     def trained_by(self, optimizer: OptimizerStates) -> Plan:
-        """The same with another optimizer's memory."""
+        """Returns the plan with another optimizer."""
         if optimizer == self.optimizer:
             return self
         plan = replace(self, optimizer=optimizer)
         return replace(plan, memory=_memory_of(plan, self.events))
 
     def view(self, rank: int) -> RankView:
-        """One rank's part."""
+        """Returns one rank's part."""
         slices = tuple(
             tuple(group.layout.slices(unit.mesh.coordinates(rank)[1]) for group in unit.groups)
             for unit in self.units
@@ -108,7 +106,7 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters in all, padding not counted."""
+        """Number of parameters, without padding."""
         return sum(unit.numel - unit.padding for unit in self.units)
 
     @property
@@ -118,40 +116,28 @@ class Plan:
 
     @property
     def num_units(self) -> int:
+        """Number of units."""
         return len(self.units)
 
     @property
     def staging_bytes(self) -> int:
-        """Host bytes at most that a rank copies to save in the background."""
+        """Most host bytes that a rank copies to save in the background."""
         return staging_bytes(self.units, self.optimizer)
 
-    @property
-    def peak_bytes(self) -> dict[str, int]:
-        """State bytes of the largest rank by place (activations are not in here yet)."""
-        return sum_by_place(self.memory)
-
-    def rows(self) -> list[dict[str, str | int]]:
-        """The memory table: [{"name", "bytes"}]."""
-        return [{"name": row.name, "bytes": row.num_bytes} for row in self.memory]
-
     def scheduler(self) -> Scheduler:
-        """A fresh slot table for this plan."""
+        """Returns a new scheduler for this plan."""
         return Scheduler(self.units, self.order, self.depths)
 
     def tree(self) -> str:
-        """Units, sizes, padding, slots and dtypes as text."""
+        """Returns units, sizes, padding, slots and dtypes as text."""
         return render_tree(self)
-
-    def to_json(self) -> str:
-        """The plan as JSON that people can read and compare: the same bytes in every process."""
-        return format_json(encode_plan(self)) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read back what `to_json` wrote.
+        """Returns the plan that `to_json` wrote.
 
         Raises:
-            ConfigError: It is something else, or of another version.
+            ConfigError: The text is something else, or of another version.
         """
         try:
             return decode_plan(cls, json.loads(text))
@@ -160,24 +146,20 @@ class Plan:
                 f"plan: expected what Plan.to_json wrote, got {error!r}. Plan again."
             ) from error
 
-    def digest(self) -> str:
-        """A short hash of the JSON, for comparing ranks."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
-
     def reordered(
         self, forward: Sequence[int], backward: Sequence[int], *, learned: bool = True
     ) -> Plan:
-        """The plan in another order of units; units that come more than once become resident.
+        """Returns the plan for another order; units that are entered repeatedly become resident.
 
         Args:
-            forward: Units as forward enters them.
-            backward: Units as backward enters them.
-            learned: Whether a real step showed it (False: a trace under fake tensors).
+            forward: Units in the order in which forward enters them.
+            backward: Units in the order in which backward enters them.
+            learned: Whether the order was recorded in a real step, not in a trace.
         """
         order = Order(tuple(forward), tuple(backward), reduce_order(self.units, forward), learned)
         resident = {index for index, uses in Counter(forward).items() if uses > 1}
-        rules = SlotRules.of(num_slots(self.depths), self.homes, resident)
-        entered = [*forward, *range(len(self.units))]  # never entered: in registration order
+        rules = SlotRules(num_slots(self.depths), self.homes, resident)
+        entered = [*forward, *range(len(self.units))]  # unused units follow in registration order
         units, rings = assign_slots(self.units, entered, rules)
         return _finish(replace(self, units=units, rings=rings, order=order))
 
@@ -196,7 +178,7 @@ class RankView:
 
 
 def num_slots(depths: Depths) -> int:
-    """Slots of a ring of blocks."""
+    """Returns the number of slots in a ring of blocks."""
     return max(depths.forward, depths.backward) + 1
 
 
@@ -207,14 +189,14 @@ def make_plan(
     chosen_modules: Sequence[str] | None = None,
     settings: Mapping[str, UnitSettings] | None = None,
 ) -> Plan:
-    """Compute the plan.
+    """Computes the plan.
 
     Args:
         spec: The model.
-        config: What the user asks for.
-        topology: How many ranks, and how many on a host.
-        chosen_modules: What the callable `config.wrap` chose (the adapter asks it).
-        settings: What units have of their own, by module name ("" is the root).
+        config: The sharding configuration.
+        topology: Number of ranks, in all and per host.
+        chosen_modules: Names of the modules that the callable `config.wrap` chose.
+        settings: Overrides of single units, by module name ("" is the root).
 
     Raises:
         ConfigError: The mesh, the units or the strategy are impossible.
@@ -230,7 +212,7 @@ def make_plan(
     units = _bare_units(spec, config, choices, mesh, settings or {})
     depths = Depths(config.forward_prefetch, config.backward_prefetch)
     homes = _homes(config, trains=any(g.trainable for u in units for g in u.groups))
-    rules = SlotRules.of(num_slots(depths), homes)
+    rules = SlotRules(num_slots(depths), homes)
     units, rings = assign_slots(units, range(len(units)), rules)
     unfinished = Plan(
         model_kind=spec.kind,
@@ -255,20 +237,21 @@ def make_plan(
 def _bare_units(
     spec: ModelSpec,
     config: ShardConfig,
-    choices: Sequence[UnitChoice],
+    choices: Mapping[str, Role],
     mesh: Mesh,
     settings: Mapping[str, UnitSettings],
 ) -> tuple[UnitPlan, ...]:
-    """Units with their layouts, without slots."""
-    rows = _rows_of(config, [choice.module for choice in choices])
+    """The units with their layouts, without slots."""
+    names = list(choices)
+    rows = _rows_of(config, names)
     contract = ContractRule(
         config.master_dtype, config.param_dtype, config.reduce_dtype, config.fp32_modules
     )
     modules = {module.name: module for module in spec.modules}
     units: list[UnitPlan] = []
-    for index, (choice, parent, params) in enumerate(assign_params(spec, choices)):
-        module, row = modules[choice.module], rows[choice.module]
-        own = settings.get(choice.module, UnitSettings())
+    for index, (parent, params) in enumerate(assign_params(spec, names)):
+        module, row = modules[names[index]], rows[names[index]]
+        own = settings.get(module.name, UnitSettings())
         row = row_of(own.strategy) if own.strategy else row
         own_mesh = mesh if row.shard_params else mesh.unsharded()
         units.append(
@@ -276,7 +259,7 @@ def _bare_units(
                 index=index,
                 name=module.name,
                 kind=module.kind,
-                role=choice.role,
+                role=choices[module.name],
                 parent=parent,
                 mesh=own_mesh,
                 groups=group_params(params, contract.for_unit(own), own_mesh.shard),
@@ -306,7 +289,7 @@ _PLACES = {None: Place.DEVICE, Home.CPU: Place.HOST, Home.NVME: Place.DISK}
 
 
 def _homes(config: ShardConfig, *, trains: bool) -> Homes:
-    """Where state lives. torch's optimizers want all three kinds on one device."""
+    """Where state is stored. torch's optimizers need all three kinds in one place."""
     if config.offload is None:
         shared = config.transport is Transport.SHARED
         return Homes(parameters=Place.SHARED) if shared else Homes()
@@ -332,12 +315,12 @@ def _homes(config: ShardConfig, *, trains: bool) -> Homes:
 def _wrap_of(config: ShardConfig, chosen_modules: Sequence[str] | None) -> Wrap:
     if chosen_modules is not None:
         return ModuleNames(tuple(chosen_modules))
-    assert not callable(config.wrap), "a callable's choice is an argument"
+    assert not callable(config.wrap), "the caller passes a callable's choice as chosen_modules"
     return config.wrap
 
 
 def _finish(plan: Plan) -> Plan:
-    """Fill in what follows from units, rings and order: the events and the memory table."""
+    """The plan with the events and the memory table that follow from units, rings and order."""
     events = simulate_step(plan.scheduler())
     return replace(plan, events=events, memory=_memory_of(plan, events))
 

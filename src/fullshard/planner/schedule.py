@@ -1,20 +1,20 @@
-"""When units are gathered, released and reduced: a pure state machine over units and slots.
+"""The state machine that gathers, releases and reduces units. It is pure: it moves no bytes.
 
-The engine's hooks tell the `Scheduler` what a model does ("layers.3 is entered"); it answers with
-the events that follow. The planner drives the same machine with the nominal order, so the event
-list of a plan and the engine's are one piece of code, and no collective depends on which rank's
-hook fires first.
+The engine's hooks call the `Scheduler` ("layers.3 is entered"), which returns the events that
+follow. The planner drives the same machine with the nominal order. A plan's event list and the
+engine's therefore come from the same code, and no collective depends on which rank's hook fires
+first.
 
-    forward   enter(i):  GATHER i if it is not held, GATHER i+1 .. i+depth, FORWARD i
-              leave(i):  RELEASE i, unless it is used again before anything takes its slot
-    backward  enter(i):  RELEASE what is over, GATHER i, GATHER i-1 .. i-depth, BACKWARD i
-              complete(i):  REDUCE i in plan order, ACCUMULATE the one before it
+    forward   enter(i):  GATHER i unless it is gathered, GATHER i+1 .. i+depth, FORWARD i
+              leave(i):  RELEASE i, unless it is used again before its slot is needed
+    backward  enter(i):  RELEASE finished units, GATHER i, GATHER i-1 .. i-depth, BACKWARD i
+              complete(i):  REDUCE i in plan order, ACCUMULATE the reduction before it
 
 [Note: catching up]
-Gathers and reductions are issued in plan order: entering unit j first passes the units that this
-rank skipped as other ranks run them (gather, look ahead, reduce), because another rank may not have
-skipped them; the end of the root's forward, and of backward, passes those that are left. So all
-ranks issue one sequence, and none waits for what a peer will issue only after it. A unit that the
+Gathers and reductions are issued in plan order. If this rank skipped units before unit j, entering
+j first issues their gathers, prefetches and reductions, because other ranks may use these units.
+The end of the root's forward, and of backward, does the same for the remaining units. So all ranks
+issue one sequence, and no rank waits for a collective that a peer issues later. A unit that the
 order does not expect is gathered on demand, and the order is learned from the first step (see
 `engine/step.py`).
 """
@@ -34,7 +34,7 @@ ROOT = 0  # the root's index
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """How many units ahead are gathered."""
+    """Numbers of units that are gathered ahead."""
 
     forward: int = 1
     backward: int = 1
@@ -42,13 +42,13 @@ class Depths:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of a step's work.
+    """The order in which units compute and reduce.
 
     Attributes:
-        forward: Units as they are entered in forward, with repetitions.
-        backward: Units as they are entered in backward, with repetitions.
+        forward: Units in the order of forward, with repetitions.
+        backward: Units in the order of backward, with repetitions.
         reduce: Trainable units in the order in which their gradients become complete.
-        learned: Whether a real step showed it.
+        learned: Whether the order was recorded in a real step.
     """
 
     forward: tuple[int, ...]
@@ -58,10 +58,10 @@ class Order:
 
 
 def registration_order(units: Sequence[UnitPlan]) -> Order:
-    """The order of registration: forward as modules are registered, backward its mirror.
+    """Returns the order of registration for forward, and its reverse for backward.
 
-    Gradients reach a unit that has trainable parameters or follows one that has; a unit's own
-    parameters are taken to be used after those of the units in it.
+    Backward enters the units from the last to the first trainable one. A unit's own parameters are
+    assumed to be used after those of the units inside it.
     """
     forward = tuple(unit.index for unit in units)
     left = [index for what, index in nominal_trace(units, forward) if what == "leave"]
@@ -70,14 +70,14 @@ def registration_order(units: Sequence[UnitPlan]) -> Order:
 
 
 def reduce_order(units: Sequence[UnitPlan], forward: Sequence[int]) -> tuple[int, ...]:
-    """Trainable units from the last first entered to the first; units never entered at the end."""
+    """Returns trainable units in reverse order of their first use; unused units are last."""
     entered = list(dict.fromkeys(forward))
     order = dict.fromkeys([*reversed(entered), *range(len(units))])
     return tuple(index for index in order if units[index].trainable)
 
 
 def nominal_trace(units: Sequence[UnitPlan], entered: Sequence[int]) -> list[tuple[str, int]]:
-    """("enter" | "leave", unit) of a forward or a backward in which units nest as modules do."""
+    """Returns ("enter" | "leave", unit) for a pass in which units nest as modules do."""
     trace: list[tuple[str, int]] = []
     stack: list[int] = []
     for index in entered:
@@ -90,7 +90,7 @@ def nominal_trace(units: Sequence[UnitPlan], entered: Sequence[int]) -> list[tup
 
 
 class Scheduler:
-    """What follows from what a model does, on one rank. Pure: it moves no bytes."""
+    """Returns the events that follow from the actions of a model, on one rank."""
 
     def __init__(self, units: Sequence[UnitPlan], order: Order, depths: Depths) -> None:
         self.units = tuple(units)
@@ -112,24 +112,24 @@ class Scheduler:
         self._keep = self._table.last_holders(order.forward) & needed
 
     def reset(self) -> None:
-        """Nothing is held, open or under way."""
+        """Forgets all gathered units and passes in progress."""
         self._table = SlotTable(self.units)
-        # Whether a unit's weights are in place (gathered, or read from the master).
+        # Whether a unit's weights are available: gathered, or read from the master.
         self.holds: Callable[[int], bool] = self._table.holds
         self._outstanding: deque[int] = deque()
         self._issued = self._position = self._reduced = 0
-        self._in_forward = 0, 0  # what is issued and the position, while a backward runs
+        self._in_forward = 0, 0  # the forward's issued and position while a backward runs
         self._stepped = False
         self._sync = Sync.ALL
 
     # ---- forward
 
     def begin_forward(self, unit: int = ROOT, *, stale: bool = True) -> list[Event]:
-        """A forward of the whole model begins, or of a unit alone.
+        """Begins a forward of the whole model, or of a single unit.
 
         Args:
-            unit: The outermost.
-            stale: Whether weights may have changed, so that no slot holds them.
+            unit: The outermost unit.
+            stale: Whether weights may have changed, which makes all slots stale.
         """
         if stale or unit == ROOT:
             self._table.clear()
@@ -140,11 +140,11 @@ class Scheduler:
         return self.publish(unit)
 
     def publish(self, unit: int = ROOT) -> list[Event]:
-        """A forward begins, of the whole model or of a unit alone."""
+        """Returns PUBLISH if the unit, or a unit inside it, is in a shared home."""
         return [event_of(EventKind.PUBLISH, -1)] if unit in self._shares else []
 
     def enter_forward(self, unit: int) -> list[Event]:
-        """The unit's forward begins."""
+        """Begins the unit's forward."""
         events: list[Event] = []
         self._walk(unit, events)
         self._table.enter(unit)
@@ -153,7 +153,7 @@ class Scheduler:
         return events
 
     def leave_forward(self, unit: int, *, training: bool) -> list[Event]:
-        """The unit's forward ends; `training` says that a backward may follow."""
+        """Ends the unit's forward; with `training` a backward may follow."""
         events: list[Event] = []
         self._table.open[unit] -= 1
         if training:
@@ -171,7 +171,7 @@ class Scheduler:
     # ---- recompute
 
     def enter_recompute(self, unit: int) -> list[Event]:
-        """Forward code of the unit runs again inside backward."""
+        """Begins a recomputed forward of the unit inside backward."""
         events: list[Event] = []
         self._table.gather(unit, events, recompute=True)
         self._table.enter(unit)
@@ -179,17 +179,17 @@ class Scheduler:
         return events
 
     def leave_recompute(self, unit: int) -> None:
-        """The recomputed forward ends, or stops early; the slot stays for the backward."""
+        """Ends a recomputed forward; the unit stays gathered for its backward."""
         self._table.open[unit] -= 1
 
     # ---- backward
 
     def begin_backward(self, nothing_expected: Collection[int], *, sync: Sync = Sync.ALL) -> None:
-        """A backward begins.
+        """Begins a backward.
 
         Args:
             nothing_expected: Units that get no gradient from it on this rank.
-            sync: What becomes of its gradients.
+            sync: How its gradients are reduced.
         """
         self._sync = sync
         self._in_forward = self._issued, self._position
@@ -201,7 +201,7 @@ class Scheduler:
             self._issued = self._position = len(self.order.backward)
 
     def enter_backward(self, unit: int) -> list[Event]:
-        """A gradient of one of the unit's outputs is there."""
+        """Begins the unit's backward: a gradient of one of its outputs has arrived."""
         events: list[Event] = []
         self._table.pending_uses[unit] -= 1
         self._retire(unit, events)
@@ -212,7 +212,7 @@ class Scheduler:
         return events
 
     def enter_inner(self, unit: int) -> list[Event]:
-        """A gradient of its outputs is there, in a backward that another one waits for."""
+        """Begins the unit's backward inside of another backward, which waits for it."""
         events: list[Event] = []
         if self._reads(unit, backward=True):
             self._table.gather(unit, events, inner=True)
@@ -224,10 +224,10 @@ class Scheduler:
         return self._drain(force=False)
 
     def end_backward(self, *, reduce: bool = True) -> list[Event]:
-        """Autograd is done: reduce what is left in plan order, release everything.
+        """Ends a backward: reduces the remaining units in plan order and releases all units.
 
         Args:
-            reduce: False where the backward reached no parameter at all.
+            reduce: False if the backward reached no parameter.
         """
         events: list[Event] = []
         self._table.begun.clear()
@@ -237,14 +237,14 @@ class Scheduler:
         while self._outstanding:
             self._land(events)
         events += self._table.release_all()
-        self._issued, self._position = self._in_forward  # one may be under way
+        self._issued, self._position = self._in_forward  # a forward may be in progress
         self._stepped = True
         if reduce and self._sync is Sync.ALL:
             events.append(event_of(EventKind.SETTLE, -1))
         return events
 
     def abandon_backward(self, *, reduce: bool) -> list[Event]:
-        """The backward raised: what other ranks may still wait for in it."""
+        """Ends a backward that raised; returns the collectives that other ranks wait for."""
         self._table.open = [0] * len(self.units)
         needed = (EventKind.GATHER, EventKind.REDUCE, EventKind.ACCUMULATE)
         return [event for event in self.end_backward(reduce=reduce) if event.kind in needed]
@@ -252,7 +252,7 @@ class Scheduler:
     # ---- inside
 
     def _walk(self, unit: int, events: list[Event], *, backward: bool = False) -> None:
-        """Catch up in plan order, gather the unit, look ahead. See [Note: catching up]."""
+        """Catches up, gathers the unit and prefetches. See [Note: catching up]."""
         order = self.order.backward if backward else self.order.forward
         try:
             at = order.index(unit, self._position)
@@ -266,7 +266,7 @@ class Scheduler:
     def _pass(
         self, order: Sequence[int], events: list[Event], *, backward: bool, used: bool = False
     ) -> None:
-        """Do what the next unit asks of every rank, whether or not this one uses it."""
+        """Issues the collectives of the next unit, which every rank issues, used or not."""
         depth = self._depths.backward if backward else self._depths.forward
         unit = order[self._position]
         self._position += 1
@@ -278,11 +278,11 @@ class Scheduler:
                 break
             self._issued += 1
         if not used:
-            self._table.enter(unit)  # its slot is free again, as where it was used
+            self._table.enter(unit)  # its slot may be taken, as after a use
             events += self._drain(force=False) if backward else []
 
     def _catch_up(self, events: list[Event], *, backward: bool) -> None:
-        """Do what is left of the order: other ranks may need it."""
+        """Issues the collectives of the remaining units, which other ranks may need."""
         order = self.order.backward if backward else self.order.forward
         while self._position < len(order):
             self._pass(order, events, backward=backward)
@@ -292,11 +292,11 @@ class Scheduler:
             self._table.gather(unit, events)
 
     def _reads(self, unit: int, *, backward: bool) -> bool:
-        """Whether the unit reads its weights on this way through the model."""
+        """Whether the unit reads its weights in this pass."""
         return not backward or self.units[unit].reads_weight_in_backward
 
     def _retire(self, unit: int, events: list[Event]) -> None:
-        """Release units whose backward is over now that another unit's begins."""
+        """Releases the units whose backward is over when another unit's begins."""
         for other in sorted(self._table.begun):
             over = other in self._table.complete or other not in self._reduces
             around = other == unit or other in self._ancestors[unit]
@@ -329,7 +329,7 @@ class Scheduler:
 
 
 def simulate_step(scheduler: Scheduler) -> tuple[Event, ...]:
-    """The events of one training step in which the model does what the order says."""
+    """Returns the events of one training step in the planned order."""
     scheduler.reset()
     units, order = scheduler.units, scheduler.order
     events = scheduler.begin_forward()

@@ -1,6 +1,6 @@
-"""Slots: the persistent buffers of gathered units and of gradients, and which unit holds which.
+"""Slots: the persistent buffers of gathered units and gradients, and the units in them.
 
-Units of one size class share a ring. With prefetch depth 1 a ring has two slots, taken in turn:
+Units of one size class share a ring. With prefetch depth 1 a ring has two slots, used in turn:
 
     slot 0   | layers.0 |          | layers.2 |          | ...
     slot 1        | layers.1 |          | layers.3 |
@@ -8,8 +8,8 @@ Units of one size class share a ring. With prefetch depth 1 a ring has two slots
 
 [Note: slots are fixed]
 A unit's slot is fixed by the plan. Autograd saves views of the slot in forward and reads them in
-backward, so the backward of a use must read the very storage that its forward read (law 1).
-Units that are called more than once in a step are resident: a slot of their own.
+backward, so the backward must read the same storage as its forward (law 1). Units that are called
+more than once in a step are resident: they have a slot of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fullshard.planner.spec import ITEMSIZE
 from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan, ancestors_of
 from fullshard.planner.wrap import Role
 
-SIZE_CLASS = 0.5  # units smaller than this part of a class's largest get a class of their own
+SIZE_CLASS = 0.5  # units below this share of the largest unit begin a new size class
 GRADIENT_SLOTS = 2  # one is filled while the other is reduced
 
 
@@ -36,7 +36,7 @@ class Ring:
     """`count` slots of `numel` elements.
 
     Attributes:
-        name: Unique in the plan; gradients' rings end in ".grad".
+        name: Unique name; rings of gradients end in ".grad".
     """
 
     name: str
@@ -46,46 +46,40 @@ class Ring:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all slots."""
         return self.count * self.numel * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRules:
-    """What decides how many slots there are.
+    """The rules for the number of slots.
 
     Attributes:
-        num_slots: Neighbours that may be gathered at once: the larger prefetch depth + 1.
+        num_slots: Units that may be gathered at once: the larger prefetch depth + 1.
+        homes: Where state is stored.
         resident: Units that are called several times in a step.
-        offloaded: Masters are on the host, so that every unit computes from a slot.
-        shared: What is cut over ranks is mapped by all of them, and computed with in place.
     """
 
     num_slots: int
+    homes: Homes
     resident: Collection[int] = ()
-    offloaded: bool = False
-    shared: bool = False
-
-    @classmethod
-    def of(cls, num_slots: int, homes: Homes, resident: Collection[int] = ()) -> SlotRules:
-        """What homes ask for."""
-        return cls(num_slots, resident, homes.offloads, homes.parameters is Place.SHARED)
 
     def needs_slot(self, group: GroupPlan) -> bool:
-        """Whether a group is computed with in a buffer of its own."""
+        """Whether a group computes from a slot, not from its master or a shared mapping."""
         if group.layout.num_parts > 1:
-            return not self.shared
-        return self.offloaded or group.dtypes.compute is not group.dtypes.master
+            return self.homes.parameters is not Place.SHARED
+        return self.homes.offloads or group.dtypes.compute is not group.dtypes.master
 
 
 def assign_slots(
     units: Sequence[UnitPlan], order: Sequence[int], rules: SlotRules
 ) -> tuple[tuple[UnitPlan, ...], tuple[Ring, ...]]:
-    """Give every unit its slots, and list the rings.
+    """Assigns a slot to every group, and returns the units and the rings.
 
     Args:
-        units: Without slots.
+        units: Units without slots.
         order: Unit indices in the order of their forwards; neighbours get different slots.
-        rules: See `SlotRules`.
+        rules: The rules for the number of slots.
     """
     placed = list(units)
     rings: list[Ring] = []
@@ -114,12 +108,12 @@ def assign_slots(
 def _take_turns(
     members: Sequence[UnitPlan], peers: Sequence[UnitPlan], window: int
 ) -> dict[int, int]:
-    """A slot for every member: those that stand among `window` neighbours get different ones.
+    """A slot index for every member; members among `window` neighbours get different ones.
 
         window 2     peers  A A B A B C B        A: 0 1 0    B: 0 0 0    C: 0
 
-    Peers are the units of one depth in forward order; those around them and those in them have
-    rings of their own.
+    Peers are the units of one depth in forward order. Units around and inside of them use other
+    rings.
     """
     ours = {unit.index for unit in members}
     places = [at for at, peer in enumerate(peers) if peer.index in ours]
@@ -132,9 +126,8 @@ def _classes(
 ) -> dict[str, list[UnitPlan]]:
     """Size classes: units of one kind of role and one depth, within a factor of two in size.
 
-    Units that keep their slots after forward share no ring with those that give them back.
-
-    Nested units never share a ring with the units around them, which are open at the same time.
+    Units that stay gathered after forward share no ring with units that are released. Nested units
+    share no ring with the units around them, which are in use at the same time.
     """
     found: dict[str, list[UnitPlan]] = {}
     families: dict[str, list[UnitPlan]] = defaultdict(list)
@@ -166,14 +159,14 @@ def _family(units: Sequence[UnitPlan], unit: UnitPlan) -> str:
 
 
 def _depth(units: Sequence[UnitPlan], unit: UnitPlan) -> int:
-    """Units around it, the root not counted; -1 for the root."""
+    """Number of units around it, without the root; -1 for the root."""
     return len(ancestors_of(units, unit)) - 1
 
 
 def _place(
     unit: UnitPlan, ring: str, indices: tuple[int, int], rules: SlotRules
 ) -> tuple[tuple[GroupPlan, ...], dict[tuple[str, DType], int]]:
-    """Slots for each group of a unit, and how much of each ring they use."""
+    """The unit's groups with slots, and the elements of each ring that they use."""
     index, grad_index = indices
     used: dict[tuple[str, DType], int] = defaultdict(int)
     groups: list[GroupPlan] = []
@@ -192,13 +185,13 @@ def _place(
     return tuple(groups), used
 
 
-# ---- which unit holds which slot -----------------------------------------------------------------
+# ---- the units in the slots ----------------------------------------------------------------------
 
 Slot = tuple[str, int]
 
 
 def slot_of(unit: UnitPlan) -> Slot | None:
-    """The unit's slot; None where it reads its master."""
+    """Returns the unit's slot; None if it reads its master."""
     for group in unit.groups:
         if group.slot is not None:
             return group.slot.ring.rpartition(".")[0], group.slot.index
@@ -206,13 +199,13 @@ def slot_of(unit: UnitPlan) -> Slot | None:
 
 
 class SlotTable:
-    """Slots and their holders.
+    """The unit that each slot holds.
 
     Attributes:
-        open: Forwards under way by unit, counted because they nest.
-        begun: Units whose backward is under way.
-        complete: Units whose expected gradients have all come.
-        pending_uses: Forwards by unit whose backward has not begun.
+        open: Number of forwards in progress, by unit; forwards nest.
+        begun: Units whose backward is in progress.
+        complete: Units whose expected gradients have all arrived.
+        pending_uses: Number of forwards without a backward yet, by unit.
     """
 
     def __init__(self, units: Sequence[UnitPlan]) -> None:
@@ -220,39 +213,39 @@ class SlotTable:
         self._slots = [slot_of(unit) for unit in units]
         self._gather_bytes = [sum(g.gather_bytes() for g in u.groups) for u in units]
         self._holder: dict[Slot, int] = {}
-        self._waiting: set[int] = set()  # gathered ahead, not yet entered
+        self._waiting: set[int] = set()  # prefetched, not yet entered
         self.open = [0] * len(units)
         self.begun: set[int] = set()
         self.complete: set[int] = set()
         self.pending_uses: Counter[int] = Counter()
 
     def clear(self) -> None:
-        """Every slot is stale."""
+        """Empties every slot, because the weights may have changed."""
         self._holder.clear()
         self._waiting.clear()
 
     def holds(self, unit: int) -> bool:
-        """Whether the unit's weights are in place (gathered, or read from the master)."""
+        """Whether the unit's weights are available: gathered, or read from the master."""
         slot = self._slots[unit]
         return slot is None or self._holder.get(slot) == unit
 
     def enter(self, unit: int) -> None:
-        """The unit is used now: it no longer waits."""
+        """Notes that the unit is used now and no longer waits."""
         self._waiting.discard(unit)
 
     def gather(
         self, unit: int, events: list[Event], *, recompute: bool = False, inner: bool = False
     ) -> None:
-        """Put the unit into its slot.
+        """Puts the unit into its slot.
 
         Args:
-            unit: Needed now.
-            events: Gets a GATHER unless the slot holds the unit already.
-            recompute: What is evicted is gathered again by its own recompute.
-            inner: Every backward that has begun goes on afterwards.
+            unit: The unit that is needed now.
+            events: Receives a GATHER unless the slot already holds the unit.
+            recompute: Whether a recompute needs it; an evicted unit's own recompute gathers again.
+            inner: Whether an inner backward needs it; backwards in progress continue after it.
 
         Raises:
-            SlotError: The slot's holder computes (law 5).
+            SlotError: The unit in the slot is computing (law 5).
         """
         slot = self._slots[unit]
         if slot is None or self._holder.get(slot) == unit:
@@ -271,7 +264,7 @@ class SlotTable:
         self._take(slot, unit, events)
 
     def look_ahead(self, unit: int, current: int, events: list[Event]) -> bool:
-        """Put the next unit into its slot if that is free; False keeps the order by waiting."""
+        """Prefetches a unit into its slot; returns False if the slot is in use."""
         slot = self._slots[unit]
         if slot is None:
             return True
@@ -287,7 +280,7 @@ class SlotTable:
         return True
 
     def release(self, unit: int) -> list[Event]:
-        """Empty the unit's slot if it is the holder, and its forward is over."""
+        """Empties the unit's slot if the unit is in it and its forward is over."""
         slot = self._slots[unit]
         if slot is None or self._holder.get(slot) != unit or self.open[unit]:
             return []
@@ -295,13 +288,13 @@ class SlotTable:
         return [event_of(EventKind.RELEASE, unit)]
 
     def release_all(self) -> list[Event]:
-        """Empty every slot but those of forwards that are under way."""
+        """Empties every slot except those of forwards in progress."""
         over = [unit for unit in sorted(self._holder.values()) if not self.open[unit]]
         self._waiting.clear()
         return [event for unit in over for event in self.release(unit)]
 
     def last_holders(self, order: Sequence[int]) -> set[int]:
-        """The units that hold their slots when all of `order` was gathered once."""
+        """Returns the units that are in slots after all units of `order` were gathered."""
         last = {self._slots[unit]: unit for unit in order}
         return {unit for slot, unit in last.items() if slot is not None}
 

@@ -1,7 +1,8 @@
-"""What the planner knows of a model: modules, parameters, buffers. Names, shapes and dtypes only.
+"""The planner's description of a model: names, shapes and dtypes of modules and parameters.
 
 An adapter in the engine makes a `ModelSpec` from a module (on meta or not); the planner never sees
-a tensor. Modules stand in registration order, parents before children, the root first with name "".
+a tensor. Modules are in registration order, parents before children. The root is first and has the
+name "".
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ ITEMSIZE = {DType.FLOAT64: 8, DType.FLOAT32: 4, DType.BFLOAT16: 2, DType.FLOAT16
 
 
 def parent_name(name: str) -> str:
-    """The dotted path above `name`; the root's is ""."""
+    """Returns the dotted path above `name`; "" for the root and its children."""
     return name.rpartition(".")[0]
 
 
 def is_inside(name: str, ancestor: str) -> bool:
-    """Whether module `name` is `ancestor` or lies below it."""
+    """Whether module `name` is `ancestor` or is below it."""
     return ancestor == "" or name == ancestor or name.startswith(ancestor + ".")
 
 
@@ -32,10 +33,10 @@ class ParamSpec:
     """One parameter, by storage identity.
 
     Attributes:
-        names: Every dotted name that leads to it; more than one where weights are tied. The first
-            is the one that `named_parameters()` gives.
+        names: Every dotted name of the parameter; tied weights have several. The first name is
+            that of `named_parameters()`.
         shape: Global shape.
-        dtype: Dtype that it has in the model as given.
+        dtype: Dtype in the given model.
         trainable: `requires_grad`.
     """
 
@@ -60,11 +61,11 @@ class ModuleSpec:
     Attributes:
         name: Dotted path.
         kind: Class name.
-        is_container: It only holds children (ModuleList, ModuleDict, Sequential).
-        can_be_unit: False for what is not called, or not always: ModuleList and ModuleDict, and
-            nn.MultiheadAttention with what lies in it, whose weights others read directly.
-        reads_weight_in_backward: False for embeddings: their backward needs indices alone, so the
-            weight need not be gathered again.
+        is_container: Whether it only has children (ModuleList, ModuleDict, Sequential).
+        can_be_unit: False for modules that are not always called: ModuleList and ModuleDict, and
+            nn.MultiheadAttention and its children, whose weights other modules read directly.
+        reads_weight_in_backward: False for embeddings, whose backward needs only indices, so that
+            the weight is not gathered again.
     """
 
     name: str
@@ -76,10 +77,14 @@ class ModuleSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the planner sees it.
+    """The description of a model.
 
     Attributes:
-        saved_buffer_bytes: Bytes of buffers that a state dict has.
+        kind: Class name of the model.
+        modules: Modules in registration order.
+        params: Parameters, each tied one once.
+        buffer_bytes: Bytes of all buffers.
+        saved_buffer_bytes: Bytes of the buffers in a state dict.
     """
 
     kind: str
@@ -90,21 +95,21 @@ class ModelSpec:
 
     @property
     def numel(self) -> int:
-        """Parameters in all, each tied one once."""
+        """Number of parameters; tied ones count once."""
         return sum(param.numel for param in self.params)
 
     def without(self, patterns: Iterable[str]) -> ModelSpec:
-        """Leave out the parameters whose name, or whose module's name, matches a glob."""
+        """Returns the model without parameters whose name, or module's name, matches a glob."""
         globs = tuple(patterns)
         kept = tuple(p for p in self.params if not any(matches(name, globs) for name in p.names))
         return replace(self, params=kept)
 
 
 def check_globs(key: str, globs: Iterable[str], names: Sequence[str], what: str) -> None:
-    """Every glob must name something.
+    """Checks that every glob matches a name.
 
     Raises:
-        ConfigError: One names nothing; says the nearest name.
+        ConfigError: A glob matches nothing; the error has the nearest name.
     """
     for glob in globs:
         if not any(matches(name, (glob,)) for name in names):
@@ -116,7 +121,7 @@ def check_globs(key: str, globs: Iterable[str], names: Sequence[str], what: str)
 
 
 def matches(param_name: str, globs: tuple[str, ...]) -> bool:
-    """Whether a glob names this parameter or a module above it."""
+    """Whether a glob matches this parameter or a module above it."""
     path = param_name
     while path:
         if any(fnmatch.fnmatchcase(path, glob) for glob in globs):

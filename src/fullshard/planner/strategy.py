@@ -21,12 +21,12 @@ from fullshard.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class StrategyRow:
-    """What a strategy means.
+    """The meaning of a strategy.
 
     Attributes:
-        shard_params: At rest each rank of the shard axis holds its part only.
-        reshard_after_forward: Gathered units give their slot back after forward.
-        hybrid: Without sizes, shard within a host and replicate over hosts.
+        shard_params: Between steps each rank of the shard axis holds only its part.
+        reshard_after_forward: Gathered units release their slots after forward.
+        hybrid: Without given sizes, shard within a host and replicate over hosts.
     """
 
     shard_params: bool
@@ -46,14 +46,14 @@ ROWS = {
 
 
 def row_of(strategy: Strategy) -> StrategyRow:
-    """The strategy's row.
+    """Returns the row of a strategy.
 
     Raises:
-        ConfigError: `auto`, which needs the planner's search.
+        ConfigError: The strategy is `auto`, which the search has to resolve first.
     """
     if strategy not in ROWS:
         raise ConfigError(
-            f"strategy: expected one of {', '.join(ROWS)}; got '{strategy}', which is not yet "
-            "supported. Name the strategy."
+            f"strategy: expected one of {', '.join(ROWS)}; got '{strategy}', which "
+            "needs a batch to choose from. Set one of them."
         )
     return ROWS[strategy]

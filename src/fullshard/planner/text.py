@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import types
 import typing
@@ -11,6 +12,7 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fullshard.planner.memory import sum_by_place
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.units import UnitPlan
 
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     from fullshard.planner.plan import Plan
 
 SCHEMA_VERSION = 1
-WIDTH = 100  # of a line of JSON, where its values permit
+WIDTH = 100  # characters of a line of JSON
 
 T = TypeVar("T")
 
 
 def human_bytes(count: float) -> str:
-    """Bytes in the binary unit that reads best."""
+    """Returns bytes in the largest fitting binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -33,7 +35,7 @@ def human_bytes(count: float) -> str:
 
 
 def render_tree(plan: Plan) -> str:
-    """Mesh, dtype contract, units (like neighbours folded), rings, memory."""
+    """Returns mesh, dtypes, units (equal neighbours folded), rings and memory as text."""
     mesh = plan.mesh
     lines = [
         f"{plan.model_kind}: {plan.num_parameters:,} parameters, {plan.strategy} on "
@@ -91,16 +93,39 @@ def _padding(plan: Plan) -> float:
 # ---- JSON ----------------------------------------------------------------------------------------
 
 
-def encode_plan(plan: Any) -> dict[str, Any]:
-    """The plan as JSON values, with the schema's version."""
-    return {"schema_version": SCHEMA_VERSION, **_encode(plan)}
+class PlanDocument:
+    """The JSON and the memory table of a plan, for the plans of both engines.
+
+    Attributes:
+        memory: Bytes of the largest rank by kind.
+    """
+
+    __slots__ = ()
+    memory: Any  # a field or a property
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Bytes of the largest rank by place, without activations."""
+        return sum_by_place(self.memory)
+
+    def rows(self) -> list[dict[str, str | int]]:
+        """Returns the memory table: [{"name", "bytes"}]."""
+        return [{"name": row.name, "bytes": row.num_bytes} for row in self.memory]
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON: the same bytes in every process."""
+        return format_json({"schema_version": SCHEMA_VERSION, **_encode(self)}) + "\n"
+
+    def digest(self) -> str:
+        """Returns a short hash of the JSON, for comparing ranks."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
 def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
-    """Build a plan from what `encode_plan` made.
+    """Builds a plan from the JSON values of `PlanDocument.to_json`.
 
     Raises:
-        ValueError: Another schema version. A missing or strange field raises KeyError or TypeError.
+        ValueError: Another schema version. A missing or unknown field raises KeyError or TypeError.
     """
     fields = dict(data)
     version = fields.pop("schema_version", None)
@@ -109,17 +134,26 @@ def decode_plan(cls: type[T], data: dict[str, Any]) -> T:
     return _decode(cls, fields)
 
 
-def format_json(value: Any, depth: int = 0) -> str:
-    """JSON in which what fits into a line stands on one, so that a plan reads as a table."""
+def format_json(value: Any, depth: int = 0, width: int = WIDTH) -> str:
+    """Returns JSON with every value on one line if it fits into the width, so it reads as a table.
+
+    Args:
+        value: JSON values.
+        depth: Spaces before the value's lines.
+        width: Characters per line.
+    """
     line = json.dumps(value)
-    if not isinstance(value, dict | list) or not value or len(line) + depth <= WIDTH:
+    if not isinstance(value, dict | list) or not value or len(line) + depth <= width:
         return line
     margin = "\n" + " " * depth
     if isinstance(value, dict):
-        members = typing.cast("dict[str, Any]", value).items()
-        inside = [f"{json.dumps(key)}: {format_json(item, depth + 1)}" for key, item in members]
+        inside = [
+            f"{json.dumps(key)}: {format_json(item, depth + 1, width)}"
+            for key, item in typing.cast("dict[str, Any]", value).items()
+        ]
         return "{" + ",".join(f"{margin} {item}" for item in inside) + margin + "}"
-    inside = [format_json(item, depth + 1) for item in typing.cast("list[Any]", value)]
+    items = typing.cast("list[Any]", value)
+    inside = [format_json(item, depth + 1, width) for item in items]
     return "[" + ",".join(f"{margin} {item}" for item in inside) + margin + "]"
 
 

@@ -1,16 +1,16 @@
-"""What an engine's trace of a micro-batch says: the bytes that it holds, the operations it does.
+"""The results of tracing a micro-batch: memory over time, and operations.
 
-Batches of other sizes follow from two traces. Every tensor's bytes are a + c * b of the samples b,
-and operations come in the same order, so each moment is a line through two moments; the most of
-all lines is the peak, which may be at another moment than either trace's.
+Batches of other sizes follow from two traces. The bytes of every tensor are linear in the number of
+samples, and operations come in the same order, so each moment is on a line through two moments. The
+largest of all lines is the peak, which may be at another moment than in either trace.
 
-An operation is told by its kind and size:
+The speed of an operation depends on its kind and size:
 
-kind                  size                      by which rates are told apart
-matmul nn, nt, tn     rows, inner, columns      which factor is read transposed
-attention, ...        queries x keys, width     of one head
-everything else       (bytes,)                  read and written
-view                  ()                        nothing but the host's time
+kind                  size                      meaning
+matmul nn, nt, tn     rows, inner, columns      the letters say which factor is transposed
+attention, ...        queries x keys, width     one head
+everything else       (bytes,)                  bytes read and written
+view                  ()                        takes only the host's time
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fullshard.config.sharding import ShardConfig
 from fullshard.planner.plan import Plan
 
 
-class Kind(StrEnum):
-    """What a tensor is made for; the order is that of a `Moment`'s fields."""
+class TensorKind(StrEnum):
+    """Kinds of temporary tensors, in the order of a `Moment`'s fields."""
 
     ACTIVATIONS = "activations"
     LOGITS = "logits and loss"
@@ -34,12 +34,12 @@ class Kind(StrEnum):
 
 
 class Moment(NamedTuple):
-    """Bytes alive at once.
+    """Bytes of temporary tensors at one moment.
 
     Attributes:
-        activations: Made by the model's forward, its inputs too.
-        logits: The model's outputs, and what the loss made of them.
-        gradients: Made by backward, what it recomputes too.
+        activations: Inputs, and tensors allocated in the model's forward.
+        logits: Outputs of the model, and tensors allocated by the loss.
+        gradients: Tensors allocated in backward, recomputed ones included.
     """
 
     activations: float
@@ -48,43 +48,44 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Bytes of all kinds."""
         return self.activations + self.logits + self.gradients
 
     def rows(self) -> dict[str, float]:
-        """Bytes by the name of the row."""
-        return dict(zip(Kind, self, strict=True))
+        """Returns bytes by the name of the memory row."""
+        return dict(zip(TensorKind, self, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The moments at which most is alive.
+    """The moments with the most bytes.
 
     Attributes:
-        forward: Until backward begins: of forward and the loss.
-        whole: The peak of the whole micro-batch.
+        forward: Peak of forward and loss.
+        whole: Peak of the whole micro-batch.
     """
 
     forward: Moment
     whole: Moment
 
 
-# Traces a micro-batch of so many samples, of a step of this plan and configuration (whose recompute
-# counts); None where that cannot be traced.
+# Traces the memory of a micro-batch, given the plan, the configuration (for its recompute) and the
+# number of samples; None if the model cannot be traced.
 TraceOf = Callable[[Plan, ShardConfig, float], Peaks | None]
 
 
 def peak(moments: Iterable[Moment]) -> Moment:
-    """The moment at which most is alive."""
+    """Returns the moment with the most bytes."""
     return max(moments, key=lambda moment: moment.total, default=Moment(0, 0, 0))
 
 
 def peaks(moments: Sequence[Moment]) -> Peaks:
-    """Of all moments in their order."""
+    """Returns the peaks of consecutive moments."""
     return Peaks(peak(takewhile(lambda moment: not moment.gradients, moments)), peak(moments))
 
 
 def between(first: Peaks, second: Peaks, at: tuple[float, float], wanted: float) -> Peaks:
-    """As `along`, of both moments."""
+    """Returns `along` for both peaks."""
     return Peaks(
         along(first.forward, second.forward, at, wanted),
         along(first.whole, second.whole, at, wanted),
@@ -92,13 +93,13 @@ def between(first: Peaks, second: Peaks, at: tuple[float, float], wanted: float)
 
 
 def along(first: Moment, second: Moment, at: tuple[float, float], wanted: float) -> Moment:
-    """On the line through two moments.
+    """Returns a moment on the line through two moments.
 
     Args:
-        first: At `at[0]`.
-        second: At `at[1]`, another number.
-        at: Samples, blocks, whatever the bytes are linear in.
-        wanted: Where.
+        first: The moment at `at[0]`.
+        second: The moment at `at[1]`.
+        at: Two different numbers of samples or blocks, in which bytes are linear.
+        wanted: The number of samples or blocks of the result.
     """
     share = (wanted - at[0]) / (at[1] - at[0])
     return Moment(*(a + share * (b - a) for a, b in zip(first, second, strict=True)))
@@ -107,13 +108,13 @@ def along(first: Moment, second: Moment, at: tuple[float, float], wanted: float)
 def peaks_between(
     first: Sequence[Moment], second: Sequence[Moment], at: tuple[float, float], wanted: float
 ) -> Peaks | None:
-    """The peaks of another number of samples; None where the two traces do not run alike.
+    """Returns the peaks for another number of samples; None if the traces differ in length.
 
     Args:
-        first: All moments of `at[0]` samples.
-        second: All moments of `at[1]` samples.
-        at: Two numbers that differ.
-        wanted: Samples.
+        first: All moments with `at[0]` samples.
+        second: All moments with `at[1]` samples.
+        at: Two different numbers of samples.
+        wanted: The number of samples of the result.
     """
     if len(first) != len(second):
         return None
@@ -125,7 +126,7 @@ def peaks_between(
 VIEW = "view"
 MATMUL = "matmul"
 ATTENTION = "attention"
-ROWS = "rows"  # of a kind: what lies together in memory are short rows, not all of it
+ROWS = "rows"  # suffix of a kind: the operands are short rows, not contiguous as a whole
 SHORT_ROW = 128  # elements
 
 
@@ -134,10 +135,10 @@ class Operation:
     """One kernel.
 
     Attributes:
-        kind: What it does, in the words of a calibration's tables.
-        dtype: It computes in.
-        size: As the table above has it.
-        times: How many of the size it does at once: matrices of a batch, heads.
+        kind: Kind of the operation, as in a calibration's tables.
+        dtype: Dtype of the computation.
+        size: Size, as in the table above.
+        times: Number of operations of this size in the kernel: matrices of a batch, heads.
     """
 
     kind: str
@@ -148,15 +149,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class UnitWork:
-    """How often a unit does each operation in a micro-batch."""
+    """The number of times that a unit runs each operation in a micro-batch."""
 
     forward: Mapping[Operation, int]
     backward: Mapping[Operation, int]
 
 
-# By the unit's name.
+# Work by unit name.
 Work = Mapping[str, UnitWork]
 
-# Traces a micro-batch of so many samples of a plan and a configuration (whose recompute counts);
-# None where that cannot be traced.
+# Traces the operations of a micro-batch; the arguments are those of `TraceOf`.
 WorkOf = Callable[[Plan, ShardConfig, float], Work | None]

@@ -1,4 +1,4 @@
-"""Units as the plan lists them: their parameters laid out, their slots, their dtype contract."""
+"""Units of a plan: the layout of their parameters, their slots and their dtypes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fullshard.planner.spec import (
     matches,
     parent_name,
 )
-from fullshard.planner.wrap import Role, UnitChoice
+from fullshard.planner.wrap import Role
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeContract:
-    """Which dtype each kind of number has.
+    """The dtypes of a parameter.
 
     Attributes:
-        master: At rest, and what the optimizer updates.
-        compute: In the slot; forward and backward see it.
-        reduce: Dtype of gradients on the wire.
+        master: Dtype of the stored parameter, which the optimizer updates.
+        compute: Dtype in the slot, for forward and backward.
+        reduce: Dtype of gradients in reductions.
         accumulate: Dtype of gradient sums: promote(float32, master).
     """
 
@@ -39,7 +39,7 @@ class DtypeContract:
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A place in a ring: `numel` elements from `base` in slot `index`."""
+    """A place in a ring: elements from `base` in slot `index`."""
 
     ring: str
     index: int
@@ -48,13 +48,16 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One flat buffer of a unit: parameters alike in dtypes and in `requires_grad`.
+    """One flat buffer of a unit: parameters with equal dtypes and equal `requires_grad`.
 
     Attributes:
-        names: Every name of each parameter, first names in the layout's order.
-        slot: Where the gathered buffer lives; None where nothing is gathered, because every rank
-            holds all of it in the compute dtype, or maps all of it.
-        grad_slot: Where gradients are collected; None for frozen parameters.
+        names: All names of each parameter, in the order of the layout.
+        layout: The place of each parameter.
+        dtypes: Dtypes of the parameters.
+        trainable: `requires_grad`.
+        slot: Slot of the gathered buffer; None if nothing is gathered, because every rank stores or
+            maps all of it in the compute dtype.
+        grad_slot: Slot in which gradients are collected; None for frozen parameters.
     """
 
     names: tuple[tuple[str, ...], ...]
@@ -66,18 +69,18 @@ class GroupPlan:
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks of its shard axis map one copy."""
+        """Whether the ranks of the shard axis share one mapping."""
         return self.slot is None and self.layout.num_parts > 1
 
     def gather_bytes(self) -> int:
-        """Bytes that a rank receives to gather it."""
+        """Returns the bytes that a rank receives in a gather."""
         if self.slot is None:
             return 0
         others = self.layout.num_parts - 1
         return others * self.layout.part_numel * ITEMSIZE[self.dtypes.compute]
 
     def reduce_bytes(self, replicate: int) -> int:
-        """Bytes that a rank receives to reduce its gradients over both axes."""
+        """Returns the bytes that a rank receives in a reduction over both axes."""
         if not self.trainable:
             return 0
         part = self.layout.part_numel
@@ -91,15 +94,15 @@ class UnitPlan:
     """Modules that are gathered and freed together.
 
     Attributes:
-        index: Place in the plan.
-        name: The unit's module; "" is the root.
-        kind: Its class name.
-        role: What it is to the model.
-        parent: Index of the unit that it lies in; -1 for the root.
-        mesh: The ranks that its parameters are cut over, and copied over.
-        groups: Its flat buffers; one collective moves all of them.
-        reshard_after_forward: Whether it gives its slot back after forward.
-        reads_weight_in_backward: Whether its backward needs the weights.
+        index: Index in the plan.
+        name: Name of the unit's module; "" is the root.
+        kind: Class name of the module.
+        role: Role of the unit in the model.
+        parent: Index of the unit around it; -1 for the root.
+        mesh: Ranks that its parameters are sharded and replicated over.
+        groups: Flat buffers of the unit; one collective moves all of them.
+        reshard_after_forward: Whether the slot is released after forward.
+        reads_weight_in_backward: Whether backward needs the weights.
     """
 
     index: int
@@ -114,7 +117,7 @@ class UnitPlan:
 
     @property
     def title(self) -> str:
-        """The name as people read it."""
+        """The name for people; "(root)" for the root."""
         return clean_name(self.name) or "(root)"
 
     @property
@@ -124,15 +127,17 @@ class UnitPlan:
 
     @property
     def padding(self) -> int:
+        """Elements of padding in its flat buffers."""
         return sum(group.layout.padding for group in self.groups)
 
     @property
     def trainable(self) -> bool:
+        """Whether any of its parameters is trained."""
         return any(group.trainable for group in self.groups)
 
 
 def ancestors_of(units: Sequence[UnitPlan], unit: UnitPlan) -> tuple[int, ...]:
-    """The units around a unit, innermost first."""
+    """Returns the units around a unit, innermost first."""
     found: list[int] = []
     above = unit.parent
     while above >= 0:
@@ -141,15 +146,12 @@ def ancestors_of(units: Sequence[UnitPlan], unit: UnitPlan) -> tuple[int, ...]:
     return tuple(found)
 
 
-def assign_params(
-    spec: ModelSpec, choices: Sequence[UnitChoice]
-) -> list[tuple[UnitChoice, int, list[ParamSpec]]]:
-    """Give each parameter to a unit: (choice, parent index, parameters) in the choices' order.
+def assign_params(spec: ModelSpec, names: Sequence[str]) -> list[tuple[int, list[ParamSpec]]]:
+    """Assigns parameters to units; returns (parent index, parameters) per unit.
 
-    A parameter belongs to the innermost unit around its module; a tied one to the innermost unit
-    around all of its modules (their lowest common ancestor), where it is gathered once.
+    A parameter belongs to the innermost unit around its module. A tied parameter belongs to the
+    innermost unit around all of its modules (their lowest common ancestor), and is gathered once.
     """
-    names = [choice.module for choice in choices]
     by_name = {name: i for i, name in enumerate(names)}
 
     def innermost(path: str) -> int:
@@ -164,13 +166,13 @@ def assign_params(
             unit = innermost(parent_name(names[unit]))
         owned[unit].append(param)
     parents = [-1 if not name else innermost(parent_name(name)) for name in names]
-    return [(choice, parents[i], owned[i]) for i, choice in enumerate(choices)]
+    return [(parent, owned[i]) for i, parent in enumerate(parents)]
 
 
 def group_params(
     params: Sequence[ParamSpec], contract: ContractRule, num_parts: int
 ) -> tuple[GroupPlan, ...]:
-    """Lay a unit's parameters into one flat buffer per (dtype contract, trainable)."""
+    """Returns a unit's flat buffers: one per dtype contract and `requires_grad`."""
     by_key: dict[tuple[bool, DtypeContract], list[ParamSpec]] = defaultdict(list)
     for param in params:
         by_key[not param.trainable, contract.of(param)].append(param)
@@ -186,13 +188,13 @@ def group_params(
 
 @dataclass(frozen=True, slots=True)
 class UnitSettings:
-    """What one unit has otherwise than the configuration says; None where it has the same.
+    """Per-unit overrides; None inherits from the configuration.
 
     Attributes:
-        strategy: When it gives its slot back, and whether it is cut at all.
-        compute: Its compute dtype.
-        reduce: The dtype of its gradients on the wire.
-        keeps_dtypes: Its parameters rest in the dtypes that they came in.
+        strategy: Strategy of the unit.
+        compute: Compute dtype.
+        reduce: Dtype of gradients in reductions.
+        keeps_dtypes: Whether masters keep the dtypes of the given parameters.
     """
 
     strategy: Strategy | None = None
@@ -203,11 +205,11 @@ class UnitSettings:
 
 @dataclass(frozen=True, slots=True)
 class ContractRule:
-    """The configured dtypes; None where the parameter's own dtype decides.
+    """The configured dtypes; None: the parameter's own dtype decides.
 
     Attributes:
-        fp32_modules: Globs of modules that compute in float32 where others compute in less.
-        keeps_dtypes: Masters have the dtypes that the parameters came in.
+        fp32_modules: Globs of modules that compute in float32 even if others use 16 bits.
+        keeps_dtypes: Whether masters keep the dtypes of the given parameters.
     """
 
     master: DType | None = None
@@ -217,7 +219,7 @@ class ContractRule:
     keeps_dtypes: bool = False
 
     def for_unit(self, unit: UnitSettings) -> ContractRule:
-        """The rule of a unit that has settings of its own."""
+        """Returns the rule with a unit's overrides."""
         return replace(
             self,
             compute=unit.compute or self.compute,
@@ -226,7 +228,7 @@ class ContractRule:
         )
 
     def of(self, param: ParamSpec) -> DtypeContract:
-        """The contract of a parameter: float64 stays float64, all else has a float32 master."""
+        """Returns a parameter's dtypes: float64 stays float64, others have a float32 master."""
         default = DType.FLOAT64 if param.dtype is DType.FLOAT64 else DType.FLOAT32
         if self.keeps_dtypes:
             default = param.dtype

@@ -1,8 +1,8 @@
-"""The choice of units: which modules are gathered and freed together. Nothing is wrapped.
+"""The choice of units: modules that are gathered and freed together. Nothing is wrapped.
 
-`wrap="auto"` looks at structure, not at names: the outermost lists of like modules are the repeated
-blocks; embeddings and heads that are at least as large as a block stand alone; the rest is the
-root's.
+`wrap="auto"` uses structure, not names. The members of the outermost lists of equal modules are the
+repeated blocks. An embedding or a head that is at least as large as a block is a unit. All other
+parameters belong to the root.
 
     Llama                    unit          role
     |-- embed_tokens         own, large    embedding
@@ -25,24 +25,16 @@ from fullshard.config.values import Recompute, RecomputeKind, WrapKind, nearest
 from fullshard.errors import WrapError
 from fullshard.planner.spec import ModelSpec, ModuleSpec, is_inside, parent_name
 
-LARGE_MODEL = 100_000_000  # parameters; a single unit above this is an error unless asked for
+LARGE_MODEL = 100_000_000  # parameters; one unit for a larger model needs wrap: none
 
 
 class Role(StrEnum):
-    """What a unit is to the model; decides which ring its slots come from."""
+    """The role of a unit in the model, which selects its ring."""
 
     ROOT = "root"
     BLOCK = "block"
     EMBEDDING = "embedding"
     HEAD = "head"
-
-
-@dataclass(frozen=True, slots=True)
-class UnitChoice:
-    """One chosen module."""
-
-    module: str
-    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +52,24 @@ Wrap = WrapKind | tuple[str, ...] | ModuleNames
 
 def choose_units(
     spec: ModelSpec, wrap: Wrap, min_params: int, also: Collection[str] = ()
-) -> tuple[UnitChoice, ...]:
-    """Choose the units, the root first, then in registration order.
+) -> dict[str, Role]:
+    """Returns the units' modules and roles, the root first, then in registration order.
 
     Args:
         spec: The model.
-        wrap: How to choose: a `WrapKind`, class names, or modules chosen by a callable.
-        min_params: Parameters that make a unit under `wrap="size"`.
-        also: Modules that are units whatever `wrap` chooses.
+        wrap: A `WrapKind`, class names, or the modules that a callable chose.
+        min_params: Fewest parameters of a unit under `wrap="size"`.
+        also: Names of further modules that become units.
 
     Raises:
-        WrapError: A named class is not in the model, no blocks are found where they were asked
-            for, or a large model would be one single unit without being asked for.
+        WrapError: A named class is not in the model, the model has no repeated blocks, or a large
+            model would be one single unit.
     """
     tree = _Tree(spec)
-    chosen = {choice.module: choice for choice in _choose(tree, wrap, min_params)}
+    chosen = _choose(tree, wrap, min_params)
     for module in spec.modules:
         if module.name in also and module.can_be_unit and tree.numel[module.name]:
-            chosen.setdefault(module.name, UnitChoice(module.name, Role.BLOCK))
+            chosen.setdefault(module.name, Role.BLOCK)
     chosen.pop("", None)
     if not chosen and wrap is not WrapKind.NONE and spec.numel > LARGE_MODEL:
         said = f"[{', '.join(wrap)}]" if isinstance(wrap, tuple) else wrap
@@ -87,14 +79,14 @@ def choose_units(
             "the class of its blocks (wrap: [ClassName]), or wrap: none if one unit is meant. "
             f"Classes in it: {', '.join(tree.kinds())}."
         )
-    ordered = (chosen[module.name] for module in spec.modules if module.name in chosen)
-    return (UnitChoice("", Role.ROOT), *ordered)
+    chosen[""] = Role.ROOT
+    return {module.name: chosen[module.name] for module in spec.modules if module.name in chosen}
 
 
-def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
+def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> dict[str, Role]:
     match wrap:
         case WrapKind.NONE:
-            return []
+            return {}
         case WrapKind.AUTO | WrapKind.TRANSFORMER:
             blocks = _repeated_blocks(tree)
             if not blocks and wrap is WrapKind.TRANSFORMER:
@@ -103,18 +95,19 @@ def _choose(tree: _Tree, wrap: Wrap, min_params: int) -> list[UnitChoice]:
                     "has none. Use wrap: auto, size or [ClassName]. "
                     f"Classes in it: {', '.join(tree.kinds())}."
                 )
-            return blocks + _ends(tree, blocks)
+            return dict.fromkeys(blocks, Role.BLOCK) | _ends(tree, blocks)
         case WrapKind.SIZE:
-            return list(_by_size(tree, min_params))
+            found = list(_by_size(tree, min_params))
         case ModuleNames(names):
-            return _named(tree, [module for module in tree.spec.modules if module.name in names])
+            found = _named(tree, [module for module in tree.spec.modules if module.name in names])
         case _:
-            return _by_class(tree, wrap)
+            found = _by_class(tree, wrap)
+    return dict.fromkeys(found, Role.BLOCK)
 
 
 def repeated_blocks(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of the repeated blocks, list by list, as `wrap="auto"` finds them."""
-    return tuple(choice.module for choice in _repeated_blocks(_Tree(spec)))
+    """Returns the names of the repeated blocks, list by list."""
+    return tuple(_repeated_blocks(_Tree(spec)))
 
 
 class _Tree:
@@ -140,41 +133,38 @@ class _Tree:
                 self.numel[path] += param.numel
 
     def kinds(self) -> list[str]:
-        """Class names of what may be a unit, in order of first appearance."""
+        """Returns the class names of modules that may be units, in registration order."""
         members = (m for m in self.spec.modules if self.numel[m.name] and m.can_be_unit)
         return list(dict.fromkeys(m.kind for m in members))
 
     def total(self, members: Sequence[ModuleSpec]) -> int:
-        """Parameters of several modules."""
+        """Returns the number of parameters of several modules."""
         return sum(self.numel[member.name] for member in members)
 
 
 def _lineage(path: str) -> Iterator[str]:
-    """A module's path and those above it, the root's last."""
+    """A module's path and the paths above it; the root's is last."""
     while path:
         yield path
         path = parent_name(path)
     yield ""
 
 
-def _repeated_blocks(tree: _Tree) -> list[UnitChoice]:
-    """The members of the lists of like modules.
+def _repeated_blocks(tree: _Tree) -> list[str]:
+    """The members of lists of equal modules.
 
-    A list that is smaller than the largest block is left to its parent: gathering its members one
-    by one would cost much time and save little memory.
+    The members of a list that is smaller than the largest block belong to its parent: gathering
+    them one by one would cost time and save little memory.
     """
     lists = _find_lists(tree, tree.root)
     largest = max((tree.numel[m.name] for members in lists for m in members), default=0)
     return [
-        UnitChoice(member.name, Role.BLOCK)
-        for members in lists
-        if tree.total(members) >= largest
-        for member in members
+        member.name for members in lists if tree.total(members) >= largest for member in members
     ]
 
 
 def _find_lists(tree: _Tree, module: ModuleSpec) -> list[list[ModuleSpec]]:
-    """The outermost lists of like modules at or below a module."""
+    """The outermost lists of equal modules at or below a module."""
     members = [child for child in tree.children[module.name] if tree.numel[child.name]]
     inner = [found for child in members for found in _find_lists(tree, child)]
     is_list = module.is_container and len(members) >= 2 and _are_alike(tree, members)
@@ -184,7 +174,7 @@ def _find_lists(tree: _Tree, module: ModuleSpec) -> list[list[ModuleSpec]]:
 
 
 def _are_alike(tree: _Tree, members: Sequence[ModuleSpec]) -> bool:
-    """Modules of one class; or of few, each repeated, as where mamba and attention blocks mix."""
+    """Whether modules have one class, or few repeated ones, such as mamba and attention blocks."""
     if not all(member.can_be_unit for member in members):
         return False
     kinds = {member.kind for member in members}
@@ -195,10 +185,10 @@ def _are_alike(tree: _Tree, members: Sequence[ModuleSpec]) -> bool:
 def _are_stages(
     tree: _Tree, members: Sequence[ModuleSpec], inner: Sequence[Sequence[ModuleSpec]]
 ) -> bool:
-    """Whether the blocks are rather the members of the members, as in ConvNeXt, Swin or ResNet.
+    """Whether the members are stages that contain the blocks, as in ConvNeXt, Swin or ResNet.
 
-    Stages widen, so their sizes differ, and each is a list. Transformer blocks are mostly of one
-    size, also those that hold lists of experts.
+    Stages differ in size, and each contains a list. Most transformer blocks have equal sizes, even
+    if they contain lists of experts.
     """
     sizes = {tree.numel[member.name] for member in members}
     widen = len(sizes) == len(members) and max(sizes) >= 2 * min(sizes)
@@ -209,29 +199,29 @@ def _are_stages(
     return widen and hold_lists and 2 * listed >= tree.total(members)
 
 
-def _ends(tree: _Tree, blocks: list[UnitChoice]) -> list[UnitChoice]:
-    """Embeddings and heads at least as large as the largest block, untied ones only."""
+def _ends(tree: _Tree, blocks: Sequence[str]) -> dict[str, Role]:
+    """Untied embeddings and heads that are at least as large as the largest block."""
     if not blocks:
-        return []
-    inside = {block.module for block in blocks}
+        return {}
+    inside = set(blocks)
     threshold = max(tree.numel[name] for name in inside)
     first = min(i for i, m in enumerate(tree.spec.modules) if m.name in inside)
-    ends: list[UnitChoice] = []
+    ends: dict[str, Role] = {}
     for i, module in enumerate(tree.spec.modules[1:], start=1):
         name = module.name
         if tree.own[name] < threshold or name in tree.tied or tree.children[name]:
             continue
-        if any(is_inside(name, block) for block in inside) or not module.can_be_unit:
+        if any(is_inside(name, block) for block in blocks) or not module.can_be_unit:
             continue
         is_embedding = not module.reads_weight_in_backward or i < first
-        ends.append(UnitChoice(name, Role.EMBEDDING if is_embedding else Role.HEAD))
+        ends[name] = Role.EMBEDDING if is_embedding else Role.HEAD
     return ends
 
 
-def _by_size(tree: _Tree, minimum: int) -> Iterator[UnitChoice]:
-    """Modules whose parameters outside of other units reach the minimum, from the leaves up.
+def _by_size(tree: _Tree, minimum: int) -> Iterator[str]:
+    """Modules with at least `minimum` parameters outside of other units, from the leaves up.
 
-    The decisions of torch's size_based_auto_wrap_policy.
+    The choice equals that of torch's size_based_auto_wrap_policy.
     """
     in_units: Counter[str] = Counter()
     for module in reversed(tree.spec.modules):  # children before parents
@@ -241,15 +231,15 @@ def _by_size(tree: _Tree, minimum: int) -> Iterator[UnitChoice]:
         taken = sum(in_units[child.name] for child in tree.children[module.name])
         if total - taken >= minimum and module.can_be_unit:
             taken = total
-            yield UnitChoice(module.name, Role.BLOCK)
+            yield module.name
         in_units[module.name] = taken
 
 
-def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
+def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[str]:
     present = tree.kinds()
     missing = [name for name in classes if name not in present]
     if missing:
-        blocks = dict.fromkeys(tree.kind_of[block.module] for block in _repeated_blocks(tree))
+        blocks = dict.fromkeys(tree.kind_of[block] for block in _repeated_blocks(tree))
         hint = f" Its blocks are {', '.join(blocks)}." if blocks else ""
         if guess := nearest(missing[0], present):
             hint = f" Did you mean '{guess}'?"
@@ -260,8 +250,8 @@ def _by_class(tree: _Tree, classes: tuple[str, ...]) -> list[UnitChoice]:
     return _named(tree, [module for module in tree.spec.modules if module.kind in classes])
 
 
-def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
-    """Modules that the user chose, those without parameters left out."""
+def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[str]:
+    """The user's modules that have parameters."""
     chosen = [module for module in modules if tree.numel[module.name]]
     for module in chosen:
         if not module.can_be_unit and module.name:
@@ -269,13 +259,13 @@ def _named(tree: _Tree, modules: Sequence[ModuleSpec]) -> list[UnitChoice]:
                 f"wrap: expected modules that are called wherever their weights are used, got "
                 f"'{module.name}' ({module.kind}). Choose its members, or the module around it."
             )
-    return [UnitChoice(module.name, Role.BLOCK) for module in chosen]
+    return [module.name for module in chosen]
 
 
 def recomputed_modules(spec: ModelSpec, recompute: Recompute) -> tuple[str, ...]:
-    """Which modules' forwards run again in backward, whatever the units are.
+    """Returns the modules whose forward is recomputed in backward.
 
-    `block` and `selective`: every repeated block; `every_k`: block 0, k, 2k ... of each list.
+    `block` and `selective` return every repeated block; `every_k` block 0, k, 2k ... of each list.
 
     Raises:
         WrapError: The model has no repeated blocks.

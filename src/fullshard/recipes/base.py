@@ -1,4 +1,4 @@
-"""What a recipe is: batches, and the loss of one; and the ranks that share a step.
+"""The interface of a recipe (batches and their loss), and of the ranks that share a step.
 
 [Note: global token mean]
 The loss that a step minimises is the mean over all label tokens of the global batch,
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -43,11 +43,11 @@ Batch = dict[str, torch.Tensor]
 
 
 class Recipe(Protocol):
-    """What one kind of training adds to the loop: its data and its loss."""
+    """The part of a training loop that depends on the recipe: data and loss."""
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one update, over all ranks."""
+        """Samples per update, over all ranks."""
         ...
 
     @property
@@ -55,18 +55,18 @@ class Recipe(Protocol):
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Label tokens of any update, over all ranks, or None where updates differ."""
+        """Label tokens per update, over all ranks; None if updates differ."""
         ...
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's batches of an update (step from 0), each with `input_ids` and `labels`.
+        """This rank's batches of an update (steps from 0), each with `input_ids` and `labels`.
 
-        Ranks may have different numbers of them where `tokens_per_step` is None.
+        If `tokens_per_step` is None, ranks may have different numbers of batches.
         """
         ...
 
     def held_out(self) -> Iterable[Batch]:
-        """This rank's evaluation batches; every rank has the same number of them."""
+        """This rank's evaluation batches; every rank has the same number."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -75,7 +75,7 @@ class Recipe(Protocol):
 
 
 class Team(Protocol):
-    """The ranks of a run, for the few numbers that the loop shares."""
+    """The ranks of a run, which exchange a few numbers per step."""
 
     @property
     def world_size(self) -> int: ...
@@ -87,7 +87,7 @@ class Team(Protocol):
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank's place."""
+    """A rank, the number of ranks, and the rank's device."""
 
     rank: int
     world_size: int
@@ -102,8 +102,8 @@ class RankTeam:
     """Exchanges numbers over the transport of a sharded model.
 
     Args:
-        transport: Sums small vectors over all ranks.
-        seat: This rank's; its device is the one that the transport serves.
+        transport: Transport that sums small vectors over all ranks.
+        seat: This rank, with the device of the transport.
     """
 
     def __init__(self, transport: Transport, seat: Seat) -> None:
@@ -113,7 +113,7 @@ class RankTeam:
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values, in rank order; all ranks call it together.
 
-        rank 0 fills row 0, rank 1 row 1, all else is zero: their sum is everybody's values
+        Rank r fills row r of a table of zeros; the sum over ranks has the values of all.
         """
         table = torch.zeros(self.world_size, len(values), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(values), dtype=torch.float64)
@@ -167,7 +167,7 @@ class RowBatches:
         return None if per_row is None else self.samples_per_step * per_row
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Made by a thread during the step before, since the disk may be slow."""
+        """This rank's batches, prepared by a thread during the step before."""
         made = self._ahead.pop(step, None)
         batches = self._made(step) if made is None else made.result()
         self._ahead = {step + 1: self._thread.submit(self._made, step + 1)}
@@ -192,7 +192,7 @@ class RowBatches:
         arrays = {**self.data.arrays(chosen, held_out=held_out), "rows": chosen.copy()}
         counts = np.zeros(arrays["labels"].shape, dtype=bool)
         counts[:, :-1] = arrays["labels"][:, 1:] != IGNORED
-        arrays[PREDICTED] = np.flatnonzero(counts)  # here, where it makes no GPU wait
+        arrays[PREDICTED] = np.flatnonzero(counts)  # on the CPU, so that no GPU waits
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._seat.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
@@ -205,20 +205,18 @@ class RowBatches:
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """What a command trains and on which data.
-
-    A recipe names what is different from pre-training on text and has one line in the registry.
+    """What a command trains and on which data; the defaults are those of pre-training on text.
 
     Attributes:
-        uses_chats: (configuration) -> whether the run's data is chat data.
+        uses_chats: (configuration) -> whether the data is chat data.
         check: (configuration, tokenizer) -> None; raises ConfigError before data is read.
         check_data: (configuration, facts of the data) -> None; raises DataError.
-        write: (configuration, batches, seat) -> None, a collective: what is written in place of a
-            trained model.
-        build: (configuration, the model's, batches, seat, the run's folder) -> the sharded model;
-            the batches have their objective. A collective.
-        xla_shapes: (configuration, width of a decoder) -> further arrays that are trained on XLA.
-        on_xla: (configuration, decoder) -> what it learns from on XLA besides its batches.
+        write: (configuration, batches, seat) -> None. Writes something in place of a trained model;
+            a collective.
+        build: (configuration, model configuration, batches, seat, run folder) -> the sharded model.
+            Sets the objective of the batches; a collective.
+        xla: Module with the recipe's part on XLA: `more_shapes` (configuration, width of the
+            decoder) -> more arrays to train; `teaching` (configuration, decoder) -> the teacher.
     """
 
     build: Callable[[RunConfig, PretrainedConfig, RowBatches, Seat, Path], nn.Module]
@@ -226,24 +224,23 @@ class RecipeKind:
     check: Callable[[RunConfig, PreTrainedTokenizerBase | None], None] = lambda *_: None
     check_data: Callable[[RunConfig, DatasetFacts], None] = lambda *_: None
     write: Callable[[RunConfig, RowBatches, Seat], None] | None = None
-    xla_shapes: Callable[[RunConfig, int], Any] = lambda *_: {}
-    on_xla: Callable[[RunConfig, Any], Any] = lambda *_: None
+    xla: str | None = None
 
 
-PREDICTED = "predicted"  # of a batch: the flat positions whose next token counts
+PREDICTED = "predicted"  # key of a batch: flat positions whose next token is a label
 
 
 def inputs_of(batch: Batch) -> Batch:
-    """What of a batch a model takes; the rest is the recipe's."""
+    """The entries of a batch that are inputs of the model."""
     return {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Sum of the next-token cross-entropy, and how many tokens it was summed over.
+    """Summed next-token cross-entropy, and the number of label tokens.
 
     Args:
         logits: (batch, length, vocabulary), any float dtype; position t predicts token t + 1.
-        labels: (batch, length) token ids, -100 where nothing is to be predicted.
+        labels: (batch, length) token ids; -100 marks tokens that are not predicted.
 
     Returns:
         The sum in float32 (float64 logits: float64) and the count.
@@ -260,7 +257,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def predicted_of(batch: Batch) -> torch.Tensor:
-    """The flat positions of a batch whose next token counts; the last of a row predicts nothing."""
+    """Flat positions of a batch whose next token is a label, within their row."""
     if PREDICTED in batch:
         return batch[PREDICTED]
     counts = batch["labels"].roll(-1, 1) != IGNORED
@@ -269,18 +266,18 @@ def predicted_of(batch: Batch) -> torch.Tensor:
 
 
 def blank(batch: Batch) -> Batch:
-    """A batch of which no token counts."""
+    """The batch without labels."""
     nothing = torch.full_like(batch["labels"], IGNORED)
     return {**batch, "labels": nothing, PREDICTED: predicted_of(batch)[:0]}
 
 
 def backward_scale(num_tokens: int, world_size: int, reduction: GradReduction) -> float:
-    """Factor of every micro-batch's summed loss; see [Note: global token mean].
+    """Factor of each micro-batch's summed loss; see [Note: global token mean].
 
     Args:
-        num_tokens: N, label tokens of the whole global batch.
-        world_size: W, ranks that the engine reduces over.
-        reduction: What the engine makes of the ranks' gradients.
+        num_tokens: N, label tokens of the global batch.
+        world_size: W, number of ranks that the engine reduces over.
+        reduction: Whether the engine takes the mean or the sum over ranks.
     """
     if num_tokens == 0:
         return 0.0

@@ -36,9 +36,9 @@ def make_data(
 
     Args:
         config: Configuration of the run.
-        command: Which recipe it is for.
-        tokenizer: None trains one on the data.
-        vocab_size: Most entries of one that is trained.
+        command: Recipe of the run.
+        tokenizer: Tokenizer of the run; None trains one on the data.
+        vocab_size: Largest vocabulary of a trained tokenizer.
 
     Raises:
         DataError: The data cannot be used.
@@ -66,10 +66,10 @@ def load_data(folder: Path, model: ModelConfig) -> PreparedData:
 
     Args:
         folder: Folder of the data.
-        model: Says whether code of the tokenizer may run.
+        model: Model section; decides whether the tokenizer's own code may run.
 
     Raises:
-        DataError: Nothing is there.
+        DataError: The folder has no data.
     """
     kind, facts, tokenizer = load_facts(folder, trust=model.trust_remote_code)
     return (ChatDataset if kind == CHAT else Dataset).load(folder, facts, tokenizer)

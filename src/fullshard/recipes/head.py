@@ -1,15 +1,16 @@
-"""The loss of next tokens, and a model's head that is asked for a loss in place of logits.
+"""The next-token loss, computed by a model's head chunk by chunk in place of logits.
 
 [Note: the head as a loss]
-A loss over a vocabulary needs the head's weight, which under sharding is there only during the
-head's own forward. So that forward is what computes the loss, chunk by chunk:
+A loss over a vocabulary needs the head's weight, which under sharding is gathered only during the
+head's own forward. So the head's forward computes the loss, chunk by chunk:
 
     body --> hidden (tokens, width) --> head.forward: for each chunk of tokens
                                             logits --> loss, d loss / d hidden, d loss / d weight
                                         returns the summed loss
 
-The gradients are made at once and kept, so that no chunk's logits outlive it and the head is
-gathered once a forward and once a backward. Nobody ever holds logits of all tokens.
+The gradients are computed in the same pass and kept. So the logits of a chunk are freed with it,
+the head is gathered once per forward and once per backward, and the logits of all tokens never
+exist together.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from fullshard.config.values import DType
 from fullshard.errors import ConfigError
 from fullshard.recipes.base import Batch, Objective, cross_entropy, inputs_of, predicted_of
 
-# What answers in place of the head: (hidden, weight, bias) -> any tensor.
+# Replaces the head's output: (hidden, weight, bias) -> any tensor.
 Answer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-# Loss of some tokens, summed: (their logits, which rows they are).
+# Summed loss of a chunk: (logits of the chunk, its rows).
 ChunkLoss = Callable[[torch.Tensor, slice], torch.Tensor]
 
-FP16_SCALE = 1024.0  # gradients of a chunk that is fp16 are below its smallest number without it
-# Chunks whose part of the weight's gradient is added in its own dtype: each addition rounds, in
-# bfloat16 to 2^-9. More are added in float32, which takes twice the memory and then a copy.
+FP16_SCALE = 1024.0  # without it, gradients of a fp16 chunk underflow
+# Up to this many chunks, the weight's gradient is summed in its own dtype: each addition rounds, in
+# bfloat16 to 2^-9. More chunks are summed in float32, which takes twice the memory and a copy.
 MOST_ROUNDED = 8
-MOST_TRACED = 16  # chunks of a trace: seconds of it
+MOST_TRACED = 16  # chunks in a trace; more would take seconds
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def obstacle(model: Any) -> str | None:
-    """Why a model's head cannot be asked for a loss; None where it can."""
+    """Why a model's head cannot compute the loss; None if it can."""
     after = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None)]
     if type(model.get_output_embeddings()) is not nn.Linear:
         return "no plain linear head"
@@ -54,7 +55,7 @@ class Head:
     """The output layer of a causal language model; install it before the model is sharded.
 
     Raises:
-        ConfigError: The model has no such layer, or does something to logits behind it.
+        ConfigError: The model has no such layer, or changes logits after it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -71,14 +72,14 @@ class Head:
 
     @staticmethod
     def of(model: Any) -> Head:
-        """The one that was installed in this model, or in the model that this is a copy of."""
+        """The head that was installed in this model, or in the model that it is a copy of."""
         found = model.get_output_embeddings().forward.__self__
         assert isinstance(found, Head), "it was installed before"
         return found
 
     @contextlib.contextmanager
     def asked(self, answer: Answer) -> Iterator[None]:
-        """Inside, the model's `logits` are what `answer` makes of its hidden states."""
+        """Inside, the model's `logits` are the result of `answer` for its hidden states."""
         self._answer = answer
         try:
             yield
@@ -93,14 +94,14 @@ class Head:
         chunk_size: int,
         hidden_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The model's forward, and the loss that its head makes.
+        """Runs the model's forward and returns the loss that its head computes.
 
         Args:
-            model: Whose head this is.
+            model: The model of this head.
             tokens: The micro-batch.
-            loss: The loss of one chunk's logits.
-            chunk_size: Rows at a time.
-            hidden_loss: What the predicting rows of hidden states add to it.
+            loss: Loss of one chunk's logits.
+            chunk_size: Rows per chunk.
+            hidden_loss: Loss of the predicting rows of hidden states, to be added.
 
         Raises:
             ConfigError: The model changes what its head returns.
@@ -117,18 +118,18 @@ class Head:
 
         with self.asked(answer):
             logits = model(**tokens.inputs, use_cache=False).logits
-        if not self._is_proven:  # a look at numbers waits for a GPU
+        if not self._is_proven:  # comparing numbers waits for the GPU
             self._prove(model, logits, found)
         return logits.reshape(())
 
     def _prove(self, model: nn.Module, logits: torch.Tensor, found: list[torch.Tensor]) -> None:
-        """Compare what the model returned with what its head did, until a loss shows it."""
+        """Checks that the model returns its head's output unchanged, until one loss proves it."""
         is_one = len(found) == 1 and logits.numel() == 1
         if is_one and isinstance(logits, FakeTensor):
             return
         own = found[0].to(logits.dtype) if is_one else None
         if own is not None and (own == 0 or not own.isfinite()):
-            return  # so would be what became of it
+            return  # a changed output could be equal
         self._is_proven = own is not None and torch.equal(logits.detach().reshape(()), own)
         if not self._is_proven:
             raise ConfigError(
@@ -147,12 +148,12 @@ class Head:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch that are predicted.
+    """The predicted tokens of a micro-batch.
 
     Attributes:
         inputs: Arguments of the model.
-        positions: (num_predicted,) where they are predicted from, in rows laid end to end.
-        targets: (num_predicted,) these tokens.
+        positions: (num_predicted,) flat positions that predict them.
+        targets: (num_predicted,) the predicted tokens.
     """
 
     inputs: Batch
@@ -161,12 +162,12 @@ class Tokens:
 
     @classmethod
     def of(cls, batch: Batch) -> Tokens:
-        """Those of a batch's labels."""
+        """The tokens of a batch's labels."""
         positions = predicted_of(batch)
         return cls(inputs_of(batch), positions, batch["labels"].reshape(-1)[positions + 1])
 
     def rows(self, states: torch.Tensor) -> torch.Tensor:
-        """(num_predicted, ...) of what a model has for every position, (batch, length, ...)."""
+        """(num_predicted, ...), selected from the states of all positions, (batch, length, ...)."""
         return states.flatten(0, 1).index_select(0, self.positions)
 
 
@@ -174,8 +175,8 @@ def next_token(head: Head, chunk_size: int) -> Objective:
     """The objective of pre-training and fine-tuning: the cross-entropy of the next tokens.
 
     Args:
-        head: The model's, which makes the loss.
-        chunk_size: Tokens whose logits are held at a time.
+        head: Head of the model, which computes the loss.
+        chunk_size: Tokens whose logits are in memory at a time.
     """
 
     def objective(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -190,7 +191,7 @@ def next_token(head: Head, chunk_size: int) -> Objective:
 
 
 def whole_logits(model: Any, config: RunConfig) -> str | None:
-    """Why the loss of a run is made from the logits of all tokens; None where it is not."""
+    """Why the loss of a run needs the logits of all tokens at once; None if it does not."""
     if config.training.loss_chunk_size == 0:
         return "training.loss_chunk_size is 0"
     if config.sharding.output_dtype in (DType.BFLOAT16, DType.FLOAT16):
@@ -209,21 +210,21 @@ def chunked(
     """A loss over rows of hidden states, summed; see [Note: the head as a loss].
 
     Args:
-        hidden: (num_rows, width).
-        weight: (vocabulary, width) of the head.
-        bias: (vocabulary,), or None.
-        loss: Loss of some of the rows.
-        chunk_size: Rows at a time.
+        hidden: (num_rows, width) hidden states.
+        weight: (vocabulary, width) weight of the head.
+        bias: (vocabulary,) bias of the head, or None.
+        loss: Loss of a chunk of rows.
+        chunk_size: Rows per chunk.
 
     Returns:
-        The sum, in float32 at least. Its backward may run once.
+        The sum, in float32 at least. Its backward may run only once.
     """
     how = (loss, chunk_size, torch.is_grad_enabled())
     return _Chunked.apply(hidden, weight, bias, how)  # type: ignore[no-any-return]
 
 
 class _Chunked(torch.autograd.Function):
-    """Sum of `loss` over chunks; keeps the gradients that it makes on the way."""
+    """Sum of `loss` over chunks; forward also computes and keeps the gradients."""
 
     @staticmethod
     def forward(
@@ -247,7 +248,7 @@ class _Chunked(torch.autograd.Function):
         scale = FP16_SCALE if is_half else 1.0
         starts: Sequence[int] = range(0, len(hidden), chunk_size)
         if isinstance(hidden, FakeTensor) and len(starts) > MOST_TRACED:
-            starts = [*starts[:2], starts[-1]]  # the others hold what the second does
+            starts = [*starts[:2], starts[-1]]  # the others are like the second
         for start in starts:
             rows = slice(start, min(start + chunk_size, len(hidden)))
             logits = F.linear(hidden[rows], weight, bias)
@@ -268,7 +269,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved, factor = iter(ctx.saved_tensors), gradient / ctx.scale
-        # In place: a copy of the weight's gradient may be the largest tensor of a step.
+        # In place, because a copy of the weight's gradient may be the largest tensor of a step.
         found = [None if d is None else next(saved).mul_(factor).to(d) for d in ctx.dtypes]
         return (*found, None)
 
@@ -280,7 +281,7 @@ def _add_products(
     weight: torch.Tensor,
     rows: slice,
 ) -> None:
-    """Adds what a chunk's logits' gradient makes of hidden states, weight and bias."""
+    """Adds a chunk's gradients of hidden states, weight and bias."""
     to_hidden, to_weight, to_bias = kept
     if to_hidden is not None:
         to_hidden[rows] = gradient @ weight

@@ -1,9 +1,9 @@
-"""The registry of recipes: a line a command, and the folder that has all of it.
+"""The registry of recipes: one line per command; everything else is in the recipe's folder.
 
     recipes/NAME/
-      __init__.py  its docstring is the help of the command; EXAMPLE: words behind the command
-      command.py   COMMAND: its job without a configuration file, what it refuses; no torch
-      recipe.py    KINDS: the data and the loss of each of its commands
+      __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command
+      command.py   COMMAND: the job without a configuration file, and checks; imports no torch
+      recipe.py    KINDS: the data and the loss of each command
 
 `distill-cache` is `fullshard distill cache`. This module and every `__init__.py` import nothing but
 the standard library: `fullshard --help` loads them all and must stay fast.
@@ -11,7 +11,7 @@ the standard library: `fullshard --help` loads them all and must stay fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
 
 
 class Command(StrEnum):
-    """A recipe, under the name of its command."""
+    """A recipe, by the name of its command."""
 
     TRAIN = "train", "pretrain"
     SFT = "sft", "sft"
     DISTILL = "distill", "distill"
-    CACHE = "distill-cache", "distill"  # a teacher's logits, for a distillation without it
+    CACHE = "distill-cache", "distill"  # a teacher's logits, to distill without the teacher
 
     folder: str
 
     def __new__(cls, name: str, folder: str) -> Command:
-        """The name, and the folder of `recipes/`."""
+        """A member with its name and its folder in `recipes/`."""
         member = str.__new__(cls, name)
         member._value_, member.folder = name, folder
         return member
 
     @property
     def help(self) -> tuple[str, str]:
-        """The help of its command, and an example of the words that follow it."""
+        """Help of the command, and an example of the words that follow it."""
         package = import_module(f"fullshard.recipes.{self.folder}")
         return package.__doc__ or "", package.EXAMPLE
 
     @property
     def about(self) -> RecipeCommand:
-        """What it adds to the command line."""
+        """What the recipe adds to the command line."""
         return import_module(f"fullshard.recipes.{self.folder}.command").COMMAND
 
     @property
     def kind(self) -> RecipeKind:
-        """What it trains, and on which data."""
+        """What the recipe trains, and on which data."""
         return import_module(f"fullshard.recipes.{self.folder}.recipe").KINDS[self.value]
 
 
@@ -63,12 +63,13 @@ class RecipeCommand:
     """What a recipe adds to the command line.
 
     Args:
-        sections: of the configuration that it reads, and other recipes refuse unless they do too.
-        check: (configuration, command) -> what else is wrong with it.
-        job: (configuration that was read, or None) -> the job without a configuration file; None:
-            the main job.
-        begins_with: (configuration) -> the model's folder that must be there, and the job that
-            makes it; None: no job of ours makes a model for it.
+        sections: Configuration sections that the recipe reads. Recipes that do not list a section
+            refuse it.
+        check: (configuration, command) -> further problems of the configuration.
+        job: (configuration that was read, or None) -> the job without a configuration file; None
+            stands for the main job.
+        begins_with: (configuration) -> the model folder that the job needs, and the job that makes
+            it. None: no built-in job makes a model for this recipe.
     """
 
     sections: tuple[str, ...] = ()
@@ -78,14 +79,14 @@ class RecipeCommand:
 
 
 def check_command(config: RunConfig, command: Command) -> None:
-    """Refuse what another recipe would read: it would be without effect, in silence.
+    """Refuses sections that only another recipe reads, because they would have no effect.
 
     Raises:
-        ConfigError: with every such section.
+        ConfigError: Names every such section.
     """
     from fullshard.config.problems import ConfigProblems
 
-    problems = [*_of_xla(config), *command.about.check(config, command)]
+    problems = list(command.about.check(config, command))
     owners = {section: other for other in reversed(Command) for section in other.about.sections}
     owners |= {str(other): other for other in Command if str(other) in owners}  # sft: `sft`
     for section, owner in owners.items():
@@ -96,19 +97,7 @@ def check_command(config: RunConfig, command: Command) -> None:
 
 
 def of_other(key: str, got: str, command: Command) -> Problem:
-    """The problem of a key that another recipe reads."""
+    """The problem of a key that only another recipe reads."""
     from fullshard.config.problems import Problem
 
     return Problem(key, f"this in `fullshard {command}` alone", got, "Leave it out")
-
-
-def _of_xla(config: RunConfig) -> Iterator[Problem]:
-    from fullshard.config.problems import Problem
-    from fullshard.config.values import Backend
-
-    if config.backend is not Backend.JAX:
-        return
-    sft, says = config.sft, "with backend: jax is not yet supported"
-    if sft is not None and "num_samples" in sft.model_fields_set and sft.num_samples:
-        advice = "Leave it out: no prompt is answered"
-        yield Problem("sft.num_samples", "", f"{sft.num_samples} {says}", advice)

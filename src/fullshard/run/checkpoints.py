@@ -1,9 +1,9 @@
-"""A run's checkpoints: what is saved when, and how a run goes on.
+"""A run's checkpoints: what is saved when, and how a run resumes.
 
 [Note: data position]
 state.json holds {global_batch, samples_seen, epoch, seed}. Which samples a step sees depends on
-the global batch, the seed and the number of the step alone (see data/order.py), so "step" is the
-whole position: no sample is seen twice or left out, however many ranks go on.
+the global batch, the seed and the step alone (see data/order.py), so "step" is the whole position:
+no sample is seen twice or left out, whatever number of ranks resumes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from fullshard import saving
 from fullshard.config.environment import read_launch_environment
 from fullshard.data.dataset import tokenizer_texts
 from fullshard.errors import ConfigError, PreemptedError
-from fullshard.launch.signals import Caught
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.run.folder import RunFolder
 from fullshard.run.loop import Keeper, Patience, Trainee
 from fullshard.run.resume import POSITION, Resume
@@ -33,11 +32,11 @@ class RunCheckpoints(Keeper):
 
     Args:
         folder: Folder of the run.
-        trainee: What they hold; with the tokenizer's files a checkpoint can be exported.
-        steps: When they are due.
-        limit: Complete ones to keep; None: all.
-        caught: Signals that tell this rank to save and end.
-        patience: With held-out losses; goes on with the run.
+        trainee: What is saved; with the tokenizer's files a checkpoint can be exported.
+        steps: Steps with a checkpoint.
+        limit: Number of complete checkpoints to keep; None: all.
+        caught: Signals that ask this rank to save and stop.
+        patience: State of early stopping, saved with the run.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class RunCheckpoints(Keeper):
         trainee: Trainee,
         steps: StepPlan,
         limit: int | None,
-        caught: Caught,
+        caught: list[int],
         patience: Patience,
     ) -> None:
         self._folder = folder
@@ -58,15 +57,15 @@ class RunCheckpoints(Keeper):
         self._texts = {**tokenizer_texts(folder.data), **trainee.texts}
 
     def asked_to_stop(self) -> bool:
-        """Whether this rank was told to save and end."""
-        return bool(self._caught.numbers)
+        """Whether this rank was asked to save and stop."""
+        return bool(self._caught)
 
     def keep(self, step: int, *, stopping: bool, last: bool) -> bool:
-        """Save where it is due; returns whether it was.
+        """Saves if a checkpoint is due; returns whether it was.
 
         Raises:
-            CheckpointError: This save could not begin, or the one before failed.
-            PreemptedError: The run was asked to stop; it is saved unless it never saves.
+            CheckpointError: The save could not begin, or the save before it failed.
+            PreemptedError: The run was asked to stop. It is saved, unless it never saves.
         """
         saving.SAVES.check()
         every = self._steps.save_every
@@ -78,8 +77,8 @@ class RunCheckpoints(Keeper):
             way_out = (
                 "which is saved. Start it again to resume."
                 if every is not None
-                else "and saved nothing (save_strategy: no). It begins anew; leave save_strategy "
-                "out to be able to resume."
+                else "and saved nothing (save_strategy: no). The next start begins at "
+                "step 0; leave save_strategy out to be able to resume."
             )
             raise PreemptedError(
                 f"run: expected to reach step {self._steps.num_steps}, was asked to stop after "
@@ -88,9 +87,9 @@ class RunCheckpoints(Keeper):
         return due
 
     def resume(self, resume: Resume) -> int:
-        """Load the newest usable checkpoint; returns the number of finished steps. A collective.
+        """Loads the newest usable checkpoint; returns the number of finished steps. A collective.
 
-        A run that left no checkpoint in its own folder has no path, and starts at the beginning.
+        A run without a checkpoint to resume from has no path, and begins at step 0.
 
         Raises:
             CheckpointError: None can be read, or it is of another model or optimizer.
@@ -99,7 +98,7 @@ class RunCheckpoints(Keeper):
         if resume.path is None:
             return 0
         state, path = self._trainee.load(resume.path)
-        # Losses of another run, perhaps of other data, say nothing here.
+        # Losses of another run do not count: it may have had other data.
         self._patience.load_state_dict((resume.in_place and state.get(PATIENCE)) or {})
         launch = read_launch_environment()
         if launch is None or launch.rank == 0:

@@ -1,7 +1,7 @@
-"""What a run shows: the banner before it starts, step lines, one progress bar, the result.
+"""The console of a run: banner, step lines, progress bar, result.
 
-Rank 0 alone has a console. On a terminal a progress bar with the time left stays below the lines;
-elsewhere there are plain lines and nothing that would clutter a log.
+Only rank 0 has a console. On a terminal a progress bar with the time left stays below the lines;
+elsewhere only plain lines are printed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLE_WIDTH = 160
 
 
 class RunConsole:
-    """Prints the course of a run; one per run, on rank 0."""
+    """Prints the progress of a run on rank 0."""
 
     def __init__(self, num_steps: int, log_every: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -46,7 +46,7 @@ class RunConsole:
         self._task = TaskID(0)
 
     def print_banner(self, title: str, facts: Sequence[tuple[str, str]]) -> None:
-        """Prints what will be run: wrapped beside its labels on a terminal, else a line each."""
+        """Prints labelled lines about the run; on a terminal they are wrapped in a table."""
         self._console.print(Text(title, style="bold"))
         if self._console.is_terminal:
             grid = Table.grid(padding=(0, 2))
@@ -61,7 +61,7 @@ class RunConsole:
         self._console.print()
 
     def start(self, done: int = 0) -> None:
-        """Shows the progress bar where there is a terminal, `done` steps on."""
+        """Shows the progress bar on a terminal, beginning at `done` steps."""
         if not self._console.is_terminal:
             return
         self._progress = Progress(
@@ -78,13 +78,13 @@ class RunConsole:
         self._task = self._progress.add_task("training", total=self._num_steps, completed=done)
 
     def stop(self) -> None:
-        """Takes the progress bar away."""
+        """Removes the progress bar."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def print_step(self, row: StepRow) -> None:
-        """Moves the bar, and prints a line every `log_every` steps: means since the last one."""
+        """Updates the bar; every `log_every` steps prints a line of means since the last line."""
         if self._progress is not None:
             loss = "skipped" if row.loss is None else f"loss {row.loss:.3f}"
             self._progress.update(self._task, completed=row.step, description=loss)
@@ -100,7 +100,7 @@ class RunConsole:
         )
 
     def print_sample(self, step: int, prompt: str, answer: str) -> None:
-        """Prints the end of a prompt and what the model answers, on one line each."""
+        """Prints the end of a prompt and the model's answer, on one line each."""
         for label, text in (("asked", prompt), ("answers", answer)):
             line = " ".join(printable(text).split())
             shown = line if len(line) <= SAMPLE_WIDTH else f"... {line[-SAMPLE_WIDTH:]}"

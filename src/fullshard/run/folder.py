@@ -1,4 +1,4 @@
-"""A run's folder: where every file of a run lies, and the record of how it went.
+"""A run's folder: the paths of its files, and run.json.
 
 runs/train/
   config.yaml        resolved, with origins          plan.json      what the engine ran
@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fullshard.config.regular import did_you_mean_path
+from fullshard.config.regular_files import did_you_mean_path
 from fullshard.errors import ConfigError
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 from fullshard.launch.run_lock import LOCK, RunLock, held_elsewhere, is_held
@@ -37,7 +37,7 @@ SCHEMA_VERSION = 1
 
 
 class RunStatus(StrEnum):
-    """How far a run came. PREPARING and RUNNING are also what a killed run leaves behind."""
+    """Status of a run. A killed run leaves PREPARING or RUNNING behind."""
 
     PREPARING = "preparing"
     RUNNING = "running"
@@ -67,7 +67,7 @@ class RunFolder:
         self.logs = path / "logs"
 
     def read_record(self) -> dict[str, Any]:
-        """The run's record; raises ConfigError where the folder holds none."""
+        """Reads run.json; raises ConfigError if the folder has none."""
         try:
             found: Any = json.loads(self.record.read_text(encoding="utf-8"))
             if not isinstance(found, dict):
@@ -80,7 +80,7 @@ class RunFolder:
             ) from error
 
     def update_record(self, **fields: Any) -> None:
-        """Replaces fields of the record, in one rename, so that readers never see half of it."""
+        """Replaces fields of run.json in one rename, so that readers never see a part of it."""
         record = self.read_record() if self.record.is_file() else {}
         _write_json(self.record, {**record, **fields})
 
@@ -93,9 +93,9 @@ class RunFolder:
         *,
         final: bool = False,
     ) -> None:
-        """Records why a run ended; the first reason stays, unless a later one is `final`.
+        """Records why a run ended; a later reason replaces the first only if it is `final`.
 
-        Raises nothing: what the run failed of matters more than what its record fails of.
+        It raises nothing: the run's own error matters more than an error of its record.
         """
         if not self.record.is_file():
             return
@@ -114,7 +114,7 @@ class RunFolder:
             logger.warning("run.json could not be written: %s", error)
 
     def end_killed(self) -> bool:
-        """Records that a run was killed which its record still calls running; needs its lock."""
+        """Records that a run was killed, if run.json still says running; needs its lock."""
         if not self.record.is_file() or self.read_record().get("status") not in _GOING_ON:
             return False
         message = (
@@ -146,15 +146,15 @@ def begin(
     Inside the block this process holds the folder's lock, and errors end in run.json.
 
     Args:
-        output_dir: Where the run shall lie.
+        output_dir: Folder of the run.
         command: Command of fullshard, for the record.
-        goes_on: The older run is the new one: it stays.
+        goes_on: The run in the folder continues and is not moved.
 
     Yields:
-        The folder, and where the older run now lies (None where there was none).
+        The folder, and the place that the older run was moved to (None if there was none).
 
     Raises:
-        ConfigError: The place holds something else than a run, or a run that is still going on.
+        ConfigError: The folder has other files than a run's, or its run is still running.
     """
     check_output_dir(output_dir)
     folder, moved = RunFolder(output_dir), None
@@ -164,7 +164,7 @@ def begin(
             lock = stack.enter_context(RunLock(output_dir))
         except OSError as error:
             raise _cannot_be_made(output_dir, error) from error
-        with contextlib.suppress(ConfigError):  # of a record that is moved aside unread
+        with contextlib.suppress(ConfigError):  # an unreadable record is moved aside
             folder.end_killed()
         if not goes_on and folder.record.is_file():
             moved = _move_older_run(output_dir)
@@ -193,14 +193,14 @@ def begin(
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Raises ConfigError where `begin` could not make a run there; changes nothing."""
+    """Raises ConfigError if `begin` cannot make a run there; changes nothing."""
     key, others = "training.output_dir", set[str]()
     try:
         places = output_dir.absolute(), *output_dir.absolute().parents
         with contextlib.suppress(FileNotFoundError):
             others = {entry.name for entry in output_dir.iterdir()} - {LOCK}
         with tempfile.TemporaryFile(dir=next(filter(os.path.lexists, places))):
-            pass  # permissions do not tell of read-only mounts or of /proc
+            pass  # permissions do not show read-only mounts or /proc
     except NotADirectoryError:
         raise ConfigError(
             f"{key}: expected a folder, got the file '{output_dir}'. Name another."
@@ -237,7 +237,7 @@ def _move_older_run(output_dir: Path) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file in one rename: a full disk leaves the one that was there."""
+    """Replaces a file in one rename; on a full disk the old file stays."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -256,7 +256,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _write_in_place(path: Path, text: str) -> None:
-    """On a full disk, the blocks that a file has already can still be written."""
+    """Overwrites the blocks of a file, which is possible on a full disk."""
     with path.open("r+b") as file:
         data = text.encode()
         if len(data) > os.fstat(file.fileno()).st_blocks * 512:

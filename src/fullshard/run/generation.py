@@ -1,6 +1,6 @@
-"""`fullshard generate`: in this process, or on ranks, none of which holds the whole model.
+"""`fullshard generate`, in this process or on several ranks that share the model.
 
-python -m fullshard.run.generation FOLDER     on every rank; FOLDER holds the request
+python -m fullshard.run.generation FOLDER     on every rank; FOLDER has request.json
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _REQUEST, _ANSWER = "request.json", "answer.json"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A request for text.
 
     Attributes:
         folder: A Hugging Face model folder with weights and tokenizer.
-        prompts: Texts to go on from; an empty one is the beginning-of-text token.
-        settings: How to draw.
-        batch_size: Most prompts that are sampled together.
-        chat: Each prompt is what a user says, put into the tokenizer's chat template.
-        trust: Whether Python code that the folder brings may run.
+        prompts: Texts to continue; an empty one becomes the beginning-of-text token.
+        settings: How tokens are sampled.
+        batch_size: Largest number of prompts that are sampled together.
+        chat: Each prompt is a user's message, to be put into the tokenizer's chat template.
+        trust: Whether Python code in the folder may run.
     """
 
     folder: Path
@@ -70,12 +70,12 @@ def generate(
     """Samples from a local model folder.
 
     Args:
-        request: What is asked for.
-        out: Where the texts are written: a single one token by token. None: nowhere.
-        is_sharded: Whether the ranks of the process group share the model; then a collective.
+        request: Model folder, prompts and settings.
+        out: Stream for the texts; a single text is written token by token. None: no output.
+        is_sharded: The ranks of the process group share the model, and this is a collective.
 
     Raises:
-        ConfigError: The folder cannot be loaded, or there is nothing to go on from.
+        ConfigError: The folder cannot be loaded, or a prompt is empty and has no start token.
     """
     require_transformers()
     quiet_libraries()
@@ -101,9 +101,9 @@ def generate(
 
 @contextlib.contextmanager
 def sampling(model: nn.Module) -> Iterator[ScoreProcessor]:
-    """Inside, a sharded model is in evaluation; gives what makes all ranks draw from one's scores.
+    """Puts a sharded model into evaluation; yields a processor that copies rank 0's scores.
 
-    Ranks that rounded otherwise would draw other tokens and leave each other waiting.
+    Ranks whose scores round differently would draw different tokens and wait for each other.
     """
     engine = engine_of(model)
 
@@ -124,12 +124,12 @@ def sampling(model: nn.Module) -> Iterator[ScoreProcessor]:
 def generate_on_ranks(
     request: Request, num_processes: int, folder: Path
 ) -> tuple[LocalLaunch, LaunchResult, list[Sample]]:
-    """The same on local ranks, over which the model is sharded.
+    """Samples on local ranks, over which the model is sharded.
 
     Args:
-        request: What is asked for.
-        num_processes: Ranks.
-        folder: For the request, the answer and the logs.
+        request: Model folder, prompts and settings.
+        num_processes: Number of ranks.
+        folder: Folder for the request, the answer and the logs.
     """
     told = {**asdict(request), "folder": str(request.folder.absolute())}
     (folder / _REQUEST).write_text(json.dumps(told), encoding="utf-8")
@@ -142,7 +142,7 @@ def generate_on_ranks(
 
 
 def be_a_rank(request: Request, answer: Path | None = None) -> list[Sample]:
-    """The same as one rank of a launcher's; rank 0 prints the texts and writes the answer."""
+    """Samples as one rank of a launcher; rank 0 prints the texts and writes the answer."""
     rendezvous.init_process_group()
     is_first = dist.get_rank() == 0
     found = generate(
@@ -174,7 +174,7 @@ def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokeniz
 
 
 def _sharded(request: Request, config: PretrainedConfig, device: torch.device) -> nn.Module:
-    """The model, of which this rank holds its part, in the dtype of its files."""
+    """The sharded model, in the dtype of its files."""
     from transformers import GenerationConfig
 
     settings: dict[str, Any] = {
@@ -194,7 +194,7 @@ def _shown(request: Request, prompt: str) -> str:
 
 
 def _streamer(tokenizer: Any, request: Request, out: TextIO) -> Any:
-    """What prints the prompt, and tokens as they come."""
+    """Prints the prompt, and tokens as they are sampled."""
     from transformers import TextStreamer
 
     prompt = [_shown(request, request.prompts[0])]

@@ -1,10 +1,10 @@
-"""The training loop. One, for every recipe and on either engine.
+"""The training loop, the same for every recipe and engine.
 
 for step in steps:
     batches = recipe.micro_batches(step)           data_s
-    trainee.update(step, batches, loop)            forward, backward, clip, update: the engine's
-    row = what the step was like, over all ranks   one small exchange
-    evaluate, save, where that is due
+    trainee.update(step, batches, loop)            forward, backward, clip, update: by the engine
+    row = measurements of the step                 one small exchange between all ranks
+    evaluate, save, if due
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class Keeper:
 
 @dataclass(frozen=True)
 class Update:
-    """What an update was like on one rank.
+    """Measurements of one update on one rank.
 
     Attributes:
         total: Loss of this rank, summed over its label tokens.
         num_tokens: Label tokens of all ranks.
-        grad_norm: Norm of the gradients, of all ranks.
-        memory: Bytes that the process has now, and the most that it had.
-        comm_s: Time in communication that the engine knows of.
-        is_skipped: Whether it was left out, since the gradients are not finite.
+        grad_norm: Norm of the gradients of all ranks.
+        memory: Bytes allocated by the process now, and at its peak.
+        comm_s: Seconds in communication, as measured by the engine.
+        is_skipped: The update was skipped because the gradients are not finite.
     """
 
     total: float
@@ -93,7 +93,7 @@ class Trainee(Protocol):
         ...
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:
-        """Loss and number of label tokens, which add up over the ranks. A collective."""
+        """Summed loss and number of label tokens of this rank. A collective."""
         ...
 
     def evaluated(self, step: int) -> None:
@@ -115,11 +115,11 @@ class Trainee(Protocol):
 
 
 class Patience:
-    """When a run ends before its last step: evaluations in a row that were not better.
+    """Ends a run early after several evaluations in a row without a better loss.
 
     Args:
-        evaluations: In a row, after which it is lost; None: never, and nothing is counted.
-        threshold: By how much a loss must be below the best one, in nats.
+        evaluations: Number of evaluations without improvement; None: never ends the run.
+        threshold: How far a loss must be below the best one to count as better, in nats.
     """
 
     def __init__(self, evaluations: int | None = None, threshold: float = 0.0) -> None:
@@ -135,11 +135,11 @@ class Patience:
         return self._evaluations is not None and self._waited >= self._evaluations
 
     def lacks(self, step: int) -> bool:
-        """Whether the held-out loss after that step was never taken into account."""
+        """Whether the held-out loss after that step was never counted."""
         return self._evaluations is not None and self._step is not None and self._step < step
 
     def see(self, loss: float, step: int) -> None:
-        """Takes the held-out loss after a step into account; it is the same on every rank."""
+        """Counts the held-out loss after a step; it is the same on every rank."""
         self._step = step
         if loss < self._best - self._threshold:
             self._best, self._waited = loss, 0
@@ -152,9 +152,9 @@ class Patience:
         return {"best": best, "waited": self._waited, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint of the same run, which may be older than this.
+        """Loads the state from a checkpoint of the same run, perhaps by an older version.
 
-        Where it does not say which evaluation was the last, none is lacking.
+        Older versions did not save the step of the last evaluation: then none counts as missing.
         """
         best = state.get("best")
         self._best = math.inf if best is None else float(best)
@@ -168,12 +168,12 @@ class LoopSettings:
     """Numbers of the loop.
 
     Attributes:
-        num_steps: Updates of the whole run.
-        eval_every: Steps between evaluations; 0: at the end alone.
-        max_grad_norm: Clip above this; 0: never.
-        schedule: The learning rate.
-        max_skipped_steps: Updates that may be left out since their gradient is not finite.
-        patience: Ends the run before its last step.
+        num_steps: Number of updates of the run.
+        eval_every: Steps between evaluations; 0: only at the end.
+        max_grad_norm: Gradient norm above which gradients are clipped; 0: never.
+        schedule: Learning rate of each step.
+        max_skipped_steps: Updates with non-finite gradients that may be skipped.
+        patience: Ends the run early if evaluations do not improve.
     """
 
     num_steps: int
@@ -205,19 +205,20 @@ class Loop:
         self._stopping = False
 
     def run(self, done: int = 0) -> None:
-        """The steps after the first `done`, the evaluations between them and one after the last.
+        """Runs the steps after the first `done`, with the evaluations that are due.
 
         Raises:
             DivergedError: A loss or a gradient norm is not finite; names the step.
             PreemptedError: The run was asked to stop, and is saved.
         """
         num_steps, patience = self.settings.num_steps, self.settings.patience
-        due = done > 0 and self._evaluates_after(done)  # and it may have been stopped before it
-        # Or killed after it was made up for: the rows have it, but the checkpoint is older.
+        # A run that was stopped may lack the evaluation after its last step. A run that was killed
+        # after repeating it has the row, but resumes from a checkpoint without it.
+        due = done > 0 and self._evaluates_after(done)
         lacks = self.watcher.misses_evaluation(done) or patience.lacks(done)
         if due and self._on_any_rank(lacks):
             self.evaluate(done)
-            if self._stopping:  # it was left once more, and its step is saved
+            if self._stopping:  # it was skipped again; its step is saved
                 self.keeper.keep(done, stopping=True, last=False)
         for step in range(done + 1, num_steps + 1):
             if patience.is_lost:
@@ -232,10 +233,10 @@ class Loop:
                 self.watcher.saved(SaveRow(step, time.perf_counter() - began))
 
     def evaluate(self, step: int) -> None:
-        """Tells the held-out loss; without held-out data, or when the run stops, nothing happens.
+        """Computes and records the held-out loss, unless nothing is held out or the run stops.
 
         Raises:
-            DivergedError: It is not finite.
+            DivergedError: The loss is not finite.
         """
         loss = self.held_out_loss(step)
         if loss is not None:
@@ -247,7 +248,7 @@ class Loop:
             self.trainee.evaluated(step)
 
     def held_out_loss(self, step: int) -> float | None:
-        """In nats a token, the same on all ranks; None where nothing is held out."""
+        """Held-out loss in nats per token, the same on all ranks; None if nothing is held out."""
         self.watcher.entered("evaluation", step)
         batches = takewhile(lambda _: not self._stops_within(step), self.recipe.held_out())
         here = self.trainee.totals(batches, self)
@@ -257,7 +258,7 @@ class Loop:
         return sum(totals) / sum(counts) if any(counts) else None
 
     def _step(self, step: int) -> StepRow:
-        """One update and what it was like."""
+        """One update; returns its measurements."""
         self.watcher.entered("data loading", step)
         began = time.perf_counter()
         batches = self.recipe.micro_batches(step - 1)
@@ -297,20 +298,20 @@ class Loop:
         return step == self.settings.num_steps or bool(eval_every and step % eval_every == 0)
 
     def _stops_within(self, step: int) -> bool:
-        """Whether to leave an evaluation: it may last longer than the time there is to save.
+        """Whether to skip the rest of an evaluation, so that there is time to save.
 
-        All ranks call it together. The last step's evaluation is always finished.
+        All ranks call it together. The evaluation after the last step is always finished.
         """
         self._stopping |= self._on_any_rank(self.keeper.asked_to_stop())
         return self._stopping and step < self.settings.num_steps
 
     def _on_any_rank(self, flag: float) -> bool:
-        """Whether it is not zero on some rank; all ranks call it together."""
+        """Whether the flag is set on any rank; all ranks call it together."""
         return any(part[0] for part in self.team.exchange([flag]))
 
 
 def diverged(what: str, value: float, step: int, num_skipped: int = 0) -> str:
-    """What DivergedError says."""
+    """The message of a DivergedError."""
     skipped = f" {num_skipped} such step(s) were skipped before." if num_skipped else ""
     return (
         f"{what} of step {step}: expected a finite number, got {value}.{skipped} "

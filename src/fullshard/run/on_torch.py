@@ -1,4 +1,4 @@
-"""A session on torch's engine: the sharded model, its updates, its checkpoints, its export."""
+"""A session on the torch engine: the sharded model, its updates, checkpoints and export."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ import fullshard as fs
 from fullshard import loading, saving
 from fullshard.config.schema import SftConfig
 from fullshard.config.values import DType, GradSync
-from fullshard.data.chat_rows import ChatDataset
 from fullshard.engine.engine import engine_of
 from fullshard.engine.stats import communication_seconds
 from fullshard.errors import DataError, DivergedError
 from fullshard.models.build import model_on_meta, weights_folder
 from fullshard.models.export import Adapters, save_model
 from fullshard.models.generate import Sample, Sampler, SamplingSettings
-from fullshard.observe import watchdog
-from fullshard.observe.memory import memory_bytes
+from fullshard.observe.hang import watchdog
+from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.optimizers import states_of
 from fullshard.planner.plan import Plan
 from fullshard.recipes.base import (
@@ -50,22 +49,22 @@ from fullshard.saving import SaveSettings
 
 logger = logging.getLogger(__name__)
 
-OFFLOADED_TOKENS = 20  # of the sample at the end
+OFFLOADED_TOKENS = 20  # length of the final sample if weights are offloaded
 
 
 @dataclass
 class TorchTrainee:
-    """A sharded model, what updates it, and what is measured on it."""
+    """A sharded model with its optimizer, loss scaler and average."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     memory_bytes: Callable[[], tuple[int, int]]
     scaler: LossScaler
     average: Average | None = None
-    answers: Callable[[int], None] | None = None  # held-out prompts, after an evaluation
-    texts: Mapping[str, str] = field(default_factory=dict[str, str])  # further files of checkpoints
+    answers: Callable[[int], None] | None = None  # called with the step after an evaluation
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])  # more files of checkpoints
     _num_skipped: int = field(default=0, init=False)  # in this session
-    _last: Batch | None = field(default=None, init=False)  # stands in where other ranks have more
+    _last: Batch | None = field(default=None, init=False)  # repeated if other ranks have more
 
     # ---- for the loop
 
@@ -80,7 +79,7 @@ class TorchTrainee:
         self.scaler.unscale()
         grad_norm = float(fs.clip_grad_norm_(self.model, settings.max_grad_norm or math.inf))
         is_finite = math.isfinite(grad_norm)
-        is_skipped = not is_finite and not self.scaler.enabled  # no scale mends a loss
+        is_skipped = not is_finite and not self.scaler.enabled  # no scale helps here
         if is_skipped:
             self._skip(step, (total, num_tokens, grad_norm), loop)
         else:
@@ -93,7 +92,7 @@ class TorchTrainee:
         return Update(total, num_tokens, grad_norm, memory, comm_s, is_skipped)
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:
-        """Loss and label tokens of held-out batches on this rank."""
+        """Summed loss and label tokens of held-out batches on this rank."""
         total, count = 0.0, 0
         self.model.eval()
         try:
@@ -106,15 +105,15 @@ class TorchTrainee:
         return total, count
 
     def evaluated(self, step: int) -> None:
-        """Answers prompts, where there are any."""
+        """Answers held-out prompts, if there are any."""
         if self.answers is not None:
             self.answers(step)
 
     def _skip(self, step: int, found: tuple[float, int, float], loop: Loop) -> None:
-        """Leave an update out, where that is still allowed.
+        """Counts a skipped update.
 
         Raises:
-            DivergedError: It is not.
+            DivergedError: More updates were skipped than max_skipped_steps allows.
         """
         self._num_skipped += 1
         if self._num_skipped <= loop.settings.max_skipped_steps:
@@ -125,15 +124,15 @@ class TorchTrainee:
         raise DivergedError(diverged(what, value, step, self._num_skipped - 1))
 
     def _even_out(self, batches: list[Batch], step: int, loop: Loop) -> tuple[list[Batch], int]:
-        """As many micro-batches on every rank, and N of [Note: global token mean].
+        """The same number of micro-batches on every rank, and N of [Note: global token mean].
 
         [Note: uneven batches]
-        A rank that has fewer micro-batches than another would leave it waiting in a collective. So
-        where recipes do not know the counts, ranks exchange them once a step with their label
-        tokens, and one that has fewer repeats its last batch with labels that count nothing.
+        A rank with fewer micro-batches than another would leave it waiting in a collective. If the
+        recipe does not know the counts, the ranks exchange them once per step with their numbers of
+        label tokens. A rank with fewer repeats its last batch without labels.
 
         Raises:
-            DataError: No rank has a batch, or this one never had.
+            DataError: No rank has a batch, or this rank never had one.
         """
         if loop.recipe.tokens_per_step is not None:
             return batches, loop.recipe.tokens_per_step
@@ -169,14 +168,14 @@ class TorchTrainee:
     # ---- for checkpoints
 
     def save(self, folder: Path, values: dict[str, Any], settings: SaveSettings) -> None:
-        """Save model, optimizer and scaler. A collective."""
+        """Saves model, optimizer and scaler. A collective."""
         state = {**values, SCALER: self.scaler.state_dict()}
         saving.save(folder, self.model, self.optimizer, state, settings)
 
     def load(self, path: Path) -> tuple[dict[str, Any], Path]:
-        """Load the newest usable checkpoint; its values and its place. A collective."""
+        """Loads the newest usable checkpoint; returns its values and its path. A collective."""
         engine = engine_of(self.model)
-        found = loading.choose(engine, path)
+        found = loading.choose(saving.ranks_of(engine), path)
         state = loading.load_found(found, self.model, self.optimizer)
         self.scaler.load_state_dict(state.get(SCALER) or {})
         if self.average is None and Average.forget(self.optimizer) and engine.rank == 0:
@@ -185,7 +184,7 @@ class TorchTrainee:
 
 
 class TorchSide:
-    """A session's part on this engine: the model is built after the banner is shown."""
+    """The torch engine's part of a session; the model is built after the banner is printed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -195,13 +194,13 @@ class TorchSide:
 
     @cached_property
     def _view(self) -> View:
-        """The run as the planner sees it."""
+        """Plan of the run with its memory and time."""
         config, session = self._session.config, self._session
         bare = model_on_meta(config, session.model_config)
         return view_of(config, bare, topology_of(config, session.seat.world_size))
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, running out of memory is answered with the plan."""
+        """Explains running out of memory from the plan."""
         return answered(lambda: self._view)
 
     @cached_property
@@ -219,7 +218,7 @@ class TorchSide:
         return lines if why is None else [*lines, ("loss", f"from the logits of all tokens: {why}")]
 
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[TorchTrainee, Team]:
-        """The sharded model and its optimizer, and the ranks."""
+        """Builds the sharded model and its optimizer, and the team of ranks."""
         run, training = self._session, self._session.config.training
         config, seat, folder = run.config, run.seat, run.folder.path
         kind = run.command.kind
@@ -242,11 +241,11 @@ class TorchSide:
         return trainee, RankTeam(engine_of(self._model).transport, seat)
 
     def utilization(self) -> float | None:
-        """Model FLOPs utilization of one token a second, where that is known."""
+        """Model FLOPs utilization at one token per second; None if it is not known."""
         return self._view.utilization() if self._session.seat.device.type == "cuda" else None
 
     def export(self, loop: Loop) -> float | None:
-        """Writes the model, and its average, of which it returns the held-out loss."""
+        """Writes the model and the averaged weights; returns the held-out loss of the average."""
         folder = self._session.folder
         self._export(folder.model, folder.adapter)
         if self._average is not None:
@@ -254,38 +253,39 @@ class TorchSide:
                 loss = loop.held_out_loss(self._session.steps.num_steps)
                 self._export(folder.model_ema, folder.adapter_ema)
             return loss
-        if self._session.seat.is_first:  # what an earlier session left would be no average
+        if self._session.seat.is_first:  # remove averages of an earlier session
             for stale in (folder.model_ema, folder.adapter_ema):
                 shutil.rmtree(stale, ignore_errors=True)
         return None
 
     def _export(self, place: Path, adapter: Path) -> None:
-        """Writes what can be opened anywhere, adapters alone too; all ranks call it."""
+        """Writes the model as a Hugging Face folder, and adapters on their own. A collective."""
         run = self._session
-        adapters = Adapters.of(run.config, weights_folder(run.config), adapter)
+        lora = run.config.lora
+        adapters = None if lora is None else Adapters(lora, weights_folder(run.config), adapter)
         save_model(self._model, run.model_config, run.dataset.tokenizer, place, adapters)
 
     def _check_plan(self) -> None:
-        """Says so where the engine runs another plan than the one that was shown; records it."""
+        """Warns if the engine's plan differs from the one in the banner, and records it."""
         states = states_of(self._session.config.training)
         found, shown = engine_of(self._model).plan.trained_by(states), self._shown_plan
         if found == shown:
             return
         self._session.folder.plan.write_text(found.to_json(), encoding="utf-8")
         why = f", transport {found.transport}" if found.transport is not shown.transport else ""
-        logger.warning("the engine's plan is another than the one above%s; see plan.json", why)
+        logger.warning("the engine's plan differs from the one above%s; see plan.json", why)
 
     def _answer_prompts(self, console: RunConsole | None, step: int) -> None:
-        """Answer held-out prompts, and show it."""
+        """Answers held-out prompts and prints the answers."""
         data = self._session.dataset
-        if not isinstance(data, ChatDataset):
+        if not data.prompts:
             return
         most = (self._session.config.sft or SftConfig()).sample_tokens
         watchdog.phase("sampling", step)
         likely = SamplingSettings(temperature=0)
         with sampling(self._model) as same:
             sampler = Sampler(self._model, data.tokenizer, likely, [same])
-            for prompt in data.samples:
+            for prompt in data.prompts:
                 room = min(most, data.facts.sequence_length - len(prompt))
                 ids: list[int] = []
                 if room > 0:
@@ -295,9 +295,9 @@ class TorchSide:
                     console.print_sample(step, str(decode(prompt)), str(decode(ids)))
 
     def sample(self, prompt: str) -> Sample:
-        """A text by the sharded model. A collective."""
+        """Text sampled from the sharded model. A collective."""
         run = self._session
-        # Each token gathers the model: one that is read from the host or disk says less.
+        # Each token gathers the model, which is slow from the host or the disk.
         most = OFFLOADED_TOKENS if self._shown_plan.homes.offloads else None
         settings = SamplingSettings(most, seed=run.config.training.seed)
         with sampling(self._model) as same:

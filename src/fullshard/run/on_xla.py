@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from optax import GradientTransformation
 
 from fullshard.config.environment import read_launch_environment
 from fullshard.config.values import DType, Optimizer
-from fullshard.data.chat_rows import ChatDataset
 from fullshard.errors import DivergedError
 from fullshard.launch import rendezvous
 from fullshard.models.build import build_model, model_on_meta, trainable, weights_folder
 from fullshard.models.export import write_folder
 from fullshard.models.generate import Sample, SamplingSettings
 from fullshard.models.lora import first_values
-from fullshard.observe.memory import memory_bytes
+from fullshard.observe.metrics import memory_bytes
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.text import human_bytes
 from fullshard.recipes.base import IGNORED, Batch, RowBatches, Team
@@ -40,7 +40,7 @@ from fullshard.run.optim import build_optimizer
 from fullshard.run.schedule import schedule_of
 from fullshard.run.session import Session
 from fullshard.saving import SaveSettings
-from fullshard.xla import optim, processes
+from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig
 from fullshard.xla.distill import PROJECTION
 from fullshard.xla.head import Decoder, next_token
@@ -57,7 +57,7 @@ from fullshard.xla_state import read, write
 
 logger = logging.getLogger(__name__)
 
-COORDINATOR = "fullshard/jax"  # under which the launcher's store has its address
+COORDINATOR = "fullshard/jax"  # key of its address in the launcher's store
 KEYS = ("input_ids", "labels", "position_ids", TOP_VALUES, TOP_IDS)
 
 
@@ -85,14 +85,17 @@ class XlaSide:
         self._join()
         config, model_config = session.config, session.model_config
         self._decoder = decoder = DecoderConfig.of(model_config)
-        kind = session.command.kind
-        shapes = {**decoder.shapes(), **kind.xla_shapes(config, decoder.hidden_size)}
+        xla = session.command.kind.xla
+        recipe: Any = import_module(xla) if xla else None
+        shapes = decoder.shapes()
+        if recipe is not None:
+            shapes |= recipe.more_shapes(config, decoder.hidden_size)
         self._plan = plan(shapes, config.sharding, blocks=BLOCKS, freeze=config.freeze)
-        self._teaching = kind.on_xla(config, Decoder(decoder, self._plan))
+        self._teaching = recipe and recipe.teaching(config, Decoder(decoder, self._plan))
         processes.connect(self._plan.mesh)
 
     def explained(self) -> contextlib.AbstractContextManager[None]:
-        """The compiler lays out memory: there is nothing to explain."""
+        """Explains nothing: the compiler allocates the memory."""
         return contextlib.nullcontext()
 
     def lines(self) -> list[tuple[str, str]]:
@@ -121,9 +124,9 @@ class XlaSide:
         return lines
 
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[XlaSide, Team]:
-        """The state and its programs, and the ranks."""
+        """Builds the state and its programs, and the team of ranks."""
         run, teaching, training = self._session, self._teaching, self._session.config.training
-        if console is not None and isinstance(run.dataset, ChatDataset) and run.dataset.samples:
+        if console is not None and run.dataset.prompts:
             logger.info("held-out prompts are not answered with backend: jax")
         self._row_length = data.data.row_length
         groups, self._tx = self._optimizer()
@@ -148,7 +151,7 @@ class XlaSide:
     # ---- for the loop
 
     def update(self, step: int, batches: list[Batch], loop: Loop) -> Update:
-        """One program, whose loss and norm are those of all ranks."""
+        """Runs one program, which returns the loss and norm of all ranks."""
         filled = [_filled(batch, self._row_length) for batch in batches]
         if self._teaching is not None:
             filled = [self._teaching.beside(batch) for batch in filled]
@@ -162,7 +165,7 @@ class XlaSide:
         return Update(loss if self._session.seat.is_first else 0.0, 1, norm, memory)
 
     def totals(self, batches: Iterable[Batch], loop: Loop) -> tuple[float, float]:  # noqa: ARG002
-        """Sums over all ranks, which the first rank reports."""
+        """Sums over all ranks, returned on the first rank; zero on the others."""
         filled = (_arrays([_filled(batch, self._row_length)]) for batch in batches)
         sums = [self._sums(self._state, arrays) for arrays in filled]
         if not self._session.seat.is_first:
@@ -170,7 +173,7 @@ class XlaSide:
         return sum(float(total) for total, _ in sums), sum(float(count) for _, count in sums)
 
     def evaluated(self, step: int) -> None:
-        """Prompts are not answered."""
+        """Does nothing: prompts are not answered on XLA."""
 
     # ---- for checkpoints
 
@@ -195,20 +198,20 @@ class XlaSide:
     # ---- at the end
 
     def utilization(self) -> float | None:
-        """Not known here."""
+        """Not known on XLA."""
         return None
 
     def export(self, loop: Loop) -> None:  # noqa: ARG002
         """Writes the model."""
         run = self._session
         weights = torch_weights(self._state)
-        weights.pop(f"{PROJECTION}.weight", None)  # it is no part of the model
+        weights.pop(f"{PROJECTION}.weight", None)  # not part of the model
         processes.leave()
         if run.seat.is_first:
             write_folder(weights, run.model_config, run.dataset.tokenizer, run.folder.model)
 
     def sample(self, prompt: str) -> Sample | None:
-        """A text by the exported model, on the first rank."""
+        """Text sampled from the exported model, on the first rank."""
         run = self._session
         if not run.seat.is_first:
             return None
@@ -217,7 +220,7 @@ class XlaSide:
         return generate(Request(run.folder.model, (prompt,), settings, trust=trust))[0]
 
     def _join(self) -> None:
-        """Meet the other ranks in jax."""
+        """Joins the other ranks in jax."""
         seat, launch = self._session.seat, read_launch_environment()
         host = launch.master_addr if launch else None
         address = partial(rendezvous.free_address, host)
@@ -226,7 +229,7 @@ class XlaSide:
         processes.join(seat.rank, seat.world_size, published, wide=wide)
 
     def _optimizer(self) -> tuple[list[dict[str, Any]], GradientTransformation]:
-        """Groups of torch's optimizer and XLA's; torch's model on meta says which weights decay."""
+        """Groups of torch's optimizer, and XLA's; the model on meta decides which weights decay."""
         run, training, placed = self._session, self._session.config.training, self._plan
         shell = model_on_meta(run.config, run.model_config)
         run.model_config.architectures = [type(shell).__name__]
@@ -236,24 +239,24 @@ class XlaSide:
             for group in build_optimizer(shell, training).param_groups
         ]
         if training.optim is Optimizer.SGD:
-            return groups, optim.sgd()
+            return groups, opt_state.sgd()
         decays = {name: group["weight_decay"] for group in groups for name in group["params"]}
         decay = trained(placed, placed.map(lambda array: decays.get(array.names()[0], 0.0)))
         betas = (training.adam_beta1, training.adam_beta2)
-        return groups, optim.adamw(betas, training.adam_epsilon, decay)
+        return groups, opt_state.adamw(betas, training.adam_epsilon, decay)
 
     def _initial(self, tx: GradientTransformation) -> State:
-        """Weights of a folder, each process the bytes of its devices; or those that torch draws.
+        """Weights from a folder, where each process reads its devices' bytes; or random ones.
 
-        The latter are drawn whole in every process, and kept in part, so that a run begins with the
-        numbers that it begins with on torch.
+        Random weights are drawn in full by torch in every process, so that a run begins with the
+        same numbers as on torch; each process then keeps its part.
         """
         config, placed = self._session.config, self._plan
         folder, seed = weights_folder(config), config.training.seed
         if folder is None:
             dtype = getattr(torch, config.sharding.master_dtype or DType.FLOAT32)
             model = build_model(self._session.model_config, None, dtype, seed)
-            torch.manual_seed(seed)  # as on torch: what is added has numbers of its own
+            torch.manual_seed(seed)  # for the added modules, as on torch
             return state_of(placed, trainable(model, config).state_dict(), tx)
         if PROJECTION not in placed.shardings:
             return read.load(placed, folder, tx)[0]
@@ -275,9 +278,9 @@ def _arrays(batches: Sequence[Batch]) -> dict[str, np.ndarray]:
 
 
 def _filled(batch: Batch, length: int | None) -> Batch:
-    """Rows of one length, as if the batch's longest were as long: see [Note: documents].
+    """Rows padded to one length, because every length needs its own program.
 
-    Another length would be another program.
+    See [Note: documents].
     """
     if length is None:
         return batch
@@ -286,7 +289,7 @@ def _filled(batch: Batch, length: int | None) -> Batch:
     more, places = length - here, torch.arange(length)
     first = places[:here].expand(num_rows, here)
     own = batch.get("position_ids", first)
-    # What fills begins anew in each row, and is learned by nobody.
+    # The padding is a document of its own in each row, without labels.
     filled = torch.cat([own, places[:more].expand(num_rows, more)], 1)
     return batch | {
         "input_ids": F.pad(ids, (0, more)),
@@ -328,7 +331,7 @@ def _placed(array: ArrayPlan, sharding: Any, weights: Mapping[str, torch.Tensor]
 
 
 def torch_weights(state: State) -> dict[str, torch.Tensor]:
-    """All weights by name, whole. A collective."""
+    """All full weights by name. A collective."""
     found: dict[str, torch.Tensor] = {}
     for array, leaf in zip(state.plan.table.arrays, jax.tree.leaves(state.params), strict=True):
         whole = np.array(whole_array(array, leaf), copy=True)

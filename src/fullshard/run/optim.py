@@ -1,4 +1,4 @@
-"""What updates the weights: optimizers by names of Hugging Face, their average, fp16 scaling."""
+"""Optimizers by their Hugging Face names, averaged weights, and loss scaling in fp16."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.config.values import Optimizer
 from fullshard.errors import ConfigError, DivergedError
 from fullshard.planner.optimizers import takes_muon
 
-# Hugging Face's Trainer leaves these names, and every LayerNorm, without weight decay.
+# As in Hugging Face's Trainer, these names and every LayerNorm have no weight decay.
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -28,11 +28,11 @@ Groups = list[dict[str, Any]]
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """An elementwise optimizer over the trainable parameters.
+    """The optimizer of the trainable parameters.
 
     Args:
-        model: Sharded or not: its parameters are what the optimizer keeps state for.
-        training: Kind and numbers, by names of TrainingArguments.
+        model: The model, sharded or not.
+        training: Kind of the optimizer and its numbers, as in TrainingArguments.
     """
     groups = parameter_groups(model, training.weight_decay)
     rate = training.learning_rate
@@ -59,7 +59,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.O
             )
 
 
-# As checkpoints name what `build_optimizer` makes.
+# Names in checkpoints of the optimizers that `build_optimizer` makes.
 KINDS = {
     Optimizer.SGD: "SGD",
     Optimizer.ADAMW_TORCH: "AdamW",
@@ -71,10 +71,10 @@ KINDS = {
 
 
 def check_optimizer(kind: Optimizer) -> None:
-    """Whether what a run's optimizer is made of is there.
+    """Checks that the libraries of a run's optimizer are installed.
 
     Raises:
-        ConfigError: It is not; says what to install.
+        ConfigError: One is not; names what to install.
     """
     got = ""
     if kind is Optimizer.ADAMW_BNB_8BIT and importlib.util.find_spec("bitsandbytes") is None:
@@ -86,10 +86,10 @@ def check_optimizer(kind: Optimizer) -> None:
 
 
 def _split(model: nn.Module, groups: Groups) -> tuple[Groups, Groups]:
-    """The same groups of what Muon trains, and of all else.
+    """Splits the groups into what Muon trains and everything else.
 
     Raises:
-        ConfigError: There is nothing for it.
+        ConfigError: There is nothing for Muon to train.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     found: tuple[Groups, Groups] = ([], [])
@@ -108,7 +108,7 @@ def _split(model: nn.Module, groups: Groups) -> tuple[Groups, Groups]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Two groups: with and without weight decay; empty ones are left out."""
+    """Groups with and without weight decay; empty ones are left out."""
     without = _names_without_decay(model)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decaying = [p for name, p in trainable if name not in without]
@@ -128,10 +128,10 @@ def _names_without_decay(model: nn.Module) -> set[str]:
 
 
 class Average:
-    """An exponential moving average of what an optimizer trains.
+    """An exponential moving average of the weights that an optimizer trains.
 
-    It is part of the optimizer's state, under its own name beside the moments, and is therefore
-    sharded, saved, resharded and loaded as they are.
+    It is an entry of the optimizer's state next to the moments, so it is sharded, saved, resharded
+    and loaded like them.
 
     Args:
         optimizer: Optimizer of the sharded model.
@@ -148,20 +148,20 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an update of the weights, while they have their gradients.
+        """Call it after an update of the weights, while they have gradients.
 
-        A weight's average begins with its first update. Before that the optimizer has no state of
-        it, and must find none: it makes its own where there is nothing.
+        A weight's average begins with its first update. Before that the optimizer has no state for
+        it and must find none, because it initialises only missing states.
         """
         for param, state in self._states():
             if AVERAGE in state:
                 state[AVERAGE].lerp_(param, 1.0 - self._decay)
             elif param.grad is not None:
-                state[AVERAGE] = torch.zeros_like(param).copy_(param)  # lives where states do
+                state[AVERAGE] = torch.zeros_like(param).copy_(param)  # on their device
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """The average in place of the weights, for a while."""
+        """Inside, the model has the averaged weights."""
         self._swap()
         try:
             yield
@@ -178,7 +178,7 @@ class Average:
 
     @staticmethod
     def forget(optimizer: torch.optim.Optimizer) -> bool:
-        """Drops what a checkpoint has of an average that this run does not keep."""
+        """Drops a checkpoint's average if this run keeps none; returns whether there was one."""
         found = [state.pop(AVERAGE, None) is not None for state in optimizer.state.values()]
         return any(found)
 
@@ -188,20 +188,20 @@ class Average:
                 yield param, self._optimizer.state[param]
 
 
-SMALLEST = 2.0**-14  # of the factor: what overflows even then is no matter of range
+SMALLEST = 2.0**-14  # smallest factor: below it, overflows are not a matter of range
 
 
 class LossScaler:
-    """Scales losses of fp16 compute by torch's scaler; steps unless a gradient overflowed.
+    """Scales the loss of fp16 compute with torch's scaler, and skips steps with an overflow.
 
     fp16 has no numbers below 6e-8, so losses are multiplied before backward and gradients divided
-    after it. An infinity on one rank is every rank's (the guard of the gradients shares it), so all
-    ranks skip the same step and halve the factor together.
+    after it. The gradients' guard shares an infinity on one rank with all ranks, so they skip the
+    same step and halve the factor together.
 
     Args:
         optimizer: Optimizer of the sharded model.
-        device: That computes.
-        enabled: False leaves everything as it is.
+        device: Device that computes.
+        enabled: False scales nothing.
     """
 
     def __init__(
@@ -212,28 +212,28 @@ class LossScaler:
         self.enabled = enabled
 
     def state_dict(self) -> dict[str, float]:
-        """The factor and how long it has held; empty where nothing is scaled."""
+        """The factor and the steps since its last change; empty if nothing is scaled."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on with a saved factor."""
+        """Restores a saved factor."""
         if self.enabled and state:
             self._scaler.load_state_dict(state)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward is called on."""
+        """The loss to call backward on."""
         return self._scaler.scale(loss)
 
     def unscale(self) -> None:
-        """Give the gradients their own size. A collective."""
+        """Divides the gradients by the factor. A collective."""
         if self.enabled:
             self._scaler.unscale_(self._optimizer)
 
     def step(self, number: int) -> None:
-        """Update the parameters, unless a gradient overflowed on some rank.
+        """Updates the parameters, unless a gradient overflowed on a rank.
 
         Raises:
-            DivergedError: Gradients overflow whatever the factor is.
+            DivergedError: Gradients overflow at every factor.
         """
         self._scaler.step(self._optimizer)
         self._scaler.update()

@@ -1,4 +1,4 @@
-"""What a configuration's step is to the planner: the model's shapes and a rank's batch."""
+"""The plan of a run before it starts: its memory and time, and whether it fits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
 from fullshard.outlook.memory import GIB, LOAD, Fit, Storage
-from fullshard.outlook.predict import Job, Machine, Outlook, look
+from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.homes import Place
@@ -54,15 +54,15 @@ def job_of(
     world_size: int,
     taught: Taught | None = None,
     chunk_size: int | None = None,
-) -> Job:
-    """A step's work on one rank.
+) -> PlannedStep:
+    """The work of a step on one rank.
 
     Args:
-        model: A Hugging Face model; steps of one on meta are traced.
-        training: Its batch.
-        world_size: Ranks that share train_batch_size.
-        taught: What it learns from, where that is a teacher.
-        chunk_size: Tokens whose logits are held at a time; None: those of all tokens.
+        model: A Hugging Face model; steps of a model on meta are traced.
+        training: Training section of the run, with the batch size.
+        world_size: Number of ranks that share train_batch_size.
+        taught: Teacher of the model, if any.
+        chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
     """
     training = training.divided(world_size)
     batch = Batch(
@@ -86,22 +86,24 @@ def job_of(
     on_meta = all(param.is_meta for param in model.parameters())
     trace = Tracer(model, training.max_seq_length, taught, chunk_size) if on_meta else None
     model_shapes = decoder(shapes, _active_params(model, config, numel))
-    job = Job(model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size)
-    if taught is not None:  # what a teacher computes is in no forecast
+    job = PlannedStep(
+        model_shapes, batch, trace, optimizer=states_of(training), chunk_size=chunk_size
+    )
+    if taught is not None:  # the forecast does not include a teacher's compute
         return replace(job, beside=taught.rows, is_timed=False)
-    if job.optimizer.owned is not None:  # nor what an owner does
+    if job.optimizer.owned is not None:  # nor that of an owned optimizer
         return replace(job, is_timed=False)
     return replace(job, work=trace.work if trace else None)
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of these that a configuration holds."""
+    """The first positive number of a configuration under these names."""
     found = (getattr(config, name, None) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def _active_params(model: nn.Module, config: Any, numel: int) -> float | None:
-    """Parameters that a token uses, where some are experts'."""
+    """Parameters that a token uses in a mixture of experts; None for other models."""
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     chosen = _number(config, "num_experts_per_tok", "num_experts_per_token")
     count = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
@@ -111,11 +113,11 @@ def _active_params(model: nn.Module, config: Any, numel: int) -> float | None:
 
 
 def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -> Machine:
-    """What a rank runs on, as far as the description of a machine's GPUs says.
+    """The machine of a rank, from a description of GPUs.
 
     Args:
-        hardware: The description.
-        own: Devices that the user has described, by name.
+        hardware: Name, number and memory of the GPUs.
+        own: Devices that the user described, by name.
     """
     if hardware is None or hardware.memory_bytes is None:
         return Machine(None, None)
@@ -129,9 +131,9 @@ def machine_of(hardware: Gpus | None, own: Mapping[str, Device] | None = None) -
 
 
 def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
-    """With the transport that ranks of this machine take where it was left open.
+    """The configuration with the transport that `auto` means on this machine.
 
-    As `resolve_transport` does it, before there are ranks; ranks of a host are neighbours.
+    Decides like `resolve_transport`, but before there are ranks. Ranks of a host are neighbours.
     """
     world = topology.world_size
     if config.transport is Transport.FAKE:
@@ -150,7 +152,7 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
 
 
 def this_machine(num_ranks: int) -> Machine:
-    """What a rank of this host runs on: its GPU, or its part of the host's memory."""
+    """The machine of a rank on this host: its GPU, or its part of the host's memory."""
     host_bytes = host_memory.total_bytes() // num_ranks
     if not torch.cuda.is_available():
         return Machine(None, host_bytes, host_bytes=host_bytes, is_host=True)
@@ -160,23 +162,23 @@ def this_machine(num_ranks: int) -> Machine:
 
 
 def topology_of(config: RunConfig, world_size: int) -> Topology:
-    """A run's ranks, and how many of them are on this machine."""
+    """Number of ranks of a run, and of those on this machine."""
     told = read_launch_environment() or configured_topology(config.launch)
     return Topology(world_size, told.local_world_size or world_size)
 
 
 @dataclass(frozen=True)
 class View:
-    """A run as the planner sees it: what `plan`, a dry run and the run itself show.
+    """The plan of a run with its forecast, shown by `plan`, a dry run and the run itself.
 
     Attributes:
-        config: Configuration of the run; what was left to the planner is filled in.
-        outlook: What it takes.
-        plan_at: Plans another configuration of the same model, on any ranks.
-        machine: What a rank runs on.
-        topology: Its ranks.
-        storage: What it reads and writes.
-        whole_logits: Why its loss holds the logits of all tokens; None: it does not.
+        config: Configuration of the run, with the planner's choices filled in.
+        outlook: Memory and time of the plan.
+        plan_at: Plans another configuration of the same model, on any number of ranks.
+        machine: Machine of a rank.
+        topology: Ranks of the run.
+        storage: What the run reads and writes.
+        whole_logits: Why the loss needs the logits of all tokens at once; None: it does not.
     """
 
     config: RunConfig
@@ -192,7 +194,7 @@ class View:
         return self.outlook.plan
 
     def plan_of(self, sharding: ShardConfig) -> Plan:
-        """Another configuration on the same ranks."""
+        """Plan of another sharding on the same ranks."""
         return self.plan_at(sharding, self.topology)
 
     @property
@@ -200,9 +202,9 @@ class View:
         return self.outlook.rows
 
     def utilization(self) -> float | None:
-        """What one token a second of all ranks is, as a share of the devices' bf16 peaks.
+        """Model FLOPs utilization at one token per second, relative to the devices' bf16 peaks.
 
-        Times the speed it is model FLOPs utilization. None where the device is not known.
+        Multiply it by the tokens per second of all ranks. None if the device is not known.
         """
         device, job = self.machine.device, self.outlook.job
         if device is None:
@@ -214,7 +216,7 @@ class View:
         return flops / (device.peak * self.outlook.plan.mesh.world_size)
 
     def study(self) -> Study:
-        """With advice: for a run that does not fit, from what each phase of it needs."""
+        """The outlook with advice; if the run does not fit, from the needs of each phase."""
         outlook, machine, lack = self.outlook, self.machine, self.lack()
         if lack is not None and machine.memory_bytes is not None:
             beyond = max(0, lack.needed - outlook.peak_bytes[Place.DEVICE]) * machine.is_host
@@ -224,17 +226,17 @@ class View:
         return replace(found, outlook=replace(outlook, machine=self.machine))
 
     def advice(self) -> list[str]:
-        """What takes a tenth less at least, in words, of a run that found no more memory."""
+        """Changes that save at least a tenth of the memory, for a run that ran out of it."""
         peak = self.outlook.peak_bytes[Place.DEVICE]
         machine = replace(self.machine, memory_bytes=min(self.machine.memory_bytes or peak, peak))
-        before = replace(self.outlook, fit=Fit.TIGHT, machine=machine)  # whatever was planned
+        before = replace(self.outlook, fit=Fit.TIGHT, machine=machine)  # as if tight
         found = study(before, self.plan_at, self.topology).advice
         return [one.sentence(self.outlook) for one in found]
 
     def lack(self) -> Lack | None:
-        """The memory that is short by most; None where all phases of the run fit."""
+        """The memory that is exceeded by most; None if all phases of the run fit."""
         phases, machine = self.outlook.phases(self.storage), self.machine
-        if machine.is_host:  # weights come in where they stay
+        if machine.is_host:  # weights are loaded into the memory that they stay in
             needed = max(p.device + (p.host if p.name != LOAD else 0) for p in phases)
             found = [("this machine", needed, machine.memory_bytes)]
         else:
@@ -248,10 +250,10 @@ class View:
 
 @dataclass(frozen=True)
 class Lack:
-    """More than there is.
+    """A memory that is too small for a run.
 
     Attributes:
-        where: Whose memory it is.
+        where: Owner of the memory: this machine, the device or the host.
         needed: Bytes that a rank needs.
         memory: Bytes that a rank has.
     """
@@ -296,22 +298,23 @@ def view_of(
     machine: Machine | None = None,
     optimizer: OptimizerStates | None = None,
 ) -> View:
-    """What a run will do and take: the one place where its plan is made.
+    """Makes the plan of a run and its forecast; no other function does.
 
-    `strategy: auto` and `per_device_train_batch_size: auto` are chosen: the fastest that fits (see
-    `choose`), with the sequences of an update kept. Every rank comes to the same choice: hosts and
-    devices of a run are taken to be alike. A CPU's time is what was measured on it, where known.
+    `strategy: auto` and `per_device_train_batch_size: auto` become the fastest choice that fits
+    (see `choose`), with the same number of sequences per update. Every rank makes the same choice,
+    because hosts and devices of a run are assumed to be alike. Times of a CPU come from its
+    calibration, if there is one.
 
     Args:
         config: Configuration of the run.
-        model: Its model, on meta.
-        topology: Its ranks.
-        machine: What a rank runs on; None: this machine.
-        optimizer: States other than those of the configuration's optimizer.
+        model: Model of the run, on meta.
+        topology: Ranks of the run.
+        machine: Machine of a rank; None: this machine.
+        optimizer: Optimizer states to plan for, in place of those of the configured optimizer.
 
     Raises:
         ConfigError: The mesh, the units or a glob are impossible for this model.
-        WillNotFitError: Something is left to the planner, and nothing fits.
+        WillNotFitError: A choice is left to the planner, and nothing fits.
     """
     world, hosts = topology.world_size, topology.num_hosts
     if machine is None:
@@ -360,11 +363,11 @@ def _with_choices(config: RunConfig, outlook: Outlook, free: Sequence[str]) -> R
 
 
 def known_calibration(world_size: int) -> Calibration | None:
-    """What `fullshard bench calibrate` found on this machine with so many ranks, if it did."""
+    """The result of `fullshard bench calibrate` for this machine and number of ranks, if any."""
     path = cache_folder() / FILE_NAME
     try:
         found = read_calibration(path) if path.is_file() else None
-    except ConfigError:  # `fullshard plan` says what is wrong with it
+    except ConfigError:  # `fullshard plan` reports it
         return None
     if found is None or found.machine != describe_machine() or found.of(world_size) is None:
         return None
@@ -372,7 +375,7 @@ def known_calibration(world_size: int) -> Calibration | None:
 
 
 def model_of(config: RunConfig) -> nn.Module:
-    """The model as it will be trained, of a configuration alone: without storage or data."""
+    """The model of a run on meta, built without its data."""
     require_transformers()
     quiet_libraries()
     return model_on_meta(config, model_config_of(config))
@@ -387,12 +390,12 @@ def storage_of(config: RunConfig) -> Storage:
 
 
 def look_at(config: RunConfig, world_size: int, machine: Machine) -> Outlook:
-    """What `fullshard plan` says of a configuration on ranks of one host."""
+    """The outlook of a configuration on the ranks of one host."""
     return view_of(config, model_of(config), Topology(world_size), machine).outlook
 
 
 def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
-    """A run on this machine, on either engine.
+    """The plan and forecast of a run on this machine, for either engine.
 
     Raises:
         ConfigError: See `view_of`.
@@ -410,16 +413,16 @@ def foresee(config: RunConfig, topology: Topology) -> View | XlaOutlook:
 
 
 def leaves_something(config: RunConfig) -> bool:
-    """Whether the planner chooses a part of a configuration."""
+    """Whether the configuration leaves a choice to the planner."""
     return config.sharding.strategy is Strategy.AUTO or config.training.leaves_micro_batch
 
 
 @contextlib.contextmanager
 def answered(view: Callable[[], View]) -> Iterator[None]:
-    """Turn running out of memory inside the block into an error that says what to change.
+    """Turns running out of memory inside the block into an error that says what to change.
 
     Args:
-        view: The run as it was planned; asked only if memory runs out.
+        view: Returns the plan of the run; called only if memory runs out.
 
     Raises:
         OutOfMemoryError: Memory ran out.

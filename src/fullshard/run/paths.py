@@ -1,45 +1,42 @@
-"""The first check of a run: that its paths name something. It imports no torch, so it is fast."""
+"""The first check of a run: that its paths exist. It imports no torch, so it is fast."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from fullshard.config.load import Resolved
-from fullshard.config.schema import RunConfig
 from fullshard.data.records import files_at
 from fullshard.errors import ConfigError, DataError
 from fullshard.models.config import check_model_folder
 
 
 def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = None) -> None:
-    """Raises where a path of the configuration names nothing.
+    """Raises if a path of the configuration does not exist.
 
     Args:
-        resolved: Names the line of the file in the error.
-        data: Whether the data is needed, too.
-        coming: A model's folder that is made later.
+        resolved: Configuration with origins, which name the line of the file in errors.
+        data: Whether the data must exist too.
+        coming: Folder of a model that will be made later.
 
     Raises:
         ConfigError: A model's or tokenizer's folder is missing.
         DataError: The data is missing.
     """
+    config, folders = resolved.config, [(resolved.config.model.name_or_path, "model")]
+    if config.teacher is not None:
+        folders.append((config.teacher.name_or_path, "teacher"))
+    tokenizer = config.data.tokenizer
     try:
-        _check_folders(resolved.config, coming)
-        given = resolved.config.data
-        for path in [given.path, *(one.path for one in given.mixture)] if data else []:
+        for named, what in folders:
+            if named is not None and Path(named) != coming:
+                check_model_folder(Path(named), f"{what}.name_or_path")
+        if tokenizer is not None and not Path(tokenizer).is_dir():
+            raise ConfigError(
+                f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
+                "Name the folder that holds tokenizer.json."
+            )
+        for path in [config.data.path, *(one.path for one in config.data.mixture)] if data else []:
             if path is not None:
                 files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
-
-
-def _check_folders(config: RunConfig, coming: Path | None) -> None:
-    teacher = config.teacher and config.teacher.name_or_path
-    for named, what in (config.model.name_or_path, "model"), (teacher, "teacher"):
-        if named is not None and Path(named) != coming:
-            check_model_folder(Path(named), f"{what}.name_or_path")
-    if config.data.tokenizer is not None and not Path(config.data.tokenizer).is_dir():
-        raise ConfigError(
-            "data.tokenizer: expected a local folder with a tokenizer, got "
-            f"'{config.data.tokenizer}'. Name the folder that holds tokenizer.json."
-        )

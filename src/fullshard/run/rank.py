@@ -1,4 +1,4 @@
-"""What our launcher starts on every rank: `python -m fullshard.run.rank RUN_DIR`."""
+"""The program of every rank: `python -m fullshard.run.rank RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fullshard.launch.rank_entry import run_rank
 
 
 def main() -> None:
-    """Trains on this rank from what lies in the run's folder."""
+    """Trains on this rank from the run's folder."""
     from fullshard.config.load import load_config
     from fullshard.run.session import run
 
-    atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
+    atexit.register(gc.freeze)  # skips garbage collection at exit, which takes a second
     run_dir = Path(sys.argv[1])
     run(load_config(run_dir / "config.yaml", []).config, run_dir)
 

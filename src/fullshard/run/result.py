@@ -1,4 +1,4 @@
-"""What a finished run leaves: its model, a sample, its record, its report."""
+"""The results of a run, in run.json and on the console."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.models.generate import Sample
-from fullshard.observe.memory import memory_bytes
+from fullshard.observe.metrics import memory_bytes
 from fullshard.observe.report import write_report
 from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str, Any]:
-    """For run.json: what the plan said before the run.
+    """For run.json: the plan and its forecast.
 
     Args:
-        view: The run as the planner sees it.
-        steps: Steps of the run; None: the run was refused before its data was read.
+        view: Plan of the run.
+        steps: Steps of the run; None if it was refused before its data was read.
     """
     plan = view.plan
     outlook = view.outlook if isinstance(view, View) else None
@@ -58,8 +58,8 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
 
 
 def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
-    """For run.json, on rank 0 before the model is built: what the process takes without it."""
-    import_code(model_config)  # it is no tensor either
+    """Records that the run is running, and the process's memory before the model is built."""
+    import_code(model_config)  # its memory does not belong to the model's tensors
     record = folder.read_record()
     before = memory_bytes(device)[0] if device.type == "cpu" else 0
     folder.update_record(

@@ -1,11 +1,11 @@
-"""What becomes of a run that is already where a new one shall lie.
+"""What happens to an existing run in the folder of a new one.
 
 --resume        an unfinished run there    a finished one, more steps asked    a finished one
-auto            goes on                    goes on                             moved to .1, .2
+auto            resumed                    continued                           moved to .1, .2
 never           moved                      moved                               moved
 PATH            moved; the new run begins with the model, optimizer and position of PATH
 
-A run that ended early (early_stopping_patience) is a finished one, however many steps are asked.
+A run that ended early (early_stopping_patience) counts as finished, whatever steps are asked for.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from fullshard.data.dataset import FACTS, DatasetFacts, read_facts
 from fullshard.errors import ConfigError, untrusted
 from fullshard.run.folder import RunFolder, RunStatus
 
-POSITION = "position"  # under which a checkpoint's state has [Note: data position]
-# What a run that goes on must share with what it was: its data and its model.
+POSITION = "position"  # key of [Note: data position] in a checkpoint's state
+# Sections that must not change when a run resumes.
 SAME = ("data", "model", "freeze", "lora")
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run goes on from.
+    """What a run resumes from.
 
     Attributes:
-        path: A checkpoint, or a folder of them; None: from the beginning.
-        global_batch: Samples of a step, which are kept; None: the configuration says.
-        in_place: Whether the folder's own run goes on, rather than a new one.
-        required: Whether it is an error if there is nothing at `path`: somebody named it.
+        path: A checkpoint, or a folder of checkpoints; None: the run begins at step 0.
+        global_batch: Samples per step, kept from the earlier run; None: the configured number.
+        in_place: The run in the folder itself continues, in place of a new run.
+        required: The user named `path`, so a missing checkpoint is an error.
     """
 
     path: Path | None = None
@@ -47,18 +47,18 @@ class Resume:
     required: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """For run.json, where the ranks find it."""
+        """For run.json, from which the ranks read it."""
         return {**asdict(self), "path": str(self.path) if self.path is not None else None}
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> Resume:
-        """What `as_json` wrote."""
+        """Reads what `as_json` wrote."""
         value = dict(record.get("resume") or {})
         path = value.pop("path", None)
         return cls(Path(path) if path else None, **value)
 
     def sentence(self, output_dir: Path) -> str:
-        """What it means for the run that is asked for, and for one that is there."""
+        """What will happen, in words, to the new run and to an existing one."""
         if self.path is not None:
             found = newest_complete(self.path)
             what = "the run there resumes" if self.in_place else "a new run begins"
@@ -67,17 +67,18 @@ class Resume:
         return f"begins at step 0{'; the run there is moved aside' if is_there else ''}"
 
     def moved(self, old: Path, new: Path | None) -> Resume:
-        """The same after the folder that holds the checkpoint was moved."""
+        """The same after the folder of the checkpoint was moved."""
         if new is None or self.path is None or not self.path.is_relative_to(old.resolve()):
             return self
         return replace(self, path=new.resolve() / self.path.relative_to(old.resolve()))
 
 
 def find_resume(asked: str, output_dir: Path) -> Resume:
-    """What `--resume` means here, before it is known how many steps are asked for.
+    """What `--resume` means for a folder, before the number of steps is known.
 
     Raises:
-        CheckpointError: PATH holds no checkpoint.
+        CheckpointError: PATH has no checkpoint.
+        ConfigError: PATH looks like a misspelt word.
     """
     if asked == "never":
         return Resume()
@@ -94,9 +95,9 @@ def find_resume(asked: str, output_dir: Path) -> Resume:
 
 
 def own_resume(folder: RunFolder) -> Resume:
-    """What a run in its own folder goes on from.
+    """What a run in its own folder resumes from.
 
-    Until it has a checkpoint of its own, that is what it began from.
+    Until it has a checkpoint of its own, it resumes from the one that it began with.
     """
     record = folder.read_record()
     with _readable(folder):
@@ -109,7 +110,7 @@ def own_resume(folder: RunFolder) -> Resume:
 
 
 def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
-    """Whether the folder's own run goes on, now that the steps are known."""
+    """Whether the run in the folder continues, now that the number of steps is known."""
     if not resume.in_place:
         return False
     record = RunFolder(output_dir).read_record()
@@ -122,7 +123,7 @@ def goes_on(resume: Resume, output_dir: Path, num_steps: int) -> bool:
 
 
 def _readable(folder: RunFolder) -> AbstractContextManager[None]:
-    """For what is read of a record that something else than fullshard may have written."""
+    """A context for reading values of a record that another program may have written."""
     advice = "Use --resume never, or another output_dir."
     return untrusted(folder.record, "the record of a run", ConfigError, advice)
 
@@ -130,10 +131,10 @@ def _readable(folder: RunFolder) -> AbstractContextManager[None]:
 def check_same(
     resolved: Resolved, output_dir: Path, checkpoints: Path, facts: DatasetFacts
 ) -> None:
-    """A run that goes on has a complete checkpoint, and keeps its data and its model.
+    """Checks that a resumed run has a complete checkpoint, and its old data and model.
 
     Raises:
-        CheckpointError: There are checkpoints, and none is complete: they are not trained over.
+        CheckpointError: There are checkpoints, but none is complete; the run does not start over.
         ConfigError: Data or model changed; names the key.
     """
     newest_complete(checkpoints)
@@ -144,7 +145,7 @@ def check_same(
         one, other = (attrgetter(key)(config) for config in (before, resolved.config))
         if one != other:
             raise ConfigError(
-                f"{key}: expected what it was in the run that goes on in '{output_dir}' ({one}); "
+                f"{key}: expected the value of the run that resumes in '{output_dir}' ({one}); "
                 f"got {other}. Use --resume never, or another output_dir."
             )
     if not (folder.data / FACTS).is_file():
@@ -153,7 +154,7 @@ def check_same(
         trained = read_facts(folder.data)[1]
     if trained.fingerprint and trained.fingerprint != facts.fingerprint:
         raise ConfigError(
-            f"data.path: expected the tokens of the run that goes on in '{output_dir}' "
+            f"data.path: expected the tokens of the run that resumes in '{output_dir}' "
             f"({trained.num_train_tokens:,} from {trained.origin}); got other ones "
             f"({facts.num_train_tokens:,} from {facts.origin}), or the order of another version. "
             "Bring the old data and tokenizer (or fullshard) back, use --resume never, or --resume "

@@ -1,8 +1,7 @@
-"""How many steps a run has, what is due after which, and the learning rate of each.
+"""The number of steps of a run, the steps with an evaluation or checkpoint, and learning rates.
 
-The rates are by the formulas of Hugging Face.
-
-Each is a pure function of the number of finished steps, so a resumed run needs no state for it.
+Learning rates follow the formulas of Hugging Face. They are a pure function of the number of
+finished steps, so a resumed run needs no state for them.
 
 References:
     transformers/optimization.py, whose LambdaLR multipliers these are.
@@ -26,10 +25,10 @@ class Schedule:
     """A learning rate as a function of the step.
 
     Attributes:
-        kind: The shape after the warm-up.
-        peak: The learning rate that the multipliers scale.
+        kind: Shape of the schedule after the warm-up.
+        peak: Largest learning rate.
         num_warmup_steps: Steps from 0 to the peak, linearly.
-        num_steps: Steps of the whole run.
+        num_steps: Number of steps of the run.
     """
 
     kind: LrSchedule
@@ -59,12 +58,12 @@ class Schedule:
 
 
 def warmup_steps(warmup: float, warmup_ratio: float, num_steps: int) -> int:
-    """Steps of warm-up, as Hugging Face counts them.
+    """Number of warm-up steps, as Hugging Face counts them.
 
     Args:
-        warmup: `warmup_steps`: a number of steps, or below 1 a share of all steps.
-        warmup_ratio: A share of all steps; counts where `warmup_steps` is 0.
-        num_steps: Steps of the whole run.
+        warmup: `warmup_steps`: a number of steps; below 1, a share of all steps.
+        warmup_ratio: A share of all steps, used if `warmup_steps` is 0.
+        num_steps: Number of steps of the run.
     """
     if warmup >= 1:
         return int(warmup)
@@ -76,12 +75,12 @@ class StepPlan:
     """Counts of steps, with shares and epochs resolved.
 
     Attributes:
-        num_steps: Updates of the run.
+        num_steps: Number of updates of the run.
         num_warmup_steps: Warm-up steps of the learning rate.
         log_every: Steps between printed lines.
-        eval_every: Steps between evaluations; 0: at the end alone.
-        save_every: Steps between checkpoints; None: there are none.
-        order: Which samples each step sees.
+        eval_every: Steps between evaluations; 0: only at the end.
+        save_every: Steps between checkpoints; None: no checkpoints.
+        order: Samples of each step.
     """
 
     num_steps: int
@@ -106,12 +105,12 @@ def plan_steps(
 
     Args:
         training: Training section of the run.
-        facts: Facts of its data.
-        world_size: All ranks.
-        global_batch: Samples of one step in the run that is gone on with; it is kept.
+        facts: Facts about the run's data.
+        world_size: Number of ranks.
+        global_batch: Samples per step of the run that resumes, which are kept; None: a new run.
 
     Raises:
-        DataError: Fewer sequences than one step needs.
+        DataError: There are fewer sequences than one step needs.
     """
     per_device = training.per_device_train_batch_size
     shape = BatchShape(per_device, training.gradient_accumulation_steps, world_size)

@@ -1,10 +1,10 @@
-"""A run on one rank, whatever its recipe and engine: build, run the loop, write what came of it.
+"""A run on one rank, for every recipe and engine: build, run the loop, write the results.
 
 run folder  config.yaml, data/  --->  model, optimizer, recipe  --->  loop
             metrics.jsonl  <----------------------------------------'  |
             model/, samples, report.html, run.json  <---------------'
 
-What an engine adds is its `Side`: on_torch.py and on_xla.py.
+An engine implements `Side`: on_torch.py and on_xla.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,15 +22,14 @@ from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Backend
 from fullshard.data.dataset import PreparedData
-from fullshard.errors import HangError
 from fullshard.launch import rendezvous
-from fullshard.launch.folder import LaunchFolder
+from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.failure import LaunchFolder
 from fullshard.launch.signals import SAVE_SIGNALS, caught_stop_signals
 from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
-from fullshard.observe import watchdog
-from fullshard.observe.position import Verdict
+from fullshard.observe.hang import watchdog
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command
@@ -49,10 +47,10 @@ if TYPE_CHECKING:
 
 
 class Side(Protocol):
-    """What an engine adds to a session."""
+    """The part of a session that depends on the engine."""
 
     def explained(self) -> AbstractContextManager[None]:
-        """Inside, errors that the plan can explain are."""
+        """A context that explains errors from the plan, such as running out of memory."""
         ...
 
     def lines(self) -> list[tuple[str, str]]:
@@ -60,25 +58,25 @@ class Side(Protocol):
         ...
 
     def build(self, data: RowBatches, console: RunConsole | None) -> tuple[Trainee, Team]:
-        """What is trained, and the ranks. A collective."""
+        """Builds what is trained, and the team of ranks. A collective."""
         ...
 
     def utilization(self) -> float | None:
-        """Model FLOPs utilization of one token a second, where that is known."""
+        """Model FLOPs utilization at one token per second; None if it is not known."""
         ...
 
     def export(self, loop: Loop) -> float | None:
-        """Writes the model; returns the held-out loss of its average, if any. A collective."""
+        """Writes the model; returns the held-out loss of averaged weights, if any. A collective."""
         ...
 
     def sample(self, prompt: str) -> Sample | None:
-        """A text by the trained model, on rank 0 at least. A collective, after `export`."""
+        """Text sampled from the trained model, at least on rank 0. A collective, after `export`."""
         ...
 
 
 @dataclass(frozen=True)
 class Session:
-    """What follows from the configuration, the prepared data and the record, on every rank."""
+    """The configuration, the data and the steps of a run, as every rank reads them."""
 
     config: RunConfig
     folder: RunFolder
@@ -116,15 +114,15 @@ class Session:
 
 
 def run(config: RunConfig, run_dir: Path) -> None:
-    """Trains on this rank; the process group is made and ended here.
+    """Trains on this rank; creates the process group and destroys it.
 
     Args:
-        config: The run's configuration as this rank was given it, for the rendezvous. The one in
-            the folder, which rank 0 has checked and completed, is what runs.
-        run_dir: A run's folder that holds the prepared data.
+        config: Configuration that this rank was started with, for the rendezvous. The run uses the
+            one in the folder, which rank 0 has checked and completed.
+        run_dir: Folder of the run, with its prepared data.
 
     Raises:
-        FullshardError: Whatever went wrong; it is in run.json too.
+        FullshardError: The run failed; run.json has the same error.
     """
     folder = RunFolder(run_dir)
     launch = read_launch_environment()
@@ -133,15 +131,19 @@ def run(config: RunConfig, run_dir: Path) -> None:
         rendezvous.init_process_group(config.launch.timeout, run_dir)
         if folder.config.is_file():  # else load_data says that machines do not share the folder
             config = load_config(folder.config).config
-        watchdog.on_hang(partial(_record_hang, folder))
+        watchdog.on_hang(
+            lambda hang: folder.fail(
+                "HangError", hang.message, ExitCode.HANG, hang.rank, final=True
+            )
+        )
         uses_torch = config.backend is not Backend.JAX
-        device = _device() if uses_torch else torch.device("cpu")  # of XLA: its processes' memory
+        device = _device() if uses_torch else torch.device("cpu")  # measures the process
         train(config, folder, Seat(rank, launch.world_size if launch else 1, device))
     rendezvous.shutdown()
 
 
 def train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
-    """Trains on this rank, inside a process group (on XLA it is there for the rendezvous alone)."""
+    """Trains on this rank, inside a process group (XLA uses it only for the rendezvous)."""
     began = time.perf_counter()
     quiet_libraries()
     session = Session.read(config, folder, seat)
@@ -158,7 +160,7 @@ def train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
 
 
 def _carry_out(session: Session, side: Side, began: float) -> None:
-    """Learn and export; or write what a recipe leaves in place of a model."""
+    """Trains and exports a model, or writes what the recipe makes in place of one."""
     config, folder, steps = session.config, session.folder, session.steps
     data = session.batches()
     write = session.command.kind.write
@@ -188,7 +190,7 @@ def _carry_out(session: Session, side: Side, began: float) -> None:
 
 
 def _announced(session: Session, side: Side) -> RunConsole:
-    """Shows what is planned, before a weight is made; returns where the run goes on to be shown."""
+    """Prints the banner before any weight is allocated; returns the console of the run."""
     console = RunConsole(session.steps.num_steps, session.steps.log_every)
     lines = side.lines() + run_lines(session.config, session.dataset.facts, session.steps)
     mark_running(session.folder, session.seat.device, session.model_config)
@@ -196,12 +198,8 @@ def _announced(session: Session, side: Side) -> RunConsole:
     return console
 
 
-def _record_hang(folder: RunFolder, verdict: Verdict) -> None:
-    folder.fail("HangError", verdict.message, HangError.exit_code, verdict.rank, final=True)
-
-
 def _is_ending() -> bool:
-    """Whether the launcher ends the ranks because another one failed: there is nothing to save."""
+    """Whether the launcher is stopping all ranks because one failed: there is nothing to save."""
     folder = LaunchFolder.of(read_launch_environment())
     return folder is not None and folder.ending.exists()
 

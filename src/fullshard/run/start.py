@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
-# What a restart would only meet again, or what somebody asked for.
+# A restart would fail again, or somebody asked the run to stop.
 FINAL = (
     ExitCode.CONFIG,
     ExitCode.WILL_NOT_FIT,
@@ -94,15 +94,15 @@ class CheckedRun:
 
 
 def output_dir_of(resolved: Resolved, command: Command) -> Path:
-    """The run's folder."""
+    """The folder of the run."""
     return Path(resolved.config.training.output_dir or f"runs/{command}")
 
 
 def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
-    """How many ranks a run has.
+    """The number of ranks of a run.
 
     Raises:
-        ConfigError: The configuration and the launcher around us disagree.
+        ConfigError: The configuration and the launcher disagree.
     """
     asked = resolved.config.launch.num_processes
     if launch is None:
@@ -122,19 +122,19 @@ def world_size_of(resolved: Resolved, launch: LaunchEnvironment | None) -> int:
 def check(
     resolved: Resolved, world_size: int, command: Command, asked: str | None = None
 ) -> CheckedRun:
-    """Everything that can be found wrong before a rank starts.
+    """Checks everything that can be checked before a rank starts.
 
     Args:
-        resolved: The configuration.
-        world_size: All ranks.
-        command: Which recipe it is for.
+        resolved: Configuration of the run, with origins.
+        world_size: Number of ranks.
+        command: Recipe of the run.
         asked: `--resume`: auto, never or a path; None: `training.resume_from_checkpoint`, or auto.
 
     Raises:
-        ConfigError: With the line of the file where there is one.
-        DataError: The same for the data.
-        CheckpointError: What shall be gone on from is not there.
-        WillNotFitError: It needs more memory or disk than there is.
+        ConfigError: The configuration is wrong; names the line of the file if there is one.
+        DataError: The data cannot be used.
+        CheckpointError: There is no checkpoint to resume from.
+        WillNotFitError: The run needs more memory or disk than there is.
     """
     output_dir = output_dir_of(resolved, command)
     try:
@@ -168,10 +168,10 @@ def check(
 
 @contextmanager
 def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFolder, Path | None]]:
-    """Makes the run's folder with all that ranks read, and holds its lock inside the block.
+    """Makes the run's folder with everything that ranks read; locks it inside the block.
 
     Yields:
-        The folder, and where an older run went.
+        The folder, and the place that an older run was moved to.
     """
     with begin(checked.output_dir, command, goes_on=checked.resume.in_place) as (folder, moved):
         resume = checked.resume.moved(checked.output_dir, moved)
@@ -180,7 +180,7 @@ def made_folder(checked: CheckedRun, command: Command) -> Iterator[tuple[RunFold
         write_whole(folder.plan, checked.view.plan.to_json())
         folder.update_record(planned=planned(checked.view, checked.steps))
         aside = folder.path / ".data.new"
-        shutil.rmtree(aside, ignore_errors=True)  # what a killed start left
+        shutil.rmtree(aside, ignore_errors=True)  # left by a killed start
         checked.dataset.save(aside)
         shutil.rmtree(folder.data, ignore_errors=True)
         aside.rename(folder.data)
@@ -208,7 +208,7 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuses to train a tokenizer for weights that know another one's tokens, unless asked to."""
+    """Refuses to train a tokenizer for weights that belong to another one, unless asked to."""
     teacher = (config.teacher and config.teacher.name_or_path) or None
     weights = weights_folder(config) or (Path(teacher) if teacher else None)
     if tokenizer is not None or weights is None or config.data.vocab_size is not None:
@@ -222,7 +222,7 @@ def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBas
 
 
 def record_refusal(error: WillNotFitError, output_dir: Path, command: Command) -> None:
-    """Leaves the plan of a run that was refused; an older run in its folder stays as it is."""
+    """Records the plan of a refused run, unless its folder has an older run."""
     if error.planned is None or (output_dir.is_dir() and any(output_dir.iterdir())):
         return
     with begin(output_dir, command) as (folder, _):
@@ -241,7 +241,7 @@ def _say_chosen(config: RunConfig) -> None:
 
 
 def _check_memory(view: View | XlaOutlook) -> None:
-    """Raises WillNotFitError, with the plan and advice, where a phase of the run cannot fit."""
+    """Raises WillNotFitError, with the plan and advice, if a phase of the run does not fit."""
     lack = view.lack()
     if lack is None:
         return
@@ -254,9 +254,9 @@ def _check_memory(view: View | XlaOutlook) -> None:
 
 
 def _check_disk(view: View | XlaOutlook, steps: StepPlan, output_dir: Path) -> None:
-    """Raises WillNotFitError where the disk has no room for the run's checkpoints and its model.
+    """Raises WillNotFitError if the disk has no room for the run's checkpoints and its model.
 
-    Checkpoints that an earlier session left make room as new ones replace them.
+    Old checkpoints in the folder count as free space, because new ones replace them.
     """
     plan, training = view.plan, view.config.training
     element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
@@ -270,7 +270,7 @@ def _check_disk(view: View | XlaOutlook, steps: StepPlan, output_dir: Path) -> N
         place = place.parent
     disk = shutil.disk_usage(place)
     old = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
-    if disk.total == 0 or needed <= disk.free + old:  # a file system that does not tell
+    if disk.total == 0 or needed <= disk.free + old:  # a file system that reports no size
         return
     error = WillNotFitError(
         f"training.output_dir: expected {human_bytes(needed)} of disk for {kept} checkpoint(s) of "
@@ -287,8 +287,8 @@ def start_ranks(
 ) -> tuple[LocalLaunch, LaunchResult]:
     """Runs the ranks of a prepared run on this machine until they end.
 
-    After a failure that another try may not meet they are started again, up to `max_restarts`
-    times, and go on from the newest checkpoint.
+    After a failure that a retry may avoid, they are restarted up to `max_restarts` times and resume
+    from the newest checkpoint.
     """
     arguments = (str(folder.path),)
     first = LocalLaunch(RANK_MODULE, arguments, world_size, folder.logs, stuck_s=stuck_s)
@@ -306,7 +306,7 @@ def start_ranks(
 
 
 def _restart(folder: RunFolder) -> None:
-    """Let the ranks find what to go on from."""
+    """Records what the restarted ranks resume from."""
     resume = own_resume(folder)
     folder.update_record(
         status=RunStatus.PREPARING, exit_code=None, error=None, ended=None, resume=resume.as_json()
@@ -314,7 +314,7 @@ def _restart(folder: RunFolder) -> None:
 
 
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
-    """What the launcher knows goes before what a rank wrote: it has seen all of them end."""
+    """Records the launcher's cause in place of a rank's: the launcher has seen all ranks end."""
     cause = result.failure
     if cause is None:
         folder.fail("Interrupted", "stopped by a signal", result.exit_code, final=True)
@@ -324,8 +324,8 @@ def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
 
 
 def write_report_of_failure(folder: RunFolder) -> None:
-    """Draws the page of a run that failed; what that fails of shall not hide why the run did."""
+    """Writes the page of a failed run; an error here must not hide the run's own error."""
     try:
         write_report(folder.path)
-    except Exception as error:  # noqa: BLE001  any error here is the lesser one
+    except Exception as error:  # noqa: BLE001  the run's own error matters more
         logger.warning("report.html could not be written: %s", error)

@@ -1,9 +1,9 @@
-"""What a micro-batch of a run holds, from tracing the run's own model and loss.
+"""Memory and compute of a micro-batch, from tracing the run's own model and loss.
 
 [Note: traced in part]
-Deep models are traced with some of their blocks: where these come in a pattern of p (p is 1 where
-all are alike), a model of 2p blocks holds more than one of p by what every further p blocks add;
-likewise p + r and 2p + r, where the whole depth is r more than a multiple of p.
+Only some blocks of a deep model are traced. If blocks repeat with period p (1 if all are alike),
+the difference between a model of 2p blocks and one of p is what every further p blocks add. If the
+full depth is r more than a multiple of p, models of p + r and 2p + r blocks are traced.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from fullshard.recipes.head import MOST_TRACED, Head, next_token
 
 logger = logging.getLogger(__name__)
 
-MOST_BLOCKS = 12  # of a model that is traced whole
-MOST_SAMPLES = 3  # of a micro-batch that is traced; two of them tell of larger ones
+MOST_BLOCKS = 12  # deeper models are traced in part
+MOST_SAMPLES = 3  # larger micro-batches are extrapolated from two traces
 
 
 class Tracer:
     """Traces micro-batches of a causal language model, each kind once.
 
     Args:
-        model: On meta.
+        model: The model, on meta.
         length: Tokens of a sample.
-        taught: What it learns from, where that is a teacher.
-        chunk_size: Tokens whose logits its own loss holds at a time; None: those of all tokens.
+        taught: Teacher of the model, if any.
+        chunk_size: Tokens whose logits are in memory at a time; None: all tokens.
     """
 
     def __init__(
@@ -107,9 +107,8 @@ class Tracer:
 
     def _find_work(self, plan: Plan, config: ShardConfig, _: Any, samples: int) -> Work:
         work, blocks = self._work(samples, MOST_TRACED), repeated_blocks(self._spec)
-        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
-        depth = 2 * step + len(blocks) % step
-        if len(blocks) <= max(MOST_BLOCKS, depth):
+        step, depth = self._depth(blocks, config)
+        if depth is None:
             return trace_work(self._model, plan, config, work)
         model, part = _shallow(self._model, plan, blocks[depth:])
         found = trace_work(model, part, config, work)
@@ -121,16 +120,21 @@ class Tracer:
 
     def _find_peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks | None:
         blocks = repeated_blocks(self._spec)
-        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
-        rest = len(blocks) % step
-        if len(blocks) <= max(MOST_BLOCKS, 2 * step + rest):
+        step, depth = self._depth(blocks, config)
+        if depth is None:
             return self._peaks(plan, config, (key, None), samples)
-        depths = (step + rest, 2 * step + rest)
+        depths = (depth - step, depth)
         ends = [self._peaks(plan, config, (key, depth), samples) for depth in depths]
         return between(ends[0], ends[1], depths, len(blocks))
 
+    def _depth(self, blocks: Sequence[str], config: ShardConfig) -> tuple[int, int | None]:
+        """Period of the blocks, and how many of them to trace; None: all."""
+        step = math.lcm(self._pattern(blocks), config.activation_checkpointing.every)
+        depth = 2 * step + len(blocks) % step
+        return step, None if len(blocks) <= max(MOST_BLOCKS, depth) else depth
+
     def _pattern(self, blocks: Sequence[str]) -> int:
-        """After how many blocks they repeat; their number where they lie in several lists."""
+        """Number of blocks after which they repeat; all of them if they are in several lists."""
         if len(list(groupby(blocks, key=parent_name))) != 1:
             return len(blocks)
         settings: Any = self._model.config
@@ -143,7 +147,7 @@ class Tracer:
         return next(fitting, len(blocks))
 
     def _peaks(self, plan: Plan, config: ShardConfig, key: Any, samples: int) -> Peaks:
-        """Of a model with all blocks, or some."""
+        """Peaks of a model with all blocks, or with the first ones."""
         if samples <= MOST_SAMPLES:
             return peaks(self._trace(plan, config, key, samples))
         at = (MOST_SAMPLES - 1, MOST_SAMPLES)
@@ -186,7 +190,7 @@ def _named(model: nn.Module, block: str) -> list[tuple[str, nn.Parameter]]:
 
 
 def _shallow(model: Any, plan: Plan, dropped: Sequence[str]) -> tuple[nn.Module, Plan]:
-    """A model and its plan without the last blocks of its only list, of which no copy is made."""
+    """A model and its plan without the last blocks; the dropped blocks are not copied."""
     blocks = model.get_submodule(parent_name(dropped[0]))
     short, memo = copy.copy(blocks), {}
     kept = list(blocks._modules.items())[: len(blocks) - len(dropped)]

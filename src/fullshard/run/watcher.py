@@ -1,4 +1,4 @@
-"""Where the loop's rows go: remembered on every rank; on rank 0 also shown and written."""
+"""The destination of the loop's rows: every rank keeps the last; rank 0 prints and writes all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from fullshard.config.schema import RunConfig
-from fullshard.observe import watchdog
+from fullshard.observe.hang import watchdog
 from fullshard.observe.metrics import EvalRow, MetricsWriter, SaveRow, StepRow, keep_rows
 from fullshard.observe.trackers import Names, Trackers
 from fullshard.run.console import RunConsole
@@ -19,16 +19,16 @@ class RunWatcher(Watcher):
     """Keeps the last rows; on rank 0 it also shows and writes every row.
 
     Args:
-        console: Console of rank 0; None on the others.
+        console: Console of rank 0; None on other ranks.
         folder: Folder of the run.
-        done: Steps that were finished before; rows of later ones, which will be taken again, go.
-        config: Configuration of the run: its trackers.
-        utilization: Model FLOPs utilization of one token a second, where that is known.
+        done: Number of steps finished before; rows of later steps are removed, since they repeat.
+        config: Configuration of the run, with its trackers.
+        utilization: Model FLOPs utilization at one token per second, if known.
 
     Attributes:
-        console: Where rows are shown.
-        step: The last update's row, on rank 0 also that of an earlier session.
-        evaluation: The last evaluation's.
+        console: Console that prints the rows.
+        step: Row of the last update; on rank 0 also from an earlier session.
+        evaluation: Row of the last evaluation.
         num_tokens: Input tokens of this session's updates.
     """
 
@@ -88,7 +88,7 @@ class RunWatcher(Watcher):
 
     def evaluated(self, row: EvalRow) -> None:
         if self.evaluation is not None and self.evaluation.step == row.step:
-            return  # made up for once more, for the count of the patience
+            return  # repeated only for the count of the patience
         self.evaluation = row
         if self.console is not None:
             self._write(row)
@@ -104,7 +104,7 @@ class RunWatcher(Watcher):
             self._trackers.write(row)
 
     def misses_evaluation(self, step: int) -> bool:
-        """Whether the rows, which rank 0 has, end with that step and lack its held-out loss."""
+        """Whether the rows, on rank 0, end with that step and lack its held-out loss."""
         if self.step is None or self.step.step != step:
             return False
         return self.console is not None and (

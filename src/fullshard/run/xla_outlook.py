@@ -1,4 +1,4 @@
-"""What a configuration's step takes on XLA: as planned, and as XLA says once it has compiled it."""
+"""Memory and collectives of a step on XLA: as planned, and as XLA compiles it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from fullshard.outlook.predict import Machine
 from fullshard.outlook.xla_memory import StepShape, at_peak
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
-from fullshard.recipes.distill.xla import check_teacher, projection_shapes
+from fullshard.recipes.distill.xla import check_teacher, more_shapes
 from fullshard.run.outlook import Lack
-from fullshard.xla import optim
-from fullshard.xla.aot import Compiled, compile_step, devices_of
+from fullshard.xla import opt_state
+from fullshard.xla.aot import Compiled, compile_step, devices_of, kept_for_backward, without_devices
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import plan
-from fullshard.xla.residuals import kept_for_backward, without_devices
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,14 +33,14 @@ UNKNOWN = Machine(None, None)
 
 @dataclass(frozen=True)
 class XlaOutlook:
-    """A plan with activations.
+    """The plan of a run on XLA with its memory.
 
     Attributes:
         plan: Plan of the state and its collectives.
         num_micro_batches: Number of micro-batches of a step.
-        rows: Memory of a device at its fullest: state to the byte, the rest estimated.
+        rows: Memory of a device at its peak; the state is exact, the rest is estimated.
         config: Configuration of the run.
-        machine: What a rank runs on.
+        machine: Machine of a rank.
     """
 
     plan: ArraysPlan
@@ -52,11 +51,11 @@ class XlaOutlook:
 
     @property
     def peak_bytes(self) -> int:
-        """Of a device."""
+        """Peak bytes of a device."""
         return sum(row.num_bytes for row in self.rows)
 
     def lack(self) -> Lack | None:
-        """The memory that is short; None where the run fits, or nobody knows."""
+        """The memory that is too small; None if the run fits or the memory is not known."""
         memory = self.machine.memory_bytes
         where = "this machine" if self.machine.is_host else "the device"
         if memory is None or self.peak_bytes <= memory:
@@ -64,8 +63,8 @@ class XlaOutlook:
         return Lack(where, self.peak_bytes, memory)
 
     def errors(self, exact: Compiled) -> dict[str, Any]:
-        """How far the plan is from XLA: bytes of the state, share of the peak, and whether
-        the collectives are the same (None: they are not known).
+        """Differences between the plan and XLA: bytes of the state, share of the peak, and
+        whether the collectives are equal (None: not known).
         """
         wanted = self.plan.collectives(self.num_micro_batches)
         planned, found = {kind: c for kind, c in wanted.items() if c.count}, exact.collectives
@@ -84,14 +83,14 @@ def look(
     on_cpu: bool = False,
     machine: Machine = UNKNOWN,
 ) -> XlaOutlook:
-    """The plan of a run on so many devices.
+    """The plan of a run on XLA and its memory.
 
     Args:
         config: Configuration of the run.
-        model_config: Configuration of its model.
-        world_size: Devices.
-        on_cpu: Whether they are CPUs, whose compiler keeps more.
-        machine: What a rank runs on.
+        model_config: Configuration of the model.
+        world_size: Number of devices.
+        on_cpu: The devices are CPUs, whose compiler keeps more in memory.
+        machine: Machine of a rank.
 
     Raises:
         ConfigError: The decoder does not compute this model or its teacher, or the mesh is
@@ -123,7 +122,7 @@ def look(
         on_cpu=on_cpu,
         num_chunks=-(-tokens // chunk_size) if chunk_size else 0,
     )
-    more = projection_shapes(config, decoder.hidden_size)
+    more = more_shapes(config, decoder.hidden_size)
     table = plan_table(model_config, config, world_size, more)
     check_teacher(config, table)
     rows = at_peak(table, shape)
@@ -133,13 +132,15 @@ def look(
 def compiled_step(
     config: RunConfig, model_config: PretrainedConfig, topology: str | None, world_size: int
 ) -> tuple[Compiled, int]:
-    """What XLA makes of the run's step, and for how many devices; before jax does anything else.
+    """Compiles the step of a run; returns it with its number of devices.
+
+    Call it before any other jax code of the process.
 
     Args:
         config: Configuration of the run.
-        model_config: Configuration of its model.
+        model_config: Configuration of the model.
         topology: As for `devices_of`.
-        world_size: Where no topology is named.
+        world_size: Number of devices if no topology is named.
     """
     wide = config.sharding.master_dtype is DType.FLOAT64
     jax.config.update("jax_enable_x64", wide)
@@ -158,11 +159,11 @@ def compiled_step(
         jnp.int32,
         sharding=placed.batch_sharding(num_micro_batches),
     )
-    tx = optim.sgd()
+    tx = opt_state.sgd()
     if training.optim is not Optimizer.SGD:
         decay = trained(placed, placed.map(lambda _: training.weight_decay))
         betas = (training.adam_beta1, training.adam_beta2)
-        tx = optim.adamw(betas, training.adam_epsilon, decay)
+        tx = opt_state.adamw(betas, training.adam_epsilon, decay)
     found = compile_step(
         placed,
         next_token(Decoder(decoder, placed), training.loss_chunk_size),

@@ -15,6 +15,7 @@ Gradients are summed in promote(float32, master dtype) and in rank order, so tha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from fullshard.config.values import DType
+from fullshard.errors import EngineError, HangError
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
@@ -73,58 +75,138 @@ class Fetch(Protocol):
         ...
 
 
-class Reduction(Protocol):
-    """A reduction under way."""
+class Works:
+    """Messages or collectives under way.
+
+    Args:
+        works: What torch.distributed returned for each.
+    """
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all are complete.
+
+        Raises:
+            EngineError: Another rank has ended.
+            HangError: They took longer than the process group's timeout.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise _failure(error) from error
+        self._works = ()
+
+
+def _failure(error: RuntimeError) -> EngineError | HangError:
+    """The typed error for a message that does not arrive."""
+    if "imed out" in str(error):
+        return HangError(
+            "a message: expected one from every rank within the process group's timeout; none "
+            "came. Another rank is still computing, or waits for something else."
+        )
+    return EngineError(
+        "a message: expected every rank to take part; one has ended or closed its connection. "
+        "Its own output says why."
+    )
+
+
+class Reduction:
+    """A sum over the shard axis under way. See [Note: sums have an order].
+
+    Args:
+        receive: Waits for the ranks' contributions to this rank's part of each buffer and returns
+            them in rank order, (part_numel,) each, reduce dtype. One contribution is the sum.
+        release: Called when the contributions have been read.
+    """
+
+    __slots__ = ("_receive", "_release")
+
+    def __init__(
+        self,
+        receive: Callable[[], Sequence[Sequence[torch.Tensor]]],
+        release: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._receive, self._release = receive, release
 
     def land(self, outs: Sequence[torch.Tensor]) -> None:
-        """Write the sums over the shard axis of this rank's parts; the inputs are then free.
+        """Write the sums; the reduced buffers may be overwritten afterwards.
 
         Args:
             outs: (part_numel,) each, accumulate dtype.
         """
-        ...
+        for out, parts in zip(outs, self._receive(), strict=True):
+            sum_in_order(parts, out)
+        self._release()
+
+
+def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum equal parts into `out` in its dtype, the first rank's first.
+
+    Args:
+        parts: (numel,) each, reduce dtype.
+        out: (numel,), accumulate dtype; not among the parts.
+    """
+    if len(parts) > 1 and parts[0].dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+
+
+def combine_in_order(vectors: Sequence[torch.Tensor], out: torch.Tensor, *, maximum: bool) -> None:
+    """Write the sum of every rank's vector, or the maximum of each element, into `out`.
+
+    Args:
+        vectors: (numel,) each, of all ranks in order.
+        out: (numel,), of their dtype; not among them.
+        maximum: Take the maximum.
+    """
+    if not maximum:
+        sum_in_order(vectors, out)
+        return
+    out.copy_(vectors[0])
+    for vector in vectors[1:]:
+        torch.maximum(out, vector, out=out)
 
 
 Hook = Callable[..., object]
 
 
-class HookedReduction:
-    """A reduction that the caller brings and has made.
+def reduce_by(hook: Hook, fulls: Sequence[torch.Tensor], num_parts: int) -> Reduction:
+    """Let a hook of the user's reduce gradients.
 
-        hook(full)         where every rank keeps the whole: (numel,) becomes what is accumulated
-        hook(full, part)   else: part, (part_numel,), becomes this rank's part of it
+        hook(full)         if every rank keeps the whole: (numel,), reduced in place
+        hook(full, part)   otherwise: writes the reduced part of this rank, (part_numel,)
 
     The hook divides as well; nothing is divided after it. It is called in the plan's order, which
-    is the same on all ranks, so that it may call collectives.
+    is the same on all ranks, so it may call collectives.
 
     Args:
-        hook: The caller's.
+        hook: The user's function.
         fulls: (numel,) each, reduce dtype, this rank's unreduced gradients.
-        num_parts: Ranks that they are cut over.
+        num_parts: Number of ranks that the buffers are sharded over.
     """
-
-    def __init__(self, hook: Hook, fulls: Sequence[torch.Tensor], num_parts: int) -> None:
-        self._made: list[torch.Tensor] = []
-        for full in fulls:
-            given = full.detach()  # its `.data` is the hook's to replace
-            made = given
-            if num_parts == 1:
-                hook(given)
-            else:
-                made = given.new_zeros(given.numel() // num_parts)
-                hook(given, made)
-            self._made.append(made)
-
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
-        """Write what was made into the parts that accumulate."""
-        for out, made in zip(outs, self._made, strict=True):
-            out.copy_(made)
+    reduced: list[torch.Tensor] = []
+    for full in fulls:
+        given = full.detach()  # the hook may replace its `.data`
+        part = given if num_parts == 1 else given.new_zeros(given.numel() // num_parts)
+        hook(*((given,) if num_parts == 1 else (given, part)))
+        reduced.append(part)
+    return Reduction(lambda: [[part] for part in reduced])
 
 
 class Scratch:
-    """Buffers lent for the time of one collective; the pool grows to what is in flight at most.
+    """A pool of buffers for collectives in flight.
 
-    They are kept, because fresh memory costs a page fault a page.
+    Buffers are kept, because fresh memory costs a page fault per page.
     """
 
     def __init__(self) -> None:
@@ -145,10 +227,9 @@ class Scratch:
         self.num_bytes += buffer.nbytes
         return buffer
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back, whole."""
-        whole = buffer if buffer._base is None else buffer._base
-        self._free.append(whole)
+    def give(self, *buffers: torch.Tensor) -> None:
+        """Take buffers back, each in its full length."""
+        self._free += [b if b._base is None else b._base for b in buffers]
 
 
 @dataclass(frozen=True)
@@ -164,102 +245,80 @@ class Weights:
     full: torch.Tensor
 
 
-class Home(Protocol):
-    """Where masters and gradient slots are, and when they may be written.
+class Home:
+    """The memory of masters and gradient slots, and when they may be written.
+
+    This class is the memory of one rank, for which nobody waits; see `SharedHome`.
 
     Attributes:
-        wrote: Whether this rank has written weights that others compute with since `publish`.
-        num_writes: How often this rank was about to write weights.
-        place: What the next messages belong to, where ranks compare that. See [Note: places].
+        wrote: Whether this rank has written shared weights since `publish`.
+        num_writes: Number of announced writes into weights.
+        place: What the next messages belong to. See [Note: places] in transport/direct.py.
+        await_reads: Returns when a device has read the shards that are in host memory.
     """
 
-    wrote: bool
-    num_writes: int
-    place: str
-
-    def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        """Take the memory of the weights. A collective."""
-        ...
-
-    def weights(self, unit: int, group: int) -> Weights | None:
-        """A group's weights; None where they are this rank's own business."""
-        ...
-
-    def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
-        """Take the memory of gradient slots, by ring; others are the caller's. A collective."""
-        ...
-
-    def publish(self) -> None:
-        """A forward of the whole model begins: return when every rank's weights are there."""
-        ...
-
-    def leave(self, *, settled: bool) -> None:
-        """This rank has read the weights; `settled`: so have all."""
-        ...
-
-    def before_write(self) -> None:
-        """Return when no rank reads what this one is about to write."""
-        ...
-
-    def claim(self, slot: torch.Tensor) -> None:
-        """Return when a gradient slot may be filled again."""
-        ...
-
-
-class OwnHome:
-    """Every rank for itself: nothing is shared, and nothing is waited for."""
-
     wrote = False
-    place = ""
 
     def __init__(self) -> None:
         self.num_writes = 0
-        self.await_reads: Callable[[], None] | None = None  # by a device, of shards on the host
+        self.place = ""
+        self.await_reads: Callable[[], None] | None = None
 
     def open_weights(self, units: Sequence[UnitPlan]) -> None:
-        """Nothing."""
+        """Allocate shared weights. A collective."""
 
-    def weights(self, unit: int, group: int) -> Weights | None:  # noqa: ARG002 the protocol's
+    def weights(self, unit: int, group: int) -> Weights | None:  # noqa: ARG002 shared homes use it
+        """The shared weights of a group; None if the caller allocates them."""
         return None
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:  # noqa: ARG002
+        """Allocate gradient slots that ranks share, by ring. A collective."""
         return {}
 
     def publish(self) -> None:
-        """Nothing."""
+        """Return when every rank's weights are written, at the beginning of a forward."""
 
     def leave(self, *, settled: bool) -> None:
-        """Nothing."""
+        """This rank has finished reading the weights; `settled`: so have all ranks."""
 
     def before_write(self) -> None:
+        """Return when no rank reads the weights that this rank is about to write."""
         self.num_writes += 1
         if self.await_reads is not None:
             self.await_reads()
 
     def claim(self, slot: torch.Tensor) -> None:
-        """Nothing."""
+        """Return when a gradient slot may be filled again."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Moves the parts of flat buffers.
 
+    Args:
+        axes: This rank's place in the mesh.
+
     Attributes:
-        home: Where weights and gradient slots are, and when they may be written.
+        rank: Global rank.
+        scratch: Receive buffers.
+        home: The memory of weights and gradient slots.
     """
 
     name: str
-    rank: int
-    scratch: Scratch
-    home: Home
 
+    def __init__(self, axes: Axes) -> None:
+        self.axes, self.rank = axes, axes.rank
+        self.scratch = Scratch()
+        self.home = Home()
+
+    @abstractmethod
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        """Fill the other ranks' parts of each (numel,); this rank's part is in place."""
-        ...
+        """Start to fill the other ranks' parts of each (numel,); this rank's part is in place."""
 
+    @abstractmethod
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        """Sum each (numel,), reduce dtype, over the shard axis. Unchanged until `land`."""
-        ...
+        """Start to sum each (numel,), reduce dtype, over the shard axis. Unchanged until `land`."""
 
+    @abstractmethod
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
         """Sum (part_numel,), accumulate dtype, over the replicate axis, in place.
 
@@ -267,8 +326,7 @@ class Transport(Protocol):
         the messages that follow from them; the sum is complete when the iterator ends. All ranks
         must take the same number of steps between other messages.
         """
-        ...
 
+    @abstractmethod
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         """Sum (or take the maximum of) a small contiguous vector over all ranks, in place."""
-        ...

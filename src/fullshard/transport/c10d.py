@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,36 +15,56 @@ from fullshard.transport._torch_compat import (
     all_gather_single,
     reduce_scatter_many,
 )
-from fullshard.transport.base import Axes, Fetch, Home, OwnHome, Reduction, Scratch
-from fullshard.transport.direct import sum_in_order
+from fullshard.transport.base import Axes, Fetch, Reduction, Transport, Works, sum_in_order
 
 
-class C10dTransport:
-    """In-place all-gather and reduce-scatter on the process groups' backend."""
+class C10dTransport(Transport):
+    """In-place all-gather and reduce-scatter on the process groups' backend.
+
+    Args:
+        axes: This rank's place in the mesh.
+        kind: Whether sums are the backend's own or are made in rank order.
+    """
 
     name = "c10d"
 
     def __init__(self, axes: Axes, kind: ReductionKind) -> None:
-        self._axes, self._kind = axes, kind
-        self.rank = axes.rank
-        self.scratch = Scratch()
-        self.home: Home = OwnHome()
+        super().__init__(axes)
+        self._is_ordered = kind is ReductionKind.ORDERED
 
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        axes = self._axes
+        axes = self.axes
         if axes.mesh.shard == 1:
-            return _Done()
+            return Works(())
         owns = [full.chunk(axes.mesh.shard)[axes.shard_index] for full in fulls]
         return all_gather_many(fulls, owns, axes.gather_group)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        if self._kind is ReductionKind.ORDERED:
-            return _OrderedReduction(self._axes, fulls, self.scratch)
-        return _NativeReduction(self._axes, fulls, self.scratch)
+        """A reduce-scatter; ordered: an all-to-all, then a local sum in rank order."""
+        num_parts, group = self.axes.mesh.shard, self.axes.reduce_group
+        if num_parts == 1:
+            return Reduction(lambda: [[full] for full in fulls])
+        share = 1 if self._is_ordered else num_parts
+        received = [self.scratch.take(full, full.numel() // share) for full in fulls]
+        works: list[Any]
+        if self._is_ordered:
+            works = [
+                dist.all_to_all_single(parts, full, group=group, async_op=True)
+                for parts, full in zip(received, fulls, strict=True)
+            ]
+        else:
+            works = reduce_scatter_many(received, fulls, group)
+
+        def receive() -> list[Sequence[torch.Tensor]]:
+            for work in works:
+                work.wait()
+            return [parts.chunk(num_parts // share) for parts in received]
+
+        return Reduction(receive, partial(self.scratch.give, *received))
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
-        replicas, group = self._axes.mesh.replicate, self._axes.replicate_group
-        if self._kind is ReductionKind.NATIVE:
+        replicas, group = self.axes.mesh.replicate, self.axes.replicate_group
+        if not self._is_ordered:
             work: Any = dist.all_reduce(values, group=group, async_op=True)
             yield
             work.wait()
@@ -52,64 +73,10 @@ class C10dTransport:
         work = all_gather_single(everyone, values, group=group, async_op=True)
         yield
         work.wait()
-        sum_in_order(list(everyone.chunk(replicas)), values)
+        sum_in_order(everyone.chunk(replicas), values)
         self.scratch.give(everyone)
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        if self._axes.world_group is not None:
+        if self.axes.world_group is not None:
             op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-            dist.all_reduce(values, op=op, group=self._axes.world_group)
-
-
-class _Done:
-    """Nothing travels."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class _NativeReduction:
-    """Reduce-scatter in the wire dtype."""
-
-    __slots__ = ("_axes", "_parts", "_scratch", "_works")
-
-    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor], scratch: Scratch) -> None:
-        self._axes, self._scratch = axes, scratch
-        self._works: list[Any] = []
-        self._parts = list(fulls)
-        if axes.mesh.shard > 1:
-            self._parts = [scratch.take(full, full.numel() // axes.mesh.shard) for full in fulls]
-            self._works = reduce_scatter_many(self._parts, fulls, axes.reduce_group)
-
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
-        for work in self._works:
-            work.wait()
-        for out, part in zip(outs, self._parts, strict=True):
-            out.copy_(part)
-            if self._axes.mesh.shard > 1:
-                self._scratch.give(part)
-
-
-class _OrderedReduction:
-    """All-to-all, then a local sum in rank order. See [Note: sums have an order]."""
-
-    __slots__ = ("_axes", "_received", "_scratch", "_works")
-
-    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor], scratch: Scratch) -> None:
-        self._axes, self._scratch = axes, scratch
-        self._works: list[Any] = []
-        self._received = list(fulls)
-        if axes.mesh.shard > 1:
-            self._received = [scratch.take(full, full.numel()) for full in fulls]
-            self._works = [
-                dist.all_to_all_single(received, full, group=axes.reduce_group, async_op=True)
-                for received, full in zip(self._received, fulls, strict=True)
-            ]
-
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
-        for work in self._works:
-            work.wait()
-        for out, received in zip(outs, self._received, strict=True):
-            sum_in_order(list(received.chunk(self._axes.mesh.shard)), out)
-            if self._axes.mesh.shard > 1:
-                self._scratch.give(received)
+            dist.all_reduce(values, op=op, group=self.axes.world_group)

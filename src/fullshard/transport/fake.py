@@ -11,53 +11,29 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fullshard.transport.base import Axes, Fetch, Home, OwnHome, Reduction, Scratch
-from fullshard.transport.direct import sum_in_order
+from fullshard.transport.base import Fetch, Reduction, Transport, Works, sum_in_order
 
 
-class FakeTransport:
+class FakeTransport(Transport):
     """A transport without peers."""
 
     name = "fake"
 
-    def __init__(self, axes: Axes) -> None:
-        self._axes = axes
-        self.rank = axes.rank
-        self.scratch = Scratch()
-        self.home: Home = OwnHome()
-
     def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
         for full in fulls:
-            for index, part in enumerate(full.chunk(self._axes.mesh.shard)):
-                if index != self._axes.shard_index:
+            for index, part in enumerate(full.chunk(self.axes.mesh.shard)):
+                if index != self.axes.shard_index:
                     part.zero_()
-        return _Landed(self._axes, fulls)
+        return Works(())
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        return _Landed(self._axes, fulls)
+        shard, index = self.axes.mesh.shard, self.axes.shard_index
+        return Reduction(lambda: [[full.chunk(shard)[index]] * shard for full in fulls])
 
     def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
-        sum_in_order([values.clone()] * self._axes.mesh.replicate, values)
+        sum_in_order([values.clone()] * self.axes.mesh.replicate, values)
         yield
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
         if not maximum:
-            values.mul_(self._axes.mesh.world_size)
-
-
-class _Landed:
-    """A collective of equal ranks."""
-
-    __slots__ = ("_axes", "_fulls")
-
-    def __init__(self, axes: Axes, fulls: Sequence[torch.Tensor]) -> None:
-        self._axes, self._fulls = axes, fulls
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
-        mesh = self._axes.mesh
-        for full, out in zip(self._fulls, outs, strict=True):
-            own = full.chunk(mesh.shard)[self._axes.shard_index]
-            sum_in_order([own] * mesh.shard, out)
+            values.mul_(self.axes.mesh.world_size)

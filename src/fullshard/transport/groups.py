@@ -133,7 +133,7 @@ def places_of_meshes(ranks: Sequence[int], world_size: int) -> tuple[tuple[int, 
     A collective where this rank's mesh has not all ranks.
 
     Args:
-        ranks: Of this rank's mesh, row by row.
+        ranks: Ranks of this rank's mesh, row by row.
         world_size: Ranks in all.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,46 +90,32 @@ def make_transport(config: ShardConfig, mesh: Mesh) -> Transport:
 
     A collective where the world is larger than 1: every rank calls it in the same order.
     """
-    match config.transport:
-        case TransportKind.FAKE:
-            return FakeTransport(_axes(mesh, 0))
-        case TransportKind.DIRECT if mesh.world_size == 1:  # nothing travels, on any device
-            return DirectTransport(_axes(mesh, 0))
-        case TransportKind.DIRECT:  # messages carry tags: one group serves both axes
-            world = own_group("all", [range(mesh.world_size)])
-            axes = replace(
-                _axes(mesh, dist.get_rank()),
-                world_group=world,
-                first_tag=first_tag(),
-            )
-            return DirectTransport(axes)
-        case TransportKind.SHARED if mesh.shard == 1:
-            return make_transport(ShardConfig.of(config, transport=TransportKind.DIRECT), mesh)
-        case TransportKind.SHARED:
-            config = ShardConfig.of(config, transport=TransportKind.DIRECT)
-            return _shared(cast("DirectTransport", make_transport(config, mesh)), mesh)
-        case _:
-            axes = replace(
-                _axes(mesh, dist.get_rank()),
-                gather_group=own_group("gather", mesh.shard_groups()),
-                reduce_group=own_group("reduce", mesh.shard_groups()),
-                replicate_group=own_group("replicate", mesh.replicate_groups()),
-                world_group=own_group("all", [range(mesh.world_size)]),
-            )
-            return C10dTransport(axes, config.reduction)
-
-
-def _shared(direct: DirectTransport, mesh: Mesh) -> SharedTransport:
-    """A shared home for each shard axis; all ranks call it together."""
-    axes = direct.axes
-    pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
-    peers = Peers(axes.shard_ranks, pids, axes.shard_index)
+    kind = config.transport
+    if kind is TransportKind.FAKE:
+        return FakeTransport(_axes(mesh, 0))
+    if kind is TransportKind.DIRECT and mesh.world_size == 1:  # nothing travels, on any device
+        return DirectTransport(_axes(mesh, 0))
+    axes = replace(
+        _axes(mesh, dist.get_rank()), world_group=own_group("all", [range(mesh.world_size)])
+    )
+    if kind not in (TransportKind.DIRECT, TransportKind.SHARED):
+        axes = replace(
+            axes,
+            gather_group=own_group("gather", mesh.shard_groups()),
+            reduce_group=own_group("reduce", mesh.shard_groups()),
+            replicate_group=own_group("replicate", mesh.replicate_groups()),
+        )
+        return C10dTransport(axes, config.reduction)
+    axes = replace(axes, first_tag=first_tag())  # messages carry tags: one group serves both axes
+    if kind is TransportKind.DIRECT or mesh.shard == 1:
+        return DirectTransport(axes)
 
     def tell_all(value: Any) -> list[Any]:
         said = tell_everyone(value, axes.world_group)
         return [said[rank] for rank in axes.shard_ranks]
 
-    return SharedTransport(axes, direct, peers, tell_all)
+    pids = [processes(mesh.world_size)[rank].pid for rank in axes.shard_ranks]
+    return SharedTransport(axes, Peers(axes.shard_ranks, pids, axes.shard_index), tell_all)
 
 
 def _axes(mesh: Mesh, rank: int) -> Axes:

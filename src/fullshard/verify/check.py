@@ -7,7 +7,7 @@
                                                         |
                             rows, a diagnosis  <--------'        compared piece by piece
 
-Nothing of the user's is written; the folder is a temporary one.
+Nothing is written outside a temporary folder.
 """
 
 from __future__ import annotations
@@ -77,16 +77,16 @@ DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "fp
 
 @dataclasses.dataclass(frozen=True)
 class PreparedCheck:
-    """A check that can be run.
+    """A check that is ready to run.
 
     Attributes:
-        job: Numbers of both sides.
-        model: The small one, with its first weights.
-        config: Its configuration.
-        plan: What its ranks will run, in float64.
-        changes: How it differs from the user's.
-        notes: What else is not as in the user's run.
-        program: The module that plays the ranks, and how many processes that takes.
+        job: Numbers that both sides read.
+        model: The small model with its first weights.
+        config: Configuration of the small model.
+        plan: Plan that the ranks run, in float64.
+        changes: Fields in which the small configuration differs from the user's.
+        notes: Other differences from the user's run, in sentences.
+        program: Module that plays the ranks, and its number of processes.
     """
 
     job: Job
@@ -116,12 +116,12 @@ class PreparedCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """The result of a check.
 
     Attributes:
-        rows: Worst errors, pass by pass.
-        diagnosis: None where all is equal.
-        time_s: That the two sides took.
+        rows: Worst error of each kind, pass by pass.
+        diagnosis: Likely cause of the differences; None if there are none.
+        time_s: Seconds that both sides took.
     """
 
     rows: tuple[Row, ...]
@@ -133,7 +133,7 @@ class Verdict:
 
 
 def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
-    """Shrink the model, fit the sharding to local ranks; writes nothing, starts nothing.
+    """Shrinks the model and fits the sharding to local ranks; writes and starts nothing.
 
     Raises:
         ConfigError: The model or its sharding cannot be used, or the fault cannot happen here.
@@ -172,14 +172,14 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
 
 
 def _check_supported(config: RunConfig) -> None:
-    """Of the whole configuration only the model and its sharding matter here."""
+    """Checks the sharding; the rest of the configuration does not matter here."""
     if config.sharding.transport is Transport.FAKE:
         raise ConfigError("transport: expected a real one, got 'fake', which moves nothing.")
     check_supported(config.sharding)
 
 
 def model_config_of(config: RunConfig, fault: Fault | None, notes: list[str]) -> PretrainedConfig:
-    """Of the user's whole model; tied where the fault needs it."""
+    """Configuration of the user's full model; tied if the fault needs tied weights."""
     found = given_model_config(config.model_copy(update={"distill": None}))
     text = found.get_text_config()
     if fault is Fault.LOST_TIE and not text.tie_word_embeddings:
@@ -209,7 +209,7 @@ def _fit_ranks(config: RunConfig, notes: list[str]) -> tuple[dict[str, Any], int
 def _shrink(
     config: PretrainedConfig, sharding: dict[str, Any], world_size: int, notes: list[str]
 ) -> tuple[Shrunk, nn.Module]:
-    """The small model, whose choice of units is like the user's."""
+    """The small model, with units like those of the user's model."""
     depth = 2 + max(sharding["forward_prefetch"], sharding["backward_prefetch"])
     depth = min(8, max(depth, sharding["activation_checkpointing"].every, 4))
     limits = Limits(num_layers=depth)
@@ -240,7 +240,7 @@ def _freeze(
     num_layers: int,
     notes: list[str],
 ) -> tuple[str, ...]:
-    """Names of the parameters that are not trained here: frozen ones and ignored ones."""
+    """Names of the parameters that are not trained: frozen and ignored ones."""
     names = [name for name, _ in model.named_parameters()]
     globs = []
     for asked, glob in zip(config.freeze, fit_globs(config.freeze, num_layers), strict=True):
@@ -260,7 +260,7 @@ def _freeze(
 
 
 def passes_of(sharding: dict[str, Any], exact: float) -> tuple[Pass, ...]:
-    """In float64; and in the user's dtypes where these are others than the master's.
+    """One pass in float64, and one in the user's dtypes if those are lower.
 
     Args:
         sharding: Fields of ShardConfig.
@@ -301,7 +301,7 @@ def _check_fault(fault: Fault | None, plan: Plan, model: nn.Module) -> None:
 
 
 def write(prepared: PreparedCheck, folder: Path) -> None:
-    """Everything that the two sides read."""
+    """Writes everything that the two sides read."""
     prepared.job.write(folder)
     prepared.config.save_pretrained(folder)
     write_weights(folder, prepared.model)
@@ -309,7 +309,7 @@ def write(prepared: PreparedCheck, folder: Path) -> None:
 
 
 def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, LaunchResult]:
-    """Both sides, side by side; returns how the ranks ended.
+    """Runs both sides at the same time; returns how the ranks ended.
 
     Raises:
         FullshardError: The reference failed.
@@ -339,12 +339,12 @@ def run_sides(prepared: PreparedCheck, folder: Path) -> tuple[LocalLaunch, Launc
 
 
 def judge(job: Job, folder: Path, began: float) -> Verdict:
-    """Compare what the two sides left in the folder.
+    """Compares the results of the two sides.
 
     Args:
-        job: Numbers of both sides.
-        folder: Where they lie.
-        began: When they were started, of time.perf_counter().
+        job: Numbers that both sides read.
+        folder: Folder with the results.
+        began: Time of the start, from time.perf_counter().
     """
     rows: list[Row] = []
     diagnosis = None

@@ -1,7 +1,7 @@
-"""Laying what the ranks computed beside what one process computed.
+"""Comparing what the ranks computed with what one process computed.
 
-Every rank wrote its own pieces, and each is compared with the same elements of the reference: a
-wrong element on any rank is seen, and so is one that no rank holds.
+Every rank writes its own pieces, and each piece is compared with the same elements of the
+reference. So a wrong element on any rank is found, and so is an element that no rank has.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ STATE, RELOADED = "saved state", "step after loading"
 KINDS = (LOSS, NORM, GRADIENT, PARAMETER, STATE, RELOADED)
 MEAN = "mean over the ranks"
 
-# Gradients far below the largest are rounding noise of terms that cancel: they are compared on the
-# scale of this share of the largest one.
+# Gradients far below the largest one are rounding noise of terms that cancel. They are compared
+# relative to this share of the largest one.
 EXACT_FLOOR, LOW_FLOOR = 1e-3, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Something that is not equal.
+    """The error of one number or tensor.
 
     Attributes:
-        kind: One of KINDS but RELOADED, which is all that happens in the step after loading.
-        step: From 0; the number of steps for what came after loading.
-        rank: Whose piece; None where it is of all.
+        kind: One of KINDS except RELOADED, which covers everything in the step after loading.
+        step: Step from 0; the step after loading has the number of steps.
+        rank: Rank of the piece; None if it belongs to all ranks.
         name: Name of the parameter; empty for a number.
-        error: Relative; infinite for NaN and for what is missing.
+        error: Relative error; infinite for NaN and for a missing value.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Row:
     """The worst error of one kind.
 
     Attributes:
-        where: Place of the worst error; empty if nothing was compared.
+        where: Parameter, step and rank of the worst error; empty if nothing was compared.
     """
 
     name: str
@@ -71,19 +71,19 @@ class Row:
         return self.worst_error <= self.tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """For --json, which has no infinity: an error that is none is null."""
+        """For --json, which has no infinity: an infinite error is null."""
         error = self.worst_error if math.isfinite(self.worst_error) else None
         return {**dataclasses.asdict(self), "worst_error": error, "equal": self.is_equal}
 
 
 class Sides:
-    """Both sides' results of one pass.
+    """Results of both sides for one pass.
 
     Attributes:
-        numbers: The reference's losses, norms and ties.
-        whole: The reference's tensors.
-        facts: Every rank's numbers.
-        pieces: Every rank's tensors.
+        numbers: Losses, norms and ties of the reference.
+        whole: Tensors of the reference.
+        facts: Numbers of every rank.
+        pieces: Tensors of every rank.
     """
 
     def __init__(self, folder: Path, job: Job, choice: Pass) -> None:
@@ -105,7 +105,7 @@ class Sides:
         return [key.removeprefix(prefix) for key in self.whole if key.startswith(prefix)]
 
     def piece(self, step: int, kind: str, rank: int, name: str) -> torch.Tensor | None:
-        """A rank's elements; gradients as they were before clipping."""
+        """A rank's elements of a tensor; gradients are those before clipping."""
         found = self.pieces[rank].get(f"{step}/{kind}/{name}")
         if found is None or kind == "parameter":
             return found
@@ -113,14 +113,14 @@ class Sides:
         return found.double() / min(1.0, self.job.max_grad_norm / (norm + 1e-6))
 
     def places(self, step: int, rank: int) -> dict[str, dict[str, Any]]:
-        """Which elements of each parameter a rank holds: {name: {start, stop, unit}}, or a box
-        [[start, stop], ...], a range a dimension, in place of the one range.
+        """The elements of each parameter on a rank: {name: {start, stop, unit}}. On XLA a box
+        [[start, stop], ...], one range per dimension, stands for start and stop.
         """
         models = self.facts[rank]["pieces"]
         return _at(models, int(step == self.job.num_steps), {})
 
     def part(self, step: int, what: str, rank: int, name: str) -> torch.Tensor | None:
-        """The elements of a tensor of the reference that a rank holds."""
+        """The reference's values for the elements that a rank has."""
         whole = self.whole.get(f"{step}/{what}/{name}")
         place = self.places(step, rank).get(name)
         if whole is None or place is None:
@@ -128,7 +128,7 @@ class Sides:
         return _elements(whole, place).reshape(-1)
 
     def joined(self, step: int, kind: str, name: str) -> torch.Tensor | None:
-        """A whole parameter or gradient, flat, from the ranks' pieces."""
+        """A full parameter or gradient, flat, joined from the ranks' pieces."""
         found: list[tuple[torch.Tensor, dict[str, Any]]] = []
         for rank in range(self.job.world_size):
             piece = self.piece(step, kind, rank, name)
@@ -146,7 +146,7 @@ class Sides:
     # ---- comparing
 
     def differences(self) -> Iterator[Difference]:
-        """The error of everything that both sides have, equal or not, in the order of a step."""
+        """The error of every number and tensor, in the order of a step."""
         for step in range(self.job.num_steps + 1):
             if step == self.job.num_steps:
                 yield from self._state_errors()
@@ -158,7 +158,7 @@ class Sides:
 
     def _loss_errors(self, step: int) -> Iterator[Difference]:
         for rank, facts in enumerate(self.facts):
-            if "losses" in facts:  # a rank's own; XLA's step knows the mean alone
+            if "losses" in facts:  # losses per rank; XLA's step returns only the mean
                 found, wanted = _at(facts["losses"], step, []), self.numbers["losses"][step][rank]
                 error = max(
                     (_number_error(_at(found, i, math.nan), loss) for i, loss in enumerate(wanted)),
@@ -222,7 +222,7 @@ class Sides:
 
 
 def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
-    """The worst error of each kind; a kind that was never reached counts as unequal."""
+    """The worst error of each kind; a kind without any value counts as unequal."""
     rows = []
     last = sides.job.num_steps
     for kind in KINDS:
@@ -237,7 +237,7 @@ def rows_of(sides: Sides, differences: list[Difference]) -> list[Row]:
 
 
 def _elements(whole: torch.Tensor, place: dict[str, Any]) -> torch.Tensor:
-    """A view of what a piece holds of a whole, contiguous tensor."""
+    """A view of a piece's elements in a full, contiguous tensor."""
     if "box" in place:
         return whole[tuple(slice(start, stop) for start, stop in place["box"])]
     return whole.view(-1)[place["start"] : place["stop"]]

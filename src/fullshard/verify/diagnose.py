@@ -1,6 +1,6 @@
-"""What a pattern of differences points at: read from the results alone.
+"""The likely cause of a pattern of differences, derived from the results alone.
 
-The first step in which anything differs is looked at, since all that follows is wrong as well:
+Only the first step with a difference is examined, because all later steps are wrong as well:
 
     a NaN                                                   missed gather (released slots hold NaN)
     two weights where the reference has one                 lost tie
@@ -32,11 +32,11 @@ from fullshard.verify.faults import Fault
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What the differences point at.
+    """The likely cause of the differences.
 
     Attributes:
-        kind: A fault's name, or the kind of result that is wrong first.
-        says: One sentence, with the evidence.
+        kind: Name of a fault, or the kind of result that is wrong first.
+        says: One sentence with the evidence.
     """
 
     kind: str
@@ -44,11 +44,11 @@ class Diagnosis:
 
 
 def diagnose(sides: Sides, wrong: Sequence[Difference]) -> Diagnosis | None:
-    """The likeliest cause of differences; None where there are none.
+    """The likeliest cause of the differences; None if there are none.
 
     Args:
-        sides: The results of both sides.
-        wrong: What differs by more than the tolerance.
+        sides: Results of both sides.
+        wrong: Differences above the tolerance.
     """
     if not wrong:
         return None
@@ -62,7 +62,7 @@ def diagnose(sides: Sides, wrong: Sequence[Difference]) -> Diagnosis | None:
 
 
 def _look_at_ties(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis | None:
-    """Do names that share one weight in the reference have weights of their own?"""
+    """Checks whether names that share a weight in the reference have separate weights here."""
     for tied in sides.numbers["ties"]:
         own = [name for name in tied if name in sides.places(step, 0)]
         if len(own) < 2:
@@ -93,7 +93,7 @@ def _look_for_nan(sides: Sides, step: int, _: Sequence[Difference]) -> Diagnosis
 
 
 def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Diagnosis | None:
-    """A wrong loss: of other data, or of other weights."""
+    """Tells whether a wrong loss comes from other data or from other weights."""
     wrong = sorted({d.rank for d in first if d.kind == LOSS and d.rank is not None})
     if not wrong:
         return None
@@ -125,7 +125,7 @@ def _look_at_losses(sides: Sides, step: int, first: Sequence[Difference]) -> Dia
 
 
 def _look_at_gradients(sides: Sides, step: int, first: Sequence[Difference]) -> Diagnosis | None:
-    """Losses are right and gradients wrong: what was, or was not, done to them?"""
+    """Losses are right and gradients wrong: finds a skipped reduction or a wrong divisor."""
     wrong = {d.name for d in first if d.kind == GRADIENT}
     names = sorted(name for name in wrong if f"{step}/gradient/{name}" in sides.whole)
     if not names:
@@ -151,7 +151,7 @@ def _look_at_gradients(sides: Sides, step: int, first: Sequence[Difference]) -> 
 
 
 def _is_own(sides: Sides, step: int, name: str) -> bool:
-    """Whether every rank's piece is its own part of the gradient, divided by W or not."""
+    """Whether every rank has its own unreduced gradient, divided by W or not."""
     near = []
     for rank in range(sides.job.world_size):
         found = sides.piece(step, "gradient", rank, name)
@@ -164,7 +164,7 @@ def _is_own(sides: Sides, step: int, name: str) -> bool:
 
 
 def _factor(sides: Sides, step: int, name: str) -> float | None:
-    """What the reference's gradient must be multiplied with to give ours; None: no number does."""
+    """Factor between our gradient and the reference's; None if they are not proportional."""
     found = sides.joined(step, "gradient", name)
     wanted = sides.whole[f"{step}/gradient/{name}"].reshape(-1).double()
     if found is None or found.shape != wanted.shape:
@@ -174,7 +174,7 @@ def _factor(sides: Sides, step: int, name: str) -> float | None:
 
 
 def _plain(first: Sequence[Difference]) -> Diagnosis:
-    """The kind of result that is wrong first, where no pattern is known."""
+    """Names the kind of result that is wrong first, if no pattern is known."""
     advice = {
         LOSS: "The loss is that of other data or of other weights.",
         GRADIENT: "Gradients differ in no way that a known fault would make them differ.",

@@ -1,4 +1,4 @@
-"""Faults that `verify --inject` makes, from outside the engine, to show that it would see them.
+"""Faults that `verify --inject` makes outside the engine, to prove that verify detects them.
 
 name                where                  what goes wrong
 skipped_reduction   transport              one unit's gradients stay each rank's own
@@ -31,7 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Fault(StrEnum):
-    """What can go wrong in a sharded step without any error."""
+    """Faults of a sharded step that raise no error."""
 
     SKIPPED_REDUCTION = "skipped_reduction"
     WRONG_DIVISOR = "wrong_divisor"
@@ -45,10 +45,10 @@ NEEDS_GATHERS = (Fault.STALE_SLOT, Fault.MISSED_GATHER)
 
 
 def parse_fault(name: str | None) -> Fault | None:
-    """The fault of that name.
+    """The fault with this name; None for None.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No fault has this name.
     """
     if name is None or name in tuple(Fault):
         return None if name is None else Fault(name)
@@ -58,11 +58,11 @@ def parse_fault(name: str | None) -> Fault | None:
 
 
 class Injection:
-    """Nothing goes wrong. Faults override the place where they happen.
+    """The base of all faults, which injects nothing. A fault overrides the method it happens in.
 
     Attributes:
-        needs_slots: The fault is one of gathered weights: where ranks of a host share one copy,
-            they gather for its sake (transport auto then means direct).
+        needs_slots: The fault needs gathered weights. Ranks of one host, which would share one
+            copy, gather for it: transport auto then means direct.
     """
 
     needs_slots = False
@@ -71,10 +71,10 @@ class Injection:
         self.step = 0
 
     def sharding(self, asked: ShardConfig, device: torch.device) -> ShardConfig:
-        """How the model is sharded.
+        """The sharding of the model.
 
         Raises:
-            ConfigError: As asked for, it has not what the fault needs.
+            ConfigError: The requested transport gathers nothing, and the fault needs a gather.
         """
         if not self.needs_slots:
             return asked
@@ -87,17 +87,17 @@ class Injection:
         return ShardConfig.of(asked, transport=Transport.DIRECT) if auto else asked
 
     def loaded(self, model: nn.Module) -> None:
-        """Whole weights have been loaded; the model is sharded next."""
+        """Called after the full weights are loaded, before the model is sharded."""
 
     def attach(self, model: nn.Module) -> None:
-        """The model has been sharded."""
+        """Called after the model is sharded."""
 
     def begin_step(self, step: int) -> None:
-        """The data of a step (from 0) is asked for."""
+        """Called when the data of a step (from 0) is requested."""
         self.step = step
 
     def source(self, rank: int, world_size: int) -> int:  # noqa: ARG002
-        """Whose batches a rank is given."""
+        """The rank whose batches this rank is given."""
         return rank
 
 
@@ -125,7 +125,7 @@ class _Landing:
 
 
 class _SkippedReduction(Injection):
-    """The middle unit's reductions leave this rank's own part as it is."""
+    """The reductions of the middle unit leave this rank's own gradients as they are."""
 
     def attach(self, model: nn.Module) -> None:
         unit = _middle([unit for unit in engine_of(model).units if unit.trained])
@@ -144,7 +144,7 @@ class _SkippedReduction(Injection):
 
 
 class _WrongDivisor(Injection):
-    """A sum where a mean belongs."""
+    """Every reduction returns the sum instead of the mean."""
 
     def attach(self, model: nn.Module) -> None:
         engine = engine_of(model)
@@ -158,12 +158,13 @@ class _WrongDivisor(Injection):
             return _Landing(real(fulls), multiply)
 
         for unit in engine.units:
-            real: Any = unit.transport
-            unit.transport = _Wrapped(real, reduce=partial(reduce, real.reduce))
+            real = unit.transport
+            wrapped: Any = _Wrapped(real, reduce=partial(reduce, real.reduce))
+            unit.transport = wrapped
 
 
 class _MissedGather(Injection):
-    """In the second step the middle unit's gather of the forward leaves the slot as it is."""
+    """In the second step's forward, the gather of the middle unit does not fill its slot."""
 
     needs_slots = True
 
@@ -182,7 +183,7 @@ class _MissedGather(Injection):
 
 
 class _StaleSlot(Injection):
-    """From the second step on, forward sees in a unit's slot what was there in the first."""
+    """From the second step on, a unit's forward computes with the weights of the first step."""
 
     needs_slots = True
 
@@ -194,7 +195,7 @@ class _StaleSlot(Injection):
         def before_forward(module: nn.Module, *_: Any) -> None:
             for name, param in module.named_parameters():
                 if isinstance(param, ShardedParameter):
-                    continue  # of a unit inside, which is not gathered now
+                    continue  # belongs to an inner unit, which is not gathered now
                 if self.step == 0:
                     kept[name] = param.detach().clone()
                 elif name in kept:
@@ -204,7 +205,7 @@ class _StaleSlot(Injection):
 
 
 class _LostTie(Injection):
-    """As a loader does that assigns every name of the file and forgets to tie."""
+    """Like a loader that assigns every name in the file and does not tie weights."""
 
     def loaded(self, model: nn.Module) -> None:
         seen: set[int] = set()
@@ -217,7 +218,7 @@ class _LostTie(Injection):
 
 
 class _RepeatedData(Injection):
-    """A sampler that does not know its rank."""
+    """Like a sampler that ignores its rank."""
 
     def source(self, rank: int, world_size: int) -> int:
         return 0 if rank == world_size - 1 else rank
@@ -247,5 +248,5 @@ _INJECTIONS: dict[Fault, type[Injection]] = {
 
 
 def injection_of(fault: str | None) -> Injection:
-    """What makes a fault; without one, what makes none."""
+    """The injection of a fault; one that injects nothing for None."""
     return Injection() if fault is None else _INJECTIONS[Fault(fault)]()

@@ -1,4 +1,4 @@
-"""What `verify` hands to its two sides: one folder of JSON and safetensors.
+"""The folder of JSON and safetensors that `verify` exchanges with its two sides.
 
 job.json              numbers, passes, sharding            both sides
 config.json           the shrunk model's configuration     both
@@ -22,15 +22,15 @@ from torch import nn
 
 from fullshard.recipes.base import IGNORED
 
-NUM_STEPS = 3  # and one more after saving and loading
+NUM_STEPS = 3  # one more follows after saving and loading
 NUM_SEQUENCES = 2
 NUM_TOKENS = 12
 JOB_FILE = "job.json"
-# Tolerances: float64; float64 with logits that a model makes float32 all the same (two ways to
-# write a loss then differ by 1e-7); below float32.
+# Tolerances: in float64; in float64 if the model still returns float32 logits (two ways to write a
+# loss then differ by 1e-7); below float32.
 EXACT, SINGLE, LOW = 1e-9, 1e-4, 0.2
 
-# The epsilon is large: an update is gradient over root of its square, so that with the usual 1e-8
+# The epsilon is large. An update is a gradient over the root of its square, so with the usual 1e-8
 # the rounding noise of gradients that should be zero (a bias before a norm) would move weights.
 OPTIMIZER = {
     "learning_rate": 1e-2,
@@ -44,15 +44,15 @@ MAX_GRAD_NORM = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """The whole comparison in one choice of dtypes.
+    """One comparison in one choice of dtypes.
 
     Attributes:
-        name: "float64", or the dtype that the user computes in.
+        name: "float64", or the user's compute dtype.
         tolerance: Largest relative difference that counts as equal.
         sharding: Fields of ShardConfig.
-        loss_scale: Keeps float16 gradients of the reference from underflow.
-        wide: The reference computes norms and rotary positions in the dtype of its weights, and not
-            in float32, as transformers does in float64 models too.
+        loss_scale: Loss scale of the reference, against underflow of float16 gradients.
+        wide: The reference computes norms and rotary positions in the dtype of its weights.
+            transformers computes them in float32, also in float64 models.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Pass:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every element is compared: below float32 few roundings that fall the other way
-        are large, and what is compared is their average.
+        """Whether single elements are compared. Below float32 one value that rounds the other way
+        makes a large error, so the root mean square is compared.
         """
         return self.compute_dtype == "float64" or self.tolerance < LOW
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Numbers of both sides; see the module's picture for what lies beside them."""
+    """Numbers that both sides read; the module's docstring lists the files next to them."""
 
     passes: tuple[Pass, ...]
     world_size: int
@@ -89,18 +89,18 @@ class Job:
 
     @property
     def told_steps(self) -> tuple[int, ...]:
-        """Steps whose gradients and parameters are written down; losses and norms always are."""
+        """Steps whose gradients and parameters are written; losses and norms always are."""
         last = self.num_steps
         return tuple(step for step in range(last + 1) if step < NUM_STEPS or step >= last - 1)
 
     def write(self, folder: Path) -> None:
-        """Writes the numbers where both sides look for them."""
+        """Writes job.json."""
         fields = {**dataclasses.asdict(self), "told_steps": self.told_steps}
         (folder / JOB_FILE).write_text(json.dumps(fields))
 
     @staticmethod
     def read(folder: Path) -> Job:
-        """Reads what `write` wrote."""
+        """Reads job.json."""
         fields = json.loads((folder / JOB_FILE).read_text())
         fields.pop("told_steps")  # follows from the others; the reference reads it
         fields["passes"] = tuple(Pass(**entry) for entry in fields["passes"])
@@ -110,8 +110,8 @@ class Job:
 def write_batches(folder: Path, job: Job, vocab_size: int) -> None:
     """Random tokens for every step, rank and micro-batch.
 
-    The numbers of labels that count differ, so that a mean of means is another number than the
-    mean over all tokens.
+    Batches have different numbers of label tokens, so that a mean of means differs from the mean
+    over all tokens.
     """
     generator = torch.Generator().manual_seed(17)
     batches: dict[str, torch.Tensor] = {}
@@ -128,7 +128,7 @@ def write_batches(folder: Path, job: Job, vocab_size: int) -> None:
 
 
 def write_weights(folder: Path, model: nn.Module) -> None:
-    """The model's state, after noise on every weight: ones and zeros hide faults."""
+    """Writes the model's state with noise on every weight, because ones and zeros hide faults."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():

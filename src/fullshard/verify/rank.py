@@ -1,8 +1,7 @@
 """One rank of `fullshard verify`: `python -m fullshard.verify.rank FOLDER`.
 
-Trains with the very loop that a run trains with, and writes down this rank's pieces of everything:
-nothing that was gathered by the engine takes part in the comparison, except where gathering is what
-is compared (the saved state).
+It trains with the loop of a run and writes this rank's pieces of every tensor. Only the saved state
+is gathered by the engine, because there the gather itself is checked.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim import Optimizer
 
 import fullshard as fs
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import LrSchedule
+from fullshard.engine.attributes import tensors_in
 from fullshard.engine.engine import engine_of
 from fullshard.engine.hugging_face import build, read_config
-from fullshard.engine.kept import tensors_in
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.errors import CheckpointError, DivergedError
 from fullshard.launch.rank_entry import run_rank
@@ -39,18 +39,18 @@ from fullshard.verify.job import WEIGHTS, Job, Pass
 
 
 class RankResults(Watcher):
-    """What one rank computed; also the loop's watcher.
+    """What one rank computed, recorded as the loop's watcher.
 
     Attributes:
-        tensors: `STEP/gradient/NAME` (clipped), `STEP/parameter/NAME`: this rank's pieces.
-        facts: Everything else, as JSON.
+        tensors: This rank's pieces: `STEP/gradient/NAME` (clipped) and `STEP/parameter/NAME`.
+        facts: Everything else, as JSON values.
     """
 
     def __init__(self) -> None:
-        self.step = 0  # of all, counting the one after loading too
+        self.step = 0  # counts the step after loading too
         self.tensors: dict[str, torch.Tensor] = {}
         self.facts: dict[str, Any] = {
-            "pieces": [],  # of the model that was trained, and of the one that was loaded
+            "pieces": [],  # of the trained model, then of the loaded one
             "losses": [],
             "loss": [],
             "norm": [],
@@ -62,8 +62,8 @@ class RankResults(Watcher):
         self.facts["norm"].append(row.grad_norm)
         self.step += 1
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Write down the pieces at every update, and the first module that makes a NaN."""
+    def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Records the pieces at every update, and the first module that returns a NaN."""
         params = dict(model.named_parameters())
         self.facts["pieces"].append({name: _piece(param) for name, param in params.items()})
 
@@ -94,29 +94,29 @@ class RankResults(Watcher):
             self.facts["first_nan"] = {"module": name, "step": self.step}
 
     def write(self, folder: Path, rank: int) -> None:
-        """Leaves all of it for the comparison."""
-        folder.mkdir(exist_ok=True)
+        """Writes everything for the comparison."""
         save_file(self.tensors, folder / f"rank_{rank}.safetensors")
         (folder / f"rank_{rank}.json").write_text(json.dumps(self.facts))
 
 
 class _Batches:
-    """The loop's recipe: the job's batches, the loss of pretraining."""
+    """The loop's recipe: the job's batches from step `first` on, loss of pre-training."""
 
     samples_per_step = 1
     steps_per_epoch = 1
     tokens_per_step = None
 
-    def __init__(
-        self, batches: list[list[Batch]], first: int, record: RankResults, injection: Injection
-    ) -> None:
-        self._batches, self.first = batches, first
-        self._record, self._injection = record, injection
+    def __init__(self, training: _Training, source: int, first: int, injection: Injection) -> None:
+        self._training, self._source, self._first = training, source, first
+        self._injection = injection
 
     def micro_batches(self, step: int) -> list[Batch]:
-        self._injection.begin_step(self.first + step)
-        self._record.facts["losses"].append([])
-        return self._batches[self.first + step]
+        training, step = self._training, self._first + step
+        self._injection.begin_step(step)
+        training.record.facts["losses"].append([])
+        prefixes = [f"{step}.{self._source}.{n}" for n in range(training.job.num_micro_batches)]
+        found, device, kinds = training.batches, training.seat.device, ("input_ids", "labels")
+        return [{kind: found[f"{at}.{kind}"].to(device) for kind in kinds} for at in prefixes]
 
     def held_out(self) -> Iterable[Batch]:
         return ()
@@ -124,121 +124,90 @@ class _Batches:
     def loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, int]:
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         total, count = causal_lm_loss(logits, batch["labels"])
-        self._record.facts["losses"][-1].append(float(total.detach()))
+        self._training.record.facts["losses"][-1].append(float(total.detach()))
         return total, count
 
 
+class _Training:
+    """One pass of the job on this rank."""
+
+    def __init__(self, folder: Path, job: Job, choice: Pass, rank: int) -> None:
+        device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+        self.folder, self.job, self.choice = folder, job, choice
+        self.seat = Seat(rank, job.world_size, device)
+        self.batches = load_file(folder / "batches.safetensors")
+        self.record = RankResults()
+
+    def build(self, injection: Injection, weights: Path | None) -> tuple[nn.Module, Optimizer]:
+        """The sharded model, with random weights if none are given, and its optimizer."""
+        job, numbers = self.job, self.job.optimizer
+        torch.manual_seed(5)
+        config = read_config(self.folder, "model")
+        model = build(config, dtype=torch.float32, **job.model_arguments)
+        model.to(getattr(torch, self.choice.master_dtype))
+        if weights is not None:
+            model.load_state_dict(load_file(weights))
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in job.frozen)
+        injection.loaded(model)
+        device = self.seat.device
+        sharding = injection.sharding(ShardConfig.of(self.choice.sharding), device)
+        fs.shard(model.to(device).train(), sharding, poison=True)
+        injection.attach(model)
+        optimizer = torch.optim.AdamW(
+            [param for param in model.parameters() if param.requires_grad],
+            lr=numbers["learning_rate"],
+            betas=(numbers["beta1"], numbers["beta2"]),
+            eps=numbers["epsilon"],
+            weight_decay=numbers["weight_decay"],
+        )
+        return model, optimizer
+
+    def run(self, model: nn.Module, optimizer: Optimizer, recipe: _Batches, num_steps: int) -> None:
+        """Trains with the loop of a run."""
+        self.record.watch(model, optimizer)
+        rate = self.job.optimizer["learning_rate"]
+        settings = LoopSettings(
+            num_steps=num_steps,
+            eval_every=0,
+            max_grad_norm=self.job.max_grad_norm,
+            schedule=Schedule(LrSchedule.CONSTANT, rate, 0, num_steps),
+        )
+        scaler = LossScaler(optimizer, torch.device("cpu"), enabled=False)
+        trainee = TorchTrainee(model, optimizer, lambda: (0, 0), scaler)
+        team = RankTeam(engine_of(model).transport, self.seat)
+        Loop(trainee, recipe, settings, team, self.record).run()
+
+
 def run_pass(folder: Path, job: Job, choice: Pass, rank: int) -> None:
-    """Train, save, load into a fresh model, train one step more; all of it written down."""
-    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
-    injection, record = injection_of(job.fault), RankResults()
-    model = _build(folder, job, choice, load_file(folder / WEIGHTS), device, injection)
-    source = injection.source(rank, job.world_size)
-    batches = _batches_of(folder, job, source, device)
-    seat = Seat(rank, job.world_size, device)
-    team = RankTeam(engine_of(model).transport, seat)
-    place = folder / choice.name / "checkpoint"
+    """Trains, saves, loads into a fresh model and trains one more step; records all of it."""
+    training, injection = _Training(folder, job, choice, rank), injection_of(job.fault)
+    model, optimizer = training.build(injection, folder / WEIGHTS)
+    results = folder / choice.name
+    results.mkdir(exist_ok=True)
     try:
-        optimizer = _optimizer(model, job)
-        batches = _Batches(batches, 0, record, injection)
-        _train(model, optimizer, job, batches, record, team)
+        source = injection.source(rank, job.world_size)
+        recipe = _Batches(training, source, 0, injection)
+        training.run(model, optimizer, recipe, job.num_steps)
         state = fs.full_state_dict(model)
         if rank == 0:
-            (folder / choice.name).mkdir(exist_ok=True)
             apart = {name: value.clone() for name, value in state.items()}  # tied names share one
-            save_file(apart, folder / choice.name / "state.safetensors")
-        fs.save(place, model, optimizer)
-        fresh = _build(folder, job, choice, None, device, Injection())
-        optimizer = _optimizer(fresh, job)
-        fs.load(place, fresh, optimizer)
-        again = _Batches(_batches_of(folder, job, rank, device), job.num_steps, record, Injection())
-        team = RankTeam(engine_of(fresh).transport, seat)
-        _train(fresh, optimizer, job, again, record, team)
-    except (
-        DivergedError,
-        CheckpointError,
-    ) as error:  # on all ranks alike; what is missing is wrong
-        record.facts["diverged"] = str(error)
-    record.write(folder / choice.name, rank)
-
-
-def _optimizer(model: nn.Module, job: Job) -> torch.optim.Optimizer:
-    numbers = job.optimizer
-    return torch.optim.AdamW(
-        [param for param in model.parameters() if param.requires_grad],
-        lr=numbers["learning_rate"],
-        betas=(numbers["beta1"], numbers["beta2"]),
-        eps=numbers["epsilon"],
-        weight_decay=numbers["weight_decay"],
-    )
-
-
-def _train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    job: Job,
-    recipe: _Batches,
-    record: RankResults,
-    team: RankTeam,
-) -> None:
-    """The steps that are left of the job, or one more."""
-    num_steps = max(1, job.num_steps - recipe.first)
-    numbers = job.optimizer
-    record.watch(model, optimizer)
-    settings = LoopSettings(
-        num_steps=num_steps,
-        eval_every=0,
-        max_grad_norm=job.max_grad_norm,
-        schedule=Schedule(LrSchedule.CONSTANT, numbers["learning_rate"], 0, num_steps),
-    )
-    scaler = LossScaler(optimizer, torch.device("cpu"), enabled=False)
-    trainee = TorchTrainee(model, optimizer, lambda: (0, 0), scaler)
-    Loop(trainee, recipe, settings, team, record).run()
-
-
-def _build(
-    folder: Path,
-    job: Job,
-    choice: Pass,
-    weights: dict[str, torch.Tensor] | None,
-    device: torch.device,
-    injection: Injection,
-) -> nn.Module:
-    """The job's model, sharded; without weights its own random ones, of the same seed."""
-    torch.manual_seed(5)
-    model = build(read_config(folder, "model"), dtype=torch.float32, **job.model_arguments)
-    model.to(getattr(torch, choice.master_dtype))
-    if weights is not None:
-        model.load_state_dict(weights)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for name, param in model.named_parameters():
-        param.requires_grad_(name not in job.frozen)
-    injection.loaded(model)
-    sharding = injection.sharding(ShardConfig.of(choice.sharding), device)
-    fs.shard(model.to(device).train(), sharding, poison=True)
-    injection.attach(model)
-    return model
-
-
-def _batches_of(folder: Path, job: Job, rank: int, device: torch.device) -> list[list[Batch]]:
-    """A rank's micro-batches of every step."""
-    found = load_file(folder / "batches.safetensors")
-    return [
-        [
-            {
-                kind: found[f"{step}.{rank}.{micro}.{kind}"].to(device)
-                for kind in ("input_ids", "labels")
-            }
-            for micro in range(job.num_micro_batches)
-        ]
-        for step in range(job.num_steps + 1)
-    ]
+            save_file(apart, results / "state.safetensors")
+        fs.save(results / "checkpoint", model, optimizer)
+        model, optimizer = training.build(Injection(), None)
+        fs.load(results / "checkpoint", model, optimizer)
+        recipe = _Batches(training, rank, job.num_steps, Injection())
+        training.run(model, optimizer, recipe, 1)
+    except (DivergedError, CheckpointError) as error:  # on all ranks; missing results are wrong
+        training.record.facts["diverged"] = str(error)
+    training.record.write(results, rank)
 
 
 def _piece(param: torch.Tensor) -> dict[str, Any]:
-    """Which elements of the whole parameter this rank holds."""
+    """The elements of a parameter that this rank has."""
     if not isinstance(param, ShardedParameter):
         return {"start": 0, "stop": param.numel(), "unit": ""}
     place = fs.sharding(param)
@@ -246,14 +215,14 @@ def _piece(param: torch.Tensor) -> dict[str, Any]:
 
 
 def run_passes(folder: Path, rank: int) -> None:
-    """Every pass of the folder's job on this rank, inside a process group."""
+    """Runs every pass of the folder's job on this rank, inside a process group."""
     job = Job.read(folder)
     for choice in job.passes:
         run_pass(folder, job, choice, rank)
 
 
 def main() -> None:
-    """Joins the other ranks, runs the job, leaves."""
+    """Joins the process group, runs the job and leaves."""
     from fullshard.config.environment import hide_accelerators, read_launch_environment
     from fullshard.launch import rendezvous
 

@@ -1,4 +1,4 @@
-"""The other side of `fullshard verify`: what one process computes, without fullshard.
+"""The reference of `fullshard verify`: what one process computes without fullshard.
 
     python -P reference.py FOLDER ...
 
@@ -13,8 +13,9 @@ over the label tokens of micro-batch a of rank r, and N the label tokens of all 
     own_r    = sum over a of d(W / N * S_ra)        the ranks' batches one after another
     gradient = (own_0 + own_1 + ...) / W
 
-then clipping by the norm of the whole gradient, and one step of AdamW. The parameters that are
-updated (masters) are apart from those that compute, which are cast from them before every step.
+then clipping by the norm of the whole gradient, and one step of AdamW. The updated
+parameters (masters) are separate from the compute parameters, which are cast from them before every
+step.
 
 A pass that is `wide` computes norms and rotary positions in the dtype of the weights: transformers
 makes them float32 in float64 models too, and another program then agrees to 1e-7 and no further.
@@ -39,8 +40,8 @@ IGNORED = -100
 
 
 def main() -> None:
-    """Run every pass of the jobs in the folders that the command line names."""
-    torch.set_num_threads(1)  # as the ranks, for the same order of sums
+    """Runs every pass of the jobs in the folders on the command line."""
+    torch.set_num_threads(1)  # sums in the same order as on the ranks
     logging.set_verbosity_error()
     for folder in map(Path, sys.argv[1:]):
         job = json.loads((folder / "job.json").read_text())
@@ -49,12 +50,12 @@ def main() -> None:
 
 
 def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Train as `world_size` ranks would, one step more than they do before they save and load.
+    """Trains as `world_size` ranks would, including the step after saving and loading.
 
     Args:
-        folder: Where the job lies.
-        job: Its numbers.
-        settings: The dtypes of this pass.
+        folder: Folder of the job.
+        job: Numbers of the job.
+        settings: Dtypes of this pass.
     """
     training = _Training(folder, job, settings)
     for step in range(job["num_steps"]):
@@ -68,7 +69,7 @@ def run_pass(folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> Non
 
 
 class _Training:
-    """A model, its masters and what is written down of them."""
+    """A model, its master weights and the results so far."""
 
     def __init__(self, folder: Path, job: dict[str, Any], settings: dict[str, Any]) -> None:
         self.job, self.settings = job, settings
@@ -106,14 +107,14 @@ class _Training:
         return model.to(self.device).train()
 
     def _ties(self) -> list[list[str]]:
-        """Names of parameters that stand in several places, first names first."""
+        """Groups of names that share one parameter; the first name comes first."""
         names: dict[int, list[str]] = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
         return [group for group in names.values() if len(group) > 1]
 
     def start_optimizer(self) -> None:
-        """AdamW without moments, over all masters that are trained."""
+        """Creates AdamW, without moments yet, for all trained masters."""
         numbers = self.job["optimizer"]
         trained = [master for master in self.masters.values() if master.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -126,7 +127,7 @@ class _Training:
         )
 
     def step(self, step: int) -> None:
-        """Every rank's gradient, their mean, clipping, one update."""
+        """Computes every rank's gradient and their mean, clips it and updates once."""
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.masters[name])
@@ -151,7 +152,7 @@ class _Training:
         self.numbers["norm"].append(self._update(step, gradients))
 
     def _play_rank(self, step: int, rank: int, scale: float) -> tuple[list[float], Tensors]:
-        """A rank's summed losses, one a micro-batch, and its part of the gradient times W."""
+        """A rank's summed loss of each micro-batch, and its part of the gradient times W."""
         sums: list[float] = []
         own: Tensors = {}
         for micro in range(self.job["num_micro_batches"]):
@@ -171,7 +172,7 @@ class _Training:
         return sums, own
 
     def _update(self, step: int, gradients: Tensors) -> float:
-        """Clip, update the masters, write down what they became; returns the norm."""
+        """Clips, updates the masters and records them; returns the norm."""
         squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
         norm = sum(squares) ** 0.5
         factor = min(1.0, self.job["max_grad_norm"] / (norm + 1e-6))
@@ -187,7 +188,7 @@ class _Training:
         return norm
 
     def write_state(self) -> None:
-        """The state dict that the training has led to, with all names of tied weights."""
+        """Records the trained state dict, with all names of tied weights."""
         first = {id(param): name for name, param in self.params.items()}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         for key, value in self.model.state_dict().items():
@@ -236,7 +237,7 @@ def _positions(config: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
 
 
 def _scaled(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """By `linear` all are slower; by `llama3` those of long waves, and between a blend."""
+    """`linear` scales all frequencies; `llama3` scales the low ones and blends those between."""
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         return frequencies / rope["factor"]

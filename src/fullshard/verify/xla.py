@@ -1,10 +1,9 @@
 """`fullshard verify` with `backend: jax`: XLA's step against one process of torch.
 
-The other side is the same reference, which knows neither fullshard nor jax. On this side one
-process (`python -m fullshard.verify.xla FOLDER`) plays every rank, on a CPU device each, with the
-very step that a run trains with, so that every strategy runs on any machine. It writes down what
-each device holds: nothing that was gathered takes part in the comparison, except where gathering is
-what is compared (the saved state).
+The reference is the one for torch, which imports neither fullshard nor jax. One process (`python -m
+fullshard.verify.xla FOLDER`) plays every rank on a CPU device of its own with the step of a run, so
+every strategy can be verified on any machine. It writes the elements on each device. Only the saved
+state is gathered, because there the gather itself is checked.
 
     float64    20 steps, the reference's norms as wide as its weights      1e-10
     float32    20 steps, transformers' model as it is                      1e-5
@@ -42,7 +41,7 @@ from fullshard.saving import SaveSettings
 from fullshard.verify.check import PreparedCheck, model_config_of, passes_of
 from fullshard.verify.faults import Fault, injection_of
 from fullshard.verify.job import OPTIMIZER, WEIGHTS, Job, Pass
-from fullshard.xla import optim, processes
+from fullshard.xla import opt_state, processes
 from fullshard.xla.decoder import BLOCKS, EMBEDDING, HEAD, DecoderConfig, loss_fn, plan_table
 from fullshard.xla.mesh import make_mesh
 from fullshard.xla.opt_state import trained
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 
 RANK_MODULE = "fullshard.verify.xla"
 NUM_STEPS = 20
-LEARNING_RATE = 1e-3  # rounding noise grows with every step, the faster the more a step changes
+LEARNING_RATE = 1e-3  # rounding noise grows faster with larger steps
 EXACT, SINGLE = 1e-10, 1e-5
 MOST_DEVICES = 8
 
@@ -98,7 +97,7 @@ def prepare(config: RunConfig, fault: Fault | None) -> PreparedCheck:
 
 
 def _fit_devices(config: RunConfig, notes: list[str]) -> int:
-    """How many devices are played: those of the run, where they are few."""
+    """Number of devices to play: that of the run if it is small enough."""
     asked, sharding = config.launch.num_processes, config.sharding
     sizes = (sharding.replicate or 1) * (sharding.shard or 1)
     fitting = asked if asked is not None and asked <= MOST_DEVICES else None
@@ -117,7 +116,7 @@ def _fit_devices(config: RunConfig, notes: list[str]) -> int:
 
 
 def _passes(sharding: ShardConfig, table: ArraysPlan) -> tuple[Pass, ...]:
-    """In float64 and float32; and in the user's dtypes where these are lower."""
+    """One pass in float64, one in float32, and one in the user's dtypes if those are lower."""
     sizes = {"replicate": table.mesh.replicate, "shard": table.mesh.shard}
     settings: dict[str, Any] = {key: value for key, value in sharding if key != "poison"}
     wide, *low = passes_of({**settings, **sizes}, EXACT)
@@ -133,14 +132,14 @@ Batches = list[dict[str, np.ndarray]]
 
 
 class Seen(NamedTuple):
-    """An optimizer's state, and the gradients that its last update was given."""
+    """An optimizer's state, and the gradients of its last update."""
 
     gradients: Any
     inner: Any
 
 
 def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same optimizer; its state shows the gradients, each lying like its parameter."""
+    """The optimizer with its gradients in its state, sharded like their parameters."""
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Seen:
@@ -155,7 +154,7 @@ def seeing(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 
 class DeviceResults:
-    """What every device computed, in the form that verify's other ranks leave it."""
+    """What every device computed, in the files that a torch rank writes."""
 
     def __init__(self, placed: XlaPlan, job: Job) -> None:
         self._plan, self._job = placed, job
@@ -166,7 +165,7 @@ class DeviceResults:
         self.numbers: dict[str, list[float]] = {"loss": [], "norm": []}
 
     def keep(self, step: int, state: State, metrics: dict[str, Any]) -> None:
-        """Losses of every step; parameters and gradients of those that are told."""
+        """Records loss and norm of a step, and tensors if it is one of `told_steps`."""
         self.numbers["loss"].append(float(metrics["loss"]))
         self.numbers["norm"].append(float(metrics["grad_norm"]))
         if step not in self._job.told_steps:
@@ -185,17 +184,17 @@ class DeviceResults:
                     self.boxes[rank][name] = {"box": box, "unit": name.rpartition(".")[0]}
 
     def write(self, folder: Path) -> None:
-        """Leaves all of it for the comparison, a rank a device."""
+        """Writes everything for the comparison, with one rank per device."""
         folder.mkdir(exist_ok=True)
         for rank, tensors in enumerate(self.tensors):
-            pieces = [self.boxes[rank]] * 2  # of the model that was trained, and of the loaded one
+            pieces = [self.boxes[rank]] * 2  # of the trained model, then of the loaded one
             facts = {**self.numbers, "pieces": pieces, "first_nan": None}
             save_file(tensors, folder / f"rank_{rank}.safetensors")
             (folder / f"rank_{rank}.json").write_text(json.dumps(facts))
 
 
 def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, list[list[int]], np.ndarray]]:
-    """Name, box and values of each tensor that a device's part has elements of; no padding."""
+    """Name, box and values of each tensor in a device's shard, without padding."""
     index, data = shard.index, np.asarray(shard.data)
     index, layers = (index[1:], data) if array.block else (index, data[None])
     spans = [s.indices(size) for s, size in zip(index, array.padded_shape, strict=True)]
@@ -206,7 +205,7 @@ def _layers_of(array: ArrayPlan, shard: Any) -> Iterator[tuple[str, list[list[in
 
 
 def run_pass(folder: Path, job: Job, choice: Pass) -> None:
-    """Train, save, load into a fresh state, train one step more; all of it written down."""
+    """Trains, saves, loads into a fresh state and trains one more step; records all of it."""
     jax.config.update("jax_enable_x64", choice.master_dtype == "float64")  # as a run does
     decoder = DecoderConfig.of(read_config(folder, "model"))
     placed = _planned(decoder, ShardConfig.of(choice.sharding), job.frozen)
@@ -253,7 +252,7 @@ def _train(
 
 
 def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str]) -> XlaPlan:
-    """On this process's devices; an array is frozen where its first tensor is."""
+    """The plan on this process's devices; an array is frozen if its first tensor is."""
     assert sharding.replicate is not None, "the job says both"
     assert sharding.shard is not None, "the job says both"
     devices = jax.devices()[: sharding.replicate * sharding.shard]
@@ -267,11 +266,11 @@ def _planned(decoder: DecoderConfig, sharding: ShardConfig, frozen: Sequence[str
 def _optimizer(placed: XlaPlan, job: Job) -> optax.GradientTransformation:
     numbers = job.optimizer
     decay = trained(placed, placed.map(lambda _: numbers["weight_decay"]))
-    return optim.adamw((numbers["beta1"], numbers["beta2"]), numbers["epsilon"], decay)
+    return opt_state.adamw((numbers["beta1"], numbers["beta2"]), numbers["epsilon"], decay)
 
 
 def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
-    """Every step's samples: those of rank 0, then of rank 1 ..., as devices take them."""
+    """The samples of every step, in rank order, which is the order of the devices."""
     found, injection = load_file(folder / "batches.safetensors"), injection_of(job.fault)
     ranks = range(job.world_size)
     sources = [rank if honest else injection.source(rank, job.world_size) for rank in ranks]
@@ -288,14 +287,14 @@ def _batches_of(folder: Path, job: Job, *, honest: bool = False) -> Batches:
 
 
 def run_passes(folder: Path) -> None:
-    """Every pass of the folder's job, in a process that has the devices."""
+    """Runs every pass of the folder's job in a process that has the devices."""
     job = Job.read(folder)
     for choice in job.passes:
         run_pass(folder, job, choice)
 
 
 def main() -> None:
-    """Makes the devices and runs the job."""
+    """Creates the devices and runs the job."""
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     quiet_libraries()

@@ -9,18 +9,22 @@ See [Note: chunks on XLA].
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fullshard.config.schema import DistillConfig
-from fullshard.config.values import DistillLoss
-from fullshard.xla.decoder import IGNORED, head_of, hidden_of
-from fullshard.xla.divergence import divergence, top_k_divergence
+from fullshard.config.schema import DistillConfig, ShardConfig
+from fullshard.config.values import DistillLoss, DType, Strategy
+from fullshard.errors import ConfigError
+from fullshard.planner.arrays import ArraysPlan
+from fullshard.planner.mesh import Mesh
+from fullshard.planner.strategy import row_of
+from fullshard.xla.decoder import BLOCKS, IGNORED, head_of, hidden_of
 from fullshard.xla.head import ChunkLoss, Decoder, Rows, chunked, cross_entropy, predicting
-from fullshard.xla.losses import LossFn
-from fullshard.xla.plan import Tree
+from fullshard.xla.plan import Tree, table_of
+from fullshard.xla.step import LossFn
 
 PROJECTION = "distill_projection"  # of a student whose width is not its teacher's
 TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before
@@ -45,7 +49,7 @@ def distillation(student: Decoder, teacher: Decoder | None, settings: DistillCon
         rows, head = Rows.of(own, batch), head_of(student.config, params)
         if settings.loss is DistillLoss.HIDDEN:
             labels = (1 - settings.alpha) * chunked(rows, head, None, cross_entropy, size)
-            apart = _apart(rows, seen, params.get(PROJECTION))
+            apart = _hidden_loss(rows, seen, params.get(PROJECTION))
             return settings.alpha * apart + labels, rows.count
         rows = rows.beside({"hidden": seen})
         total = chunked(rows, head, head_of(teacher.config, given), _against(settings), size)
@@ -77,9 +81,88 @@ def _against(settings: DistillConfig) -> ChunkLoss:
     return loss
 
 
-def _apart(rows: Rows, teacher: jax.Array, projection: Tree | None) -> jax.Array:
+def _hidden_loss(rows: Rows, teacher: jax.Array, projection: Tree | None) -> jax.Array:
     """Mean square over the width, summed over tokens."""
     seen = rows.hidden if projection is None else rows.hidden @ projection["weight"].T
     wide = jnp.promote_types(seen.dtype, jnp.float32)
     each = jnp.mean(jnp.square(seen.astype(wide) - teacher.astype(wide)), axis=-1)
     return jnp.sum(jnp.where(rows.others["labels"] != IGNORED, each, 0.0))
+
+
+def divergence(student: jax.Array, teacher: jax.Array, settings: DistillConfig) -> jax.Array:
+    """(num_tokens,) each token's.
+
+    Args:
+        student: (num_tokens, vocabulary) logits.
+        teacher: The same; entries that one of them has alone are padding.
+        settings: Settings; loss, temperature and beta are read.
+    """
+    size = min(student.shape[1], teacher.shape[1])
+    q = _log_probabilities(student[:, :size], settings.temperature)
+    p = _log_probabilities(teacher[:, :size], settings.temperature).astype(q.dtype)
+    match settings.loss:
+        case DistillLoss.FORWARD_KL:
+            value = _kl(p, q)
+        case DistillLoss.REVERSE_KL:
+            value = _kl(q, p)
+        case DistillLoss.JSD:
+            beta = settings.beta
+            middle = jnp.logaddexp(p + math.log(beta), q + math.log(1 - beta))
+            value = beta * _kl(p, middle) + (1 - beta) * _kl(q, middle)
+        case DistillLoss.HIDDEN:
+            raise AssertionError("hidden states have no vocabulary")
+    return value * settings.temperature**2
+
+
+def top_k_divergence(
+    student: jax.Array, values: jax.Array, ids: jax.Array, settings: DistillConfig
+) -> jax.Array:
+    """(num_tokens,) forward_kl against the k logits a token that were kept.
+
+    Args:
+        student: (num_tokens, vocabulary) logits.
+        values: (num_tokens, k) of the teacher's logits.
+        ids: (num_tokens, k) token ids that they belong to.
+        settings: Settings; the temperature is read.
+    """
+    whole = _log_probabilities(student, settings.temperature)
+    q = jnp.take_along_axis(whole, ids, axis=-1)
+    p = _log_probabilities(values, settings.temperature).astype(q.dtype)
+    return _kl(p, q) * settings.temperature**2
+
+
+def _log_probabilities(logits: jax.Array, temperature: float) -> jax.Array:
+    """In float32 at least."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jax.nn.log_softmax(wide / temperature, axis=-1)
+
+
+def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+
+
+def teacher_table(
+    shapes: Tree, strategy: Strategy, dtype: DType, student: ArraysPlan
+) -> ArraysPlan:
+    """What a teacher holds; needs no device.
+
+    Args:
+        shapes: Shapes of its arrays.
+        strategy: no_shard has all of it on every device; the others part it as the student is.
+        dtype: That its weights are kept, gathered and computed with in.
+        student: The plan whose mesh it shares.
+
+    Raises:
+        ConfigError: The strategy wants another mesh than the student's.
+    """
+    own, theirs = row_of(strategy), row_of(student.strategy)
+    alike = theirs.shard_params and own.hybrid == theirs.hybrid
+    if own.shard_params and not alike and student.mesh.world_size > 1:
+        raise ConfigError(
+            f"distill.teacher_strategy: expected no_shard or one like the student's "
+            f"({student.strategy}) with backend: jax, whose teacher lies on the student's mesh; "
+            f"got {strategy}. Choose such a one, shard the student likewise or use backend: torch."
+        )
+    mesh = student.mesh if own.shard_params else Mesh(student.mesh.world_size, 1)
+    settings = ShardConfig.of(None, strategy=strategy, master_dtype=dtype)
+    return table_of(shapes, settings, mesh, BLOCKS, freeze=("*",))

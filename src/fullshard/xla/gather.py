@@ -7,6 +7,18 @@ dtype. It is scattered over the shard axis first, and what the replicate axis th
 the gradient that jax would derive sums whole gradients there.
 
 Under `shard_map` without varying types a model may scan from a constant, as it does on one device.
+
+[Note: messages over gloo]
+Each collective is one of XLA's per array, except between CPU processes. XLA's gloo is fastest when
+each rank sends every other rank only what that rank needs, so all three are such an exchange:
+
+    sum, 2 ranks      exchange     add up, in rank order    exchange
+    a0 a1             a0 b0        s0                       s0 s1
+    b0 b1             a1 b1        s1                       s0 s1
+
+The arrays of a block travel as one message per dtype: in each exchange the ranks wait for the
+slowest, and XLA does not join collectives on CPUs. The number of bytes is the same; a sum is a
+reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -24,7 +36,6 @@ from fullshard.config.values import RecomputeKind
 from fullshard.errors import ConfigError
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.planner.mesh import Mesh
-from fullshard.xla import wire
 from fullshard.xla.mesh import REPLICATE, SHARD
 from fullshard.xla.plan import Tree, XlaPlan, unpad
 
@@ -70,7 +81,7 @@ def gather_arrays(arrays: Sequence[ArrayPlan], shards: Tree, mesh: Mesh) -> Tree
 
 
 def collect(array: ArrayPlan, shard: jax.Array) -> jax.Array:
-    """An array that is not stacked, whole; its gradient is the caller's affair: `reduce`."""
+    """Gathers an array that is not stacked; the caller reduces its gradient with `reduce`."""
     return unpad(array, _collect([array], [shard])[0])
 
 
@@ -83,7 +94,7 @@ def reduce(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
 def _collect(arrays: Sequence[ArrayPlan], shards: Sequence[jax.Array]) -> list[jax.Array]:
     met = [shard.astype(a.dtypes.compute) for a, shard in zip(arrays, shards, strict=True)]
     dims = {at: array.cut.dim for at, array in enumerate(arrays) if array.cut.dim is not None}
-    wholes = wire.gather([met[at] for at in dims], SHARD, list(dims.values()))
+    wholes = all_gather([met[at] for at in dims], SHARD, list(dims.values()))
     for at, whole in zip(dims, wholes, strict=True):
         met[at] = whole
     return met
@@ -96,21 +107,21 @@ def _reduce(arrays: Sequence[ArrayPlan], grads: Sequence[jax.Array], mesh: Mesh)
     ]
     trained = [at for at, array in enumerate(arrays) if array.trainable]
     parted = {at: dim for at in trained if (dim := arrays[at].cut.dim) is not None}
-    parts = wire.scatter([found[at] for at in parted], SHARD, list(parted.values()))
+    parts = reduce_scatter([found[at] for at in parted], SHARD, list(parted.values()))
     for at, part in zip(parted, parts, strict=True):
         found[at] = part.astype(arrays[at].dtypes.accumulate)
     whole = [at for at in trained if at not in parted]
     sizes = {SHARD: mesh.shard, REPLICATE: mesh.replicate}
     for chosen, axes in ((list(parted), (REPLICATE,)), (whole, (SHARD, REPLICATE))):
         live = [axis for axis in axes if sizes[axis] > 1]
-        sums = wire.total([found[at] for at in chosen], live)
+        sums = all_reduce([found[at] for at in chosen], live)
         for at, summed in zip(chosen, sums, strict=True):
             found[at] = summed.astype(arrays[at].dtypes.accumulate)
     return found
 
 
 def _unread(array: ArrayPlan, grad: jax.Array, mesh: Mesh) -> jax.Array:
-    """Of an array that is not trained: nobody looks at it."""
+    """Zeros for the unused gradient of an array that is not trained."""
     parts = [mesh.shard if at == array.cut.dim else 1 for at in range(grad.ndim)]
     sizes = [size // part for size, part in zip(grad.shape, parts, strict=True)]
     return jnp.zeros(sizes, array.dtypes.accumulate)
@@ -135,7 +146,7 @@ def scan_blocks(  # noqa: PLR0913  (settings by name)
         block: (parameters of one layer, x) -> x, of the same shapes and dtypes.
         x: Input of the first block.
         stacked: Shards, with a first axis of layers.
-        plan: Plan of the model; its `activation_checkpointing` says what backward computes anew.
+        plan: Plan of the model; its `activation_checkpointing` says what backward recomputes.
         unit: Path of the stacked subtree; None: the only one.
         inputs: A tree with a first axis of layers, of which each block gets its part as a third
             argument: keys of dropout, rates of stochastic depth.
@@ -242,3 +253,56 @@ def _is_gather(primitive: Any, params: dict[str, Any]) -> bool:
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _MOVES and not _is_gather(primitive, params)
+
+
+Arrays = Sequence[jax.Array]
+
+
+def all_gather(parts: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
+    """Concatenates the parts of all devices along a mesh axis on each array's dimension."""
+    pairs = list(zip(parts, dims, strict=True))
+    if not over_gloo():
+        return [lax.all_gather(part, axis, axis=dim, tiled=True) for part, dim in pairs]
+    num = lax.axis_size(axis)
+    found = _exchange([jnp.broadcast_to(part, (num, *part.shape)) for part in parts], axis)
+    return [jnp.concatenate([*rows], dim) for rows, dim in zip(found, dims, strict=True)]
+
+
+def reduce_scatter(wholes: Arrays, axis: str, dims: Sequence[int]) -> list[jax.Array]:
+    """Sums over a mesh axis and returns this device's part on each array's dimension."""
+    pairs = list(zip(wholes, dims, strict=True))
+    if not over_gloo():
+        return [lax.psum_scatter(w, axis, scatter_dimension=dim, tiled=True) for w, dim in pairs]
+    num = lax.axis_size(axis)
+    found = _exchange([jnp.stack(jnp.split(whole, num, dim)) for whole, dim in pairs], axis)
+    return [rows.sum(0, dtype=rows.dtype) for rows in found]
+
+
+def all_reduce(values: Arrays, axes: Sequence[str]) -> list[jax.Array]:
+    """Sums over mesh axes."""
+    if not over_gloo():
+        return [lax.psum(value, tuple(axes)) if axes else value for value in values]
+    summed, dims = list(values), [0] * len(values)
+    for axis in axes:
+        flat = [jnp.pad(x.reshape(-1), (0, -x.size % lax.axis_size(axis))) for x in summed]
+        wholes = all_gather(reduce_scatter(flat, axis, dims), axis, dims)
+        summed = [w[: x.size].reshape(x.shape) for w, x in zip(wholes, summed, strict=True)]
+    return summed
+
+
+def _exchange(rows: Arrays, axis: str) -> list[jax.Array]:
+    """Row i of each array goes to rank i; row i of what comes is that of rank i."""
+    found: list[jax.Array] = list(rows)
+    for dtype in dict.fromkeys(array.dtype for array in rows):
+        chosen = [at for at, array in enumerate(rows) if array.dtype == dtype]
+        flat = [rows[at].reshape(rows[at].shape[0], -1) for at in chosen]
+        came = lax.all_to_all(jnp.concatenate(flat, 1), axis, 0, 0, tiled=True)
+        stops = [sum(part.shape[1] for part in flat[:count]) for count in range(1, len(flat))]
+        for at, part in zip(chosen, jnp.split(came, stops, 1), strict=True):
+            found[at] = part.reshape(rows[at].shape)
+    return found
+
+
+def over_gloo() -> bool:
+    """Whether the devices are CPUs of several processes."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"

@@ -1,11 +1,11 @@
-"""A loss in the model's head: the logits of a chunk of tokens at a time, and their gradients.
+"""The loss of the model's head, computed on chunks of tokens together with its gradients.
 
     gather, block, ...   --> hidden (tokens, width)  --> chunks: logits, loss, gradients
 
 [Note: chunks on XLA]
-Logits are made a chunk at a time, in a loop, and with them the gradients of hidden states and of
-the head's weight: nobody holds logits of all tokens, and none are made a second time in backward.
-Shapes must not depend on data, so tokens that predict nothing take part and count nothing.
+A loop computes the logits of one chunk at a time, and with them the gradients of the hidden states
+and of the head's weight. The logits of all tokens never exist at once, and none are recomputed in
+backward. Shapes must not depend on data, so ignored tokens are computed too and counted as zero.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fullshard.xla.decoder import IGNORED, DecoderConfig, head_of, hidden_of, loss_fn, token_loss
-from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
+from fullshard.xla.step import LossFn
 
 # (model's logits, what else a chunk's tokens have, another model's head) -> their loss, summed.
 ChunkLoss = Callable[[jax.Array, Any, Any], jax.Array]
@@ -63,7 +63,7 @@ class Rows:
 
     Attributes:
         hidden: (rows, width) of the model.
-        others: (rows, ...) arrays of which nobody wants gradients; `labels` among them.
+        others: (rows, ...) arrays without gradients, including `labels`.
     """
 
     hidden: jax.Array

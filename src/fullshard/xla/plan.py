@@ -135,7 +135,7 @@ def plan(
     blocks: Sequence[str] = (),
     freeze: Sequence[str] = (),
 ) -> XlaPlan:
-    """Say where every array of a model will lie, and what a step will move.
+    """Plans the sharding of every array of a model, and the collectives of a step.
 
     Args:
         shapes: Arrays, or what `jax.eval_shape(init_fn, key)` gives: any pytree.
@@ -187,7 +187,7 @@ def table_of(
 
 
 def spec_of(array: ArrayPlan) -> PartitionSpec:
-    """How an array lies on the mesh."""
+    """The PartitionSpec of an array."""
     axes: list[str | None] = [None] * len(array.stored_shape)
     if array.cut.dim is not None:
         axes[array.cut.dim + bool(array.block)] = SHARD

@@ -1,36 +1,39 @@
-"""Several processes as one machine: each a rank, with devices of its own."""
+"""The processes of a run on XLA: each is one rank with its own devices."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, raise_together
 
 
 def join(rank: int, world_size: int, publish: Callable[[], str], *, wide: bool = False) -> None:
-    """Meet the other processes; before anything else that jax does.
+    """Connects the processes; must run before any other use of jax.
 
     Args:
-        rank: This process.
-        world_size: All of them; 1 meets nobody.
-        publish: Gives the coordinator's address, the same to all.
-        wide: Whether float64 is computed with.
+        rank: Rank of this process.
+        world_size: Number of processes; with 1 there is no rendezvous.
+        publish: Returns the coordinator's address, equal on all processes.
+        wide: Whether to enable float64.
 
     Raises:
-        ConfigError: There is more than one device a process.
+        ConfigError: A process has more than one device.
     """
     jax.config.update("jax_enable_x64", wide)
-    jax.config.update("jax_enable_preemption_service", False)  # signals are the run's affair
+    jax.config.update("jax_enable_preemption_service", False)  # the run handles signals
     if world_size > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # Programs in flight side by side share one gloo group, in which their collectives must
@@ -90,3 +93,24 @@ def leave() -> None:
     """Where all processes are at their end. Does nothing in one that is alone."""
     if jax.process_count() > 1:
         jax.distributed.shutdown()
+
+
+T = TypeVar("T")
+
+
+def tell(value: Any) -> list[Any]:
+    """Returns the values of all processes, in their order. A collective."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([data.size]))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: data.size] = data
+    rows = multihost_utils.process_allgather(padded)
+    pairs = zip(rows, sizes.reshape(-1), strict=True)
+    return [pickle.loads(bytes(row[: int(size)])) for row, size in pairs]
+
+
+def agree(do: Callable[[], T]) -> T:
+    """Returns what `do` returns; if it fails in one process, it raises in all. A collective."""
+    return raise_together(tell, jax.process_index(), do)

@@ -16,6 +16,22 @@ global batch has micro-batches x devices parts, in the order of its samples; par
     fold_in(fold_in(key, state.step), i)
 
 so that one device which runs the parts in turn, each with its key, computes the same.
+
+[Note: losses]
+A loss function gets one device's samples of one micro-batch, and returns sums over them:
+
+    loss_fn(params, batch)                   -> total, count
+    loss_fn(params, batch)                   -> total, count, metrics
+    loss_fn(params, batch, variables=...)    -> total, count, metrics, variables
+    loss_fn(params, batch, rng=...)             if the step is given a key
+
+The step adds totals, counts and metrics of all devices and micro-batches and divides by the count.
+A term that is not a sum over tokens, such as a regularizer, is therefore multiplied by the count:
+`total + weight * norm * count` is the mean plus `weight * norm`, on any number of devices.
+
+`variables` is `state.variables`, such as BatchNorm's running averages. The returned ones are given
+to the device's next micro-batch. At the end of the step they are averaged over devices (integers
+and keys are taken from the first device).
 """
 
 from __future__ import annotations
@@ -23,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +49,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.errors import ConfigError, DataError
-from fullshard.xla import wire
-from fullshard.xla.gather import collect, reduce
-from fullshard.xla.losses import LossFn, Sums, sums_of
+from fullshard.xla.gather import all_reduce, collect, reduce
 from fullshard.xla.mesh import SHARD, compiler_options_for, live_axes
 from fullshard.xla.opt_state import fresh, opt_shardings, trained, updated
 from fullshard.xla.plan import Tree, XlaPlan, batch_spec, own_shape, pad, unpad
@@ -51,11 +65,11 @@ NORM_EPSILON = 1e-6  # torch's: optax clips without
 )
 @dataclass(frozen=True)
 class State:
-    """What a step changes.
+    """The state that a step updates.
 
     Attributes:
         params: Sharded arrays in the master dtype, padded where the plan says.
-        opt_state: The optimizer's; None where there is none.
+        opt_state: State of the optimizer; None without one.
         step: Updates so far, an int32 scalar.
         plan: Plan of the model.
         variables: What the loss changes without gradients, such as BatchNorm's averages; every
@@ -222,8 +236,8 @@ def train_step(  # noqa: PLR0913  (settings by name)
         tx: Any optax transformation. Those that change single elements cost no communication.
         max_grad_norm: Clip above it, as torch does.
         num_micro_batches: Batches whose gradients are added before the update.
-        given: Further arrays, met by the loss as a third argument in the same way. Nobody asks
-            for their gradients, and every step reads the same ones.
+        given: Further arrays, passed to the loss as a third argument in the same way. They have
+            no gradients and do not change between steps.
         compiler_options: XLA's, on top of those that `compiler_options_for` gives for the backend.
     """
     tx = optax.with_extra_args_support(tx)
@@ -263,7 +277,7 @@ def train_step(  # noqa: PLR0913  (settings by name)
 def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
     """The loss of (parameters, batch), from the shards of what is given.
 
-    What of it lies outside of blocks is gathered here, once for all micro-batches.
+    Its arrays outside of blocks are gathered here, once for all micro-batches.
     """
     if given is None:
         return lambda _: loss_fn
@@ -279,8 +293,8 @@ def _seeing(loss_fn: LossFn, given: Given | None) -> Callable[[Tree], LossFn]:
 def eval_step(plan: XlaPlan, loss_fn: LossFn) -> Callable[[State, Any], tuple[Any, ...]]:
     """(state, batch) -> what the loss function returns, summed over all devices.
 
-    That is (summed loss, label tokens), and the metrics where there are such. Variables are read
-    and not changed.
+    The result is (summed loss, label tokens), and the metrics if the loss returns them. Variables
+    are read and not changed.
     """
 
     def totals(params: Tree, batch: Any, variables: Tree) -> tuple[Any, ...]:
@@ -346,8 +360,8 @@ def gradients(
 ) -> tuple[Tree, dict[str, jax.Array], Tree]:
     """Gradients of the mean over all label tokens, metrics, and variables; on one device.
 
-    What lies outside of blocks is gathered once for all micro-batches: XLA would take such a
-    gather out of their loop on some backends and not on others.
+    Arrays outside of blocks are gathered once for all micro-batches: XLA would move such a gather
+    out of the loop on some backends only.
     """
     met, loss_fn = whole_but_blocks(plan, params), seeing(beside.given)
     arrays = [array for array in plan.table.arrays if array.trainable]
@@ -422,7 +436,7 @@ def _averaged(plan: XlaPlan, variables: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(variables)
     at = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     wide = [leaves[i].astype(_wide(plan, leaves[i])) for i in at]
-    for i, total in zip(at, wire.total(wide, live_axes(plan.mesh)), strict=True):
+    for i, total in zip(at, all_reduce(wide, live_axes(plan.mesh)), strict=True):
         leaves[i] = (total / plan.table.mesh.world_size).astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, leaves)
 
@@ -438,16 +452,16 @@ def _norm(plan: XlaPlan, grads: Sequence[jax.Array]) -> jax.Array:
         else:
             parted = parted + square
     if plan.table.mesh.shard > 1:
-        (parted,) = wire.total([parted], (SHARD,))
+        (parted,) = all_reduce([parted], (SHARD,))
     return jnp.sqrt(parted + whole)
 
 
 def _sum_over(plan: XlaPlan, value: jax.Array) -> jax.Array:
-    return wire.total([value], live_axes(plan.mesh))[0]
+    return all_reduce([value], live_axes(plan.mesh))[0]
 
 
 def _merge(plan: XlaPlan, params: Tree, mine: Tree) -> Tree:
-    """Updated arrays where there are such, else those of before."""
+    """Parameters with the trained arrays replaced."""
     updated = iter(jax.tree.leaves(mine))
     return plan.with_arrays(lambda array, leaf: next(updated) if array.trainable else leaf, params)
 
@@ -478,3 +492,74 @@ def whole_array(array: Any, leaf: jax.Array) -> Any:
         whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # pyright: ignore[reportAttributeAccessIssue]
         leaf = jax.jit(lambda x: x, out_shardings=whole)(leaf)
     return unpad(array, np.asarray(leaf))
+
+
+LossFn = Callable[..., tuple[Any, ...]]
+RESERVED = ("loss", "grad_norm", "num_tokens")
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("total", "count", "metrics", "variables"),
+    meta_fields=(),
+)
+@dataclass(frozen=True)
+class Sums:
+    """What a loss function returned. See [Note: losses]."""
+
+    total: jax.Array
+    count: jax.Array
+    metrics: dict[str, jax.Array]
+    variables: Any
+
+
+def sums_of(found: Any, variables: Any, *, new: bool = True) -> Sums:
+    """What a loss function returned, checked.
+
+    Args:
+        found: What it returned.
+        variables: What it was given as variables; None: it was given none.
+        new: Whether it has to return such ones.
+
+    Raises:
+        ConfigError: It has another form.
+    """
+    if not isinstance(found, tuple) or not 2 <= len(found) <= 4:
+        size = f" of {len(found)}" if isinstance(found, tuple) else ""
+        raise _wrong(type(found).__name__ + size)
+    total, count, metrics, changed = (*found, *({}, None)[len(found) - 2 :])
+    for what, value in (("total", total), ("count", count)):
+        if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+            raise _wrong(f"a {what} that is a {type(value).__name__}")
+        if jnp.ndim(value):
+            raise _wrong(f"a {what} of shape {jnp.shape(value)}")
+    if not isinstance(metrics, Mapping):
+        raise _wrong(f"metrics that are a {type(metrics).__name__}")
+    if taken := [name for name in RESERVED if name in metrics]:
+        raise _wrong(f"metrics with the name {taken[0]!r}, which the step's own have")
+    total = jnp.asarray(total)
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise _wrong(f"a total of {total.dtype}")
+    table = cast("Mapping[str, Any]", metrics)
+    values = {name: jnp.asarray(value) for name, value in table.items()}
+    changed = _like(variables, changed) if new else None
+    return Sums(total, jnp.asarray(count), values, changed)
+
+
+def _like(old: Any, new: Any) -> Any:
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise _wrong(
+            f"variables of another structure than it was given ({jax.tree.structure(old)})"
+        )
+    shapes = [tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(tree)) for tree in (old, new)]
+    if shapes[0] != shapes[1]:
+        raise _wrong(f"variables of shapes {shapes[1]}; it was given {shapes[0]}")
+    return jax.tree.map(lambda a, b: jnp.asarray(b, getattr(a, "dtype", None)), old, new)
+
+
+def _wrong(got: str) -> ConfigError:
+    return ConfigError(
+        f"loss_fn: expected (summed loss, number of label tokens), both scalars, then a mapping of "
+        f"summed metrics and, where the state has variables, the new ones; got {got}. A mean is "
+        "returned as (mean * count, count)."
+    )

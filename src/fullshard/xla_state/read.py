@@ -1,4 +1,4 @@
-"""Loading: each device reads its box of every tensor, whoever wrote it in whatever ranges."""
+"""Loading: each device reads its box of every tensor, independent of the ranges in the files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fullshard.checkpoint.files import TensorFile
 from fullshard.checkpoint.format import Kind, key_of
-from fullshard.checkpoint.read import Checkpoint, first_whole
-from fullshard.checkpoint.retain import Found, candidates
+from fullshard.checkpoint.read import Checkpoint, choose
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.errors import CheckpointError
 from fullshard.formats.hugging_face import files_of
@@ -28,18 +27,19 @@ from fullshard.loading import is_checkpoint, state_tensor
 from fullshard.planner.arrays import ArrayPlan
 from fullshard.saving import SAVES
 from fullshard.xla.plan import XlaPlan
+from fullshard.xla.processes import agree
 from fullshard.xla.step import State, scalar, with_optimizer
-from fullshard.xla.together import agree, tell
-from fullshard.xla_state.states import (
+from fullshard.xla_state.write import (
     NUMPY,
     OTHERS,
     VARIABLES,
+    Beside,
     bytes_of,
     is_adamw,
     named_leaves,
+    ranks,
     states_of,
 )
-from fullshard.xla_state.write import Beside
 
 
 def load(
@@ -91,7 +91,7 @@ def load_values(path: Path) -> dict[str, Any]:
 
 def _opened(path: Path) -> AbstractContextManager[Checkpoint]:
     agree(SAVES.wait)
-    return Checkpoint.open(_choose(path), checked=True)
+    return Checkpoint.open(choose(ranks(), path), checked=True)
 
 
 def _num_updates(checkpoint: Checkpoint, get_tensor: Callable[[str], Any]) -> int:
@@ -223,12 +223,6 @@ def _open_folder(path: Path) -> Generator[_Folder]:
         names = files_of(path, ONE_FILE, INDEX)
         files = [closing.enter_context(TensorFile.open(path / name)) for name in names]
         yield _Folder(path, {name: file for file in files for name in file.entries})
-
-
-def _choose(path: Path) -> Found:
-    """The newest complete and undamaged checkpoint, the same on all processes. A collective."""
-    seat = (jax.process_index(), jax.process_count())
-    return first_whole(path, agree(partial(candidates, path)), seat, tell)
 
 
 def _read_arrays(plan: XlaPlan, source: Source, key: Callable[[str], str]) -> Any:

@@ -1,7 +1,7 @@
 """Saving: every process writes its ranges of all tensors.
 
-An array that is cut along a later dimension is no range of its tensor. So that readers find ranges
-alone, one layer of it after another is cut anew, along its elements, before it is written.
+A part of an array that is cut along a later dimension is not a range of its tensor. Each layer is
+therefore cut again, along its elements, before it is written.
 """
 
 from __future__ import annotations
@@ -20,27 +20,17 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fullshard.checkpoint import commit
+from fullshard.checkpoint.commit import Documents, Ranks
 from fullshard.checkpoint.files import Piece
-from fullshard.checkpoint.format import PLAN, STATE, Kind, key_of, step_name
-from fullshard.checkpoint.retain import tidy
+from fullshard.checkpoint.format import PLAN, STATE, Kind, key_of
 from fullshard.errors import CheckpointError
 from fullshard.planner.arrays import ArrayPlan
-from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write_files
+from fullshard.saving import GROUPS, SAVES, SCALARS, SaveSettings, Values, write
 from fullshard.xla.mesh import SHARD
-from fullshard.xla.plan import XlaPlan, unpad
+from fullshard.xla.opt_state import Leaf, leaves_of
+from fullshard.xla.plan import XlaPlan, path_name, unpad
+from fullshard.xla.processes import agree, tell
 from fullshard.xla.step import State
-from fullshard.xla.together import agree, tell
-from fullshard.xla_state.states import (
-    OTHERS,
-    VARIABLES,
-    bytes_of,
-    dtype_name,
-    is_adamw,
-    leaf_pieces,
-    named_leaves,
-    states_of,
-)
 
 
 @dataclass(frozen=True)
@@ -62,22 +52,22 @@ def save(folder: Path, state: State, settings: SaveSettings, beside: Beside | No
     """Save a state; any engine on any number of ranks loads it. A collective.
 
     Raises:
-        CheckpointError: On every process, if any cannot write; those of before are untouched.
+        CheckpointError: On every process, if any cannot write; older checkpoints are untouched.
     """
     beside = beside or Beside()
     agree(SAVES.wait)
     plan = state.plan
     facts, own = agree(partial(_facts, state, settings.step, beside))
     pieces = [piece for piece in _pieces(state) if piece.is_there]
-    target = folder / step_name(settings.step) if settings.step is not None else folder
-    place = _open_place(target.resolve(), settings)
     texts = {STATE: json.dumps(facts, indent=1), PLAN: plan.table.to_json(), **settings.texts}
-    documents = commit.Documents(settings.step, texts, beside.tied)
-    first = jax.process_index() == 0
-    seat = (jax.process_index(), jax.process_count())
-    work = partial(write_files, seat, place, pieces + own * first, documents, settings.keep)
-    work() if settings.wait else SAVES.start(work)
-    return target
+    pieces += own if jax.process_index() == 0 else []
+    documents = Documents(settings.step, texts, beside.tied)
+    return write(ranks(), settings.target(folder), pieces, documents, settings)
+
+
+def ranks() -> Ranks:
+    """The processes of jax."""
+    return Ranks(jax.process_index(), jax.process_count(), tell, agree)
 
 
 def _pieces(state: State) -> Iterator[Piece]:
@@ -185,19 +175,73 @@ def _facts(state: State, step: int | None, beside: Beside) -> tuple[dict[str, An
     return facts, pieces
 
 
-def _open_place(target: Path, settings: SaveSettings) -> commit.Place:
-    def claim() -> str | None:
-        if jax.process_index() != 0:
-            return None
-        if settings.step is not None:
-            SAVES.claim_folder(target.parent)
-        tidy(target)
-        return commit.claim(target).token
+# torch's names of AdamW's states, which a checkpoint has.
+STATE_NAMES = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+DTYPES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+NUMPY = {name: np.dtype(jnp.dtype(dtype)) for dtype, name in DTYPES.items()}
+OTHERS, VARIABLES = "$optimizer.others", "$variables"  # leaves that belong to no parameter
 
-    place = commit.Place(target, tell(agree(claim))[0])
-    try:
-        agree(partial(commit.join, place, jax.process_index()))
-    except CheckpointError:
-        commit.abandon(place)
-        raise
-    return place
+
+def states_of(plan: XlaPlan, opt_state: Any) -> tuple[list[Leaf], dict[str, str]]:
+    """The leaves of an optimizer's state, and under which word each parameter's are saved.
+
+    Adam's go by torch's words. Others go by their whole path, so that no two are confused.
+    """
+    leaves = leaves_of(plan, opt_state)
+    names = {leaf.name: leaf.name.rpartition(".")[2] for leaf in leaves if leaf.at is not None}
+    if sorted(names.values()) == sorted(STATE_NAMES):
+        return leaves, {name: STATE_NAMES[last] for name, last in names.items()}
+    return leaves, {name: name.replace("/", "~") for name in names}
+
+
+def is_adamw(words: Mapping[str, str]) -> bool:
+    """Whether torch's AdamW has the same states."""
+    return set(words.values()) == set(STATE_NAMES.values())
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves of a tree by their paths."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def dtype_name(name: str, leaf: Any) -> str:
+    """The dtype as a checkpoint names it.
+
+    Raises:
+        CheckpointError: It has no name for it.
+    """
+    if str(leaf.dtype) not in DTYPES:
+        raise CheckpointError(
+            f"{name}: expected a dtype that a checkpoint can hold ({', '.join(DTYPES)}); got "
+            f"{leaf.dtype}. Save the parameters alone, with a state whose opt_state is None."
+        )
+    return DTYPES[str(leaf.dtype)]
+
+
+def leaf_pieces(
+    prefix: str, leaves: Sequence[tuple[str, Any]]
+) -> tuple[dict[str, str], list[Piece]]:
+    """(name -> what kind of random key it is, or "") of leaves that all devices have, and data."""
+    table: dict[str, str] = {}
+    pieces: list[Piece] = []
+    for name, leaf in leaves:
+        if name in table:
+            raise CheckpointError(f"{name}: expected one leaf of this name; got two. Rename one.")
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        table[name] = str(jax.random.key_impl(leaf)) if is_key else ""
+        values = np.array(jax.random.key_data(leaf) if is_key else leaf, copy=True, order="C")
+        key, dtype = key_of(Kind.STATE, f"{prefix}.{name}"), dtype_name(name, values)
+        data = partial(bytes_of, values)
+        pieces.append(Piece(key, dtype, values.shape, 0, values.size, data))
+    return table, pieces
+
+
+def bytes_of(values: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
+    data: Any = values.reshape(-1).view(np.uint8)
+    return memoryview(data)

@@ -9,13 +9,16 @@ import pytest
 
 from fullshard.bench.cases import CASES, PEERS, find_case, groups_of, installed_peers
 from fullshard.bench.machine import CpuClock, others_share
-from fullshard.bench.report import COLUMNS, Report, rows_of, table_of, to_dict, to_markdown
+from fullshard.bench.page import Page
 from fullshard.bench.step import (
+    COLUMNS,
+    MEMORY_KEYS,
     CaseResult,
     EngineResult,
-    MemoryFigures,
     loss_differences,
     loss_errors,
+    page_of,
+    rows_of,
 )
 from fullshard.errors import ConfigError
 
@@ -24,20 +27,22 @@ CONTRACT = {"name", "strategy", "step_time_s", "tokens_per_s", "memory_peak_byte
 
 def result(others: float = 0.0, became_idle: bool = True, **differences: float) -> CaseResult:
     def engine(name: str, step_s: float) -> EngineResult:
-        memory = MemoryFigures(3 * 2**20, 4 * 2**20, 5 * 2**20)
+        memory = dict(zip(MEMORY_KEYS, (3 * 2**20, 4 * 2**20, 5 * 2**20), strict=True))
         distance = 1 if name == "fsdp2" else None
         difference = None if name == "floor" else differences.get(name, 0.0)
         times = tuple(step_s * x for x in (1.0, 1.5, 0.9))
         return EngineResult(
-            PEERS[name], times, (1.0, 1.5, 0.9), 0.4, (8.0, 7.5), difference, distance, memory
+            *(PEERS[name], times, (1.0, 1.5, 0.9), 0.4, (8.0, 7.5), difference, distance),
+            memory=memory,
         )
 
-    engines = (engine("fullshard", 0.6), engine("fsdp2", 1.0), engine("floor", 0.5))
+    speeds = {"fullshard": 0.6, "fsdp2": 1.0, "floor": 0.5}
+    engines = {name: engine(name, step_s) for name, step_s in speeds.items()}
     return CaseResult(CASES["tiny"], engines, others, became_idle)
 
 
-def report() -> Report:
-    return Report((result(),), ("deepspeed",), {"cores": 2}, {"torch": "2.13.0"}, "fullshard x")
+def page(found: CaseResult) -> Page:
+    return page_of([found], ("deepspeed",), "fullshard x")
 
 
 def test_every_row_has_the_contracts_keys_and_numbers():
@@ -53,24 +58,27 @@ def test_every_row_has_the_contracts_keys_and_numbers():
 
 
 def test_the_json_object_is_plain_and_lists_what_is_absent():
-    found = json.loads(json.dumps(to_dict(report())))
+    found = json.loads(json.dumps(page(result()).to_dict()))
     assert found["absent"] == ["deepspeed"]
+    assert {"machine", "versions", "command", "method", "schema_version"} <= found.keys()
     assert found["cases"][0]["removed_share"]["value"] == pytest.approx(0.8)
     assert found["cases"][0]["times_s"]["fsdp2"] == [1.0, 1.5, 0.9]
 
 
 def test_the_page_shows_every_engine_the_command_and_what_is_absent():
-    page = to_markdown(report())
-    for text in ("fullshard x", "deepspeed", "fsdp2 (prefetch 1)", "| floor |", "0.600", "idle"):
-        assert text in page
-    assert all(len(cells) == len(COLUMNS) for cells in table_of(result()))
+    found = page(result())
+    text = found.to_markdown()
+    for words in ("fullshard x", "deepspeed", "fsdp2 (prefetch 1)", "| floor |", "0.600", "idle"):
+        assert words in text
+    assert all(len(cells) == len(COLUMNS) for cells in found.cells)
+    assert "<svg" in found.drawings["step.svg"]
 
 
 @pytest.mark.parametrize(("others", "became_idle"), [(0.5, True), (0.0, False)])
 def test_figures_of_a_busy_machine_are_marked(others, became_idle):
     busy = result(others, became_idle)
-    assert all(row["loaded"] for row in rows_of(busy))
-    assert "LOADED" in to_markdown(Report((busy,), (), {}, {}, ""))
+    assert all(row["loaded"] for row in page(busy).to_dict()["rows"])
+    assert "LOADED" in page(busy).to_markdown()
     assert not any(row["loaded"] for row in rows_of(result()))
 
 
@@ -80,8 +88,8 @@ def test_an_engine_with_other_losses_is_named_and_marked(wrong):
     (error,) = loss_errors(found)
     assert error.startswith("tiny: losses of fullshard: expected")
     assert [row["equal_losses"] for row in rows_of(found)] == [False, True, True]
-    json.dumps(to_dict(Report((found,), (), {}, {}, "")), allow_nan=False)
-    assert "Do not compare its speed" in to_markdown(Report((found,), (), {}, {}, ""))
+    json.dumps(page(found).to_dict(), allow_nan=False)
+    assert "Do not compare its speed" in page(found).to_markdown()
 
 
 def test_rounding_in_the_losses_passes():

@@ -159,7 +159,7 @@ FILES = {
         "Known keys: parameters, gradients, optimizer, folder"
     ),
     "model: x\nlaunch: {main_process_port: 70000}\n": (
-        "train.yaml:2: launch.main_process_port: expected an integer >= 1 and < 65536, got 70000"
+        "train.yaml:2: launch.main_process_port: expected an integer >= 1 and < 65,536; got 70000"
     ),
     "model: ${nowhere}\n": "train.yaml:1: model: Interpolation key 'nowhere' not found",
     "model: ???\n": "train.yaml:1: model: Missing mandatory value: model",

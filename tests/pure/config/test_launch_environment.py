@@ -176,6 +176,11 @@ def test_a_rendezvous_on_this_machine_has_one_machine():
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE: expected an integer >= 1, got '0'"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT: expected an integer >= 1, got 'http'"),
         (
+            {**TORCHRUN, "MASTER_PORT": "99999"},
+            "MASTER_PORT: expected an integer >= 1 and < 65536, got '99999'",
+        ),
+        ({**TORCHRUN, "RANK": "9" * 20}, f"RANK: expected an integer >= 0, got '{'9' * 20}'"),
+        (
             without(TORCHRUN, "LOCAL_WORLD_SIZE"),
             "LOCAL_WORLD_SIZE: expected an integer >= 1, because LOCAL_RANK is set; got nothing",
         ),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import pytest
 
-from fullshard.config import values
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import (
-    SPELLINGS,
+    Choice,
     DType,
     IntervalStrategy,
     Recompute,
@@ -150,17 +147,14 @@ def test_what_means_no_strategy_is_refused(value):
         parse(Strategy, value, "a.b")
 
 
-def test_each_enum_takes_its_own_words_and_no_table_shadows_them():
-    for enum_cls in (
-        kind for kind in StrEnum.__subclasses__() if kind.__module__ == values.__name__
-    ):
-        table = SPELLINGS.get(enum_cls, {})
-        own = {member.value for member in enum_cls}
-        assert not own & set(table), enum_cls
-        for word, member in table.items():
-            assert parse(enum_cls, word.upper(), "") is member
+def test_every_spelling_means_one_member():
+    for enum_cls in Choice.__subclasses__():
+        assert list(enum_cls)
+        words = [word for member in enum_cls for word in (member.value, *member.spellings)]
+        assert len(words) == len(set(words)), enum_cls
         for member in enum_cls:
-            assert parse(enum_cls, member.value, "") is member
+            for word in (member.value, *member.spellings):
+                assert parse(enum_cls, word.upper(), "") is member
 
 
 @pytest.mark.parametrize(

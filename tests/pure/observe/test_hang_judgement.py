@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fullshard.observe.position import (
+from fullshard.observe.hang.judge import (
     Digests,
     Position,
     Seen,
@@ -69,7 +69,7 @@ def test_after_a_failed_collective_the_rank_that_does_not_answer_is_named():
     here = seen(Position(0)) | {3: Seen(Position(3, step=7, doing="optimizer"), silent_s=1.9)}
     verdict = fallen_silent(here.values(), 1.5)
     assert verdict.rank == 3
-    assert "rank 3 does not answer any more (last seen in optimizer, step 7)" in verdict.message
+    assert "rank 3 no longer answers (last seen in optimizer, step 7)" in verdict.message
     assert fallen_silent(here.values(), 2.0) is None
     assert fallen_silent([Seen(Position(3, ended=True), silent_s=9.0)], 1.5) is None
 
@@ -108,7 +108,7 @@ def test_ranks_that_wait_for_each_other_are_named_before_the_timeout():
     exchange = Position(0, doing="end of backward", kind="exchange", step=3, since_s=5.0)
     verdict = judge(seen(exchange, gathers), 600.0)
     assert verdict.rank == 1
-    assert "that one waits in end of backward, step 3" in verdict.message
+    assert "that rank waits in end of backward, step 3" in verdict.message
     young = replace(exchange, since_s=0.5)
     assert judge(seen(young, gathers), 600.0) is None
 
@@ -133,7 +133,7 @@ def told(*steps):
     for step, order in enumerate(steps):
         ring += entries(*[(GATHER, unit) for unit in order], step=step)
         digests.feed(ring)  # ranks look at different times: here after every step
-    return digests.tell(0)
+    return digests.of_steps(0)
 
 
 def test_complete_steps_are_compared_by_a_number_whatever_came_between():
@@ -148,7 +148,7 @@ def test_the_order_between_gathers_and_reductions_is_free():
     end = entries((GATHER, 1), step=1)
     one.feed([*entries((GATHER, 1), (REDUCE, 2), (GATHER, 2)), *end])
     other.feed([*entries((GATHER, 1), (GATHER, 2), (REDUCE, 2)), *end])
-    assert one.tell(0) == other.tell(0)
+    assert one.of_steps(0) == other.of_steps(0)
 
 
 def test_a_difference_of_complete_steps_is_judged_once_all_have_told_it():

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.forecast_fit import BOUNDS
 
 from fullshard.outlook.constants import FITTED, Constants
 from fullshard.outlook.devices import DEVICES
 from fullshard.outlook.memory import GIB, peak_memory
-from fullshard.outlook.published.rows import ANSWERS, DROPPED, read_workload
-from fullshard.outlook.published.table import COLUMNS, predict
+from fullshard.outlook.published import ANSWERS, COLUMNS, DROPPED, predict, read_workload
 from fullshard.outlook.speed import step_times, tokens_per_s, traffic
 from fullshard.outlook.workload import Architecture, Stage
 
@@ -242,12 +242,11 @@ def test_times_add_up_to_the_step():
     assert parts == pytest.approx(times.step)
 
 
-def test_constants_are_few_and_within_bounds_that_have_a_reason():
-    bounds = Constants.bounds()
-    assert len(bounds) <= 25
-    for name, bound in bounds.items():
-        assert bound.low <= getattr(FITTED, name) <= bound.high, name
-        assert bound.source
+def test_constants_are_few_and_within_physical_bounds():
+    assert set(BOUNDS) == set(Constants.__slots__)
+    assert len(BOUNDS) <= 25
+    for name, (low, high) in BOUNDS.items():
+        assert low <= getattr(FITTED, name) <= high, name
 
 
 def test_no_device_is_better_than_its_data_sheet():

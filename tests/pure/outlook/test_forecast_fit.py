@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fullshard.outlook.constants import FITTED, Constants
-from fullshard.outlook.published.rows import DROPPED, read_workload
+from fullshard.outlook.published import DROPPED, read_workload
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def baselines(fitting: ModuleType) -> ModuleType:
 @pytest.mark.parametrize("what", ["speed", "memory"])
 def test_a_fit_from_the_middle_of_the_bounds_finds_the_committed_constants(fitting, what):
     middle = {
-        name: (bound.low * bound.high) ** 0.5 if bound.low else (bound.low + bound.high) / 2
-        for name, bound in Constants.bounds().items()
+        name: (low * high) ** 0.5 if low else (low + high) / 2
+        for name, (low, high) in fitting.BOUNDS.items()
     }
     found = fitting.samples(what, fitting.read_rows())
     fitted = fitting.fit(what, found, Constants(**middle))

@@ -10,7 +10,7 @@ import pytest
 
 from fullshard.outlook.constants import FITTED
 from fullshard.outlook.memory import GIB, PeakMemory, peak_memory
-from fullshard.outlook.published.rows import read_workload
+from fullshard.outlook.published import read_workload
 from fullshard.outlook.workload import Metric
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data" / "planner_public.csv"

@@ -12,7 +12,7 @@ from fullshard.config.values import DType, Strategy
 from fullshard.errors import WillNotFitError
 from fullshard.outlook.devices import DEVICES
 from fullshard.outlook.memory import GIB, Fit
-from fullshard.outlook.predict import Job, Machine, look
+from fullshard.outlook.predict import Machine, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, advise, choose, compare, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
 from fullshard.planner.mesh import Topology
@@ -65,9 +65,9 @@ def plan_of(config: ShardConfig):
     return _plan(config.strategy, config.offload is not None, config.activation_checkpointing)
 
 
-def job(micro_batch: int, seq_len: int = 2048) -> Job:
+def job(micro_batch: int, seq_len: int = 2048) -> PlannedStep:
     shapes = Shapes(SPEC.numel, LAYERS, WIDTH, 16, 16, 4 * WIDTH, VOCAB)
-    return Job(decoder(shapes), Batch(seq_len, micro_batch, 1))
+    return PlannedStep(decoder(shapes), Batch(seq_len, micro_batch, 1))
 
 
 def current(micro_batch: int, machine: Machine = H100, **changes):
@@ -208,9 +208,9 @@ def test_no_time_is_said_of_a_step_that_the_forecast_does_not_know():
     assert found.scaling == []
 
 
-def test_scaling_loses_to_traffic_and_says_so():
+def test_scaling_loses_time_to_communication_and_says_so():
     config = ShardConfig(param_dtype="bf16")
     points = studied(config, job(1, 512)).scaling
     assert points[-1].efficiency < 0.9
-    assert "traffic" in points[-1].reason
+    assert points[-1].reason == "exposed communication"
     assert points[-1].peak_bytes < points[0].peak_bytes

@@ -8,7 +8,7 @@ import pytest
 
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import DType, GradSync, Transport
-from fullshard.outlook.calibration import Calibration, Ceilings, Host, Table
+from fullshard.outlook.calibration import Calibration, Ceilings, HostOverhead, Table
 from fullshard.outlook.player import step_time
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import ADAMW, SGD
@@ -49,7 +49,7 @@ def calibrated(world=2, cores=64, host=None, **transfers):
     operations = {f"{name} float32": by_size(NOTHING) for name in names}
     operations["gelu float32"] = by_size(WORK_S)
     tables = {name.replace("_", " "): by_size(seconds) for name, seconds in transfers.items()}
-    measured = Ceilings(world, operations, tables, host or Host())
+    measured = Ceilings(world, operations, tables, host or HostOverhead())
     return Calibration({"cores": cores}, {world: measured})
 
 
@@ -124,7 +124,7 @@ def test_micro_batches_reduce_as_often_as_they_are_told(grad_sync, reductions):
 
 def test_the_host_takes_its_time_of_operations_units_and_the_step():
     plan = plan_of(world=1)
-    host = Host(forward_s=1.0, backward_s=2.0, unit_s=3.0, step_s=5.0)
+    host = HostOverhead(forward_s=1.0, backward_s=2.0, unit_s=3.0, step_s=5.0)
     more = told(plan, calibrated(world=1, host=host)).step - told(plan, calibrated(world=1)).step
     # 4 operations forward; 6 backward; 4 units turn twice.
     assert more == pytest.approx(4 * 1.0 + 6 * 2.0 + 8 * 3.0 + 5.0)

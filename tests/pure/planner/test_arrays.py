@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.planner.arrays import PADDED_ABOVE, Cut, cut_of
+from fullshard.planner.arrays import PADDED_ABOVE, ArrayCut, cut_of
 
 SHAPES = st.lists(st.integers(1, 400), max_size=3).map(tuple)
 
@@ -16,13 +16,13 @@ SHAPES = st.lists(st.integers(1, 400), max_size=3).map(tuple)
 @pytest.mark.parametrize(
     ("shape", "num_parts", "cut"),
     [
-        ((50257, 768), 8, Cut(1)),  # the larger does not divide
-        ((64, 64), 2, Cut(0)),  # the first of equals
-        ((257, 257), 2, Cut(0, 1)),
-        ((7,), 2, Cut()),
-        ((), 2, Cut()),
-        ((64, 64), 1, Cut()),
-        ((0, 8), 2, Cut()),
+        ((50257, 768), 8, ArrayCut(1)),  # the larger does not divide
+        ((64, 64), 2, ArrayCut(0)),  # the first of equals
+        ((257, 257), 2, ArrayCut(0, 1)),
+        ((7,), 2, ArrayCut()),
+        ((), 2, ArrayCut()),
+        ((64, 64), 1, ArrayCut()),
+        ((0, 8), 2, ArrayCut()),
     ],
 )
 def test_the_largest_dimension_that_divides_is_cut(shape, num_parts, cut):

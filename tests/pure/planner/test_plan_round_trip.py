@@ -40,11 +40,11 @@ def _plan_text(hash_seed: str) -> str:
 
 @pytest.mark.long
 def test_the_json_is_the_same_in_every_process_and_reads_back() -> None:
-    one, two = _plan_text("1"), _plan_text("2")
-    assert one == two
-    plan = Plan.from_json(one)
-    assert plan.to_json().strip() == one
-    assert plan == fs.plan(LLAMA, world_size=8, param_dtype="bf16")
+    plan = fs.plan(LLAMA, world_size=8, param_dtype="bf16")
+    text = plan.to_json().strip()
+    # Hashes differ here and there.
+    assert _plan_text("2" if os.environ.get("PYTHONHASHSEED") == "1" else "1") == text
+    assert Plan.from_json(text) == plan
 
 
 @pytest.mark.parametrize(

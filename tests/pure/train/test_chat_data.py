@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fullshard.config.schema import ModelConfig
 from fullshard.data import chat_template
 from fullshard.data.chat import Examples, Pair, Turns, read_examples
-from fullshard.data.chat_rows import ChatSettings, best_fit, dealt, make_chat_dataset
+from fullshard.data.chat_rows import ChatSettings, best_fit, cached, dealt, make_chat_dataset
 from fullshard.data.chat_template import Learned, encode, set_template
 from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.tokenizer import train_tokenizer
@@ -152,6 +152,28 @@ def test_a_saved_dataset_loads_as_it_was(tokenizer, tmp_path):
     for part in ("train", "held_out"):
         for name, array in vars(getattr(made, part)).items():
             np.testing.assert_array_equal(getattr(getattr(loaded, part), name), array)
+
+
+def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, settings, made = tmp_path / "a.jsonl", ChatSettings(32, 0.0, True, Learned(), 0), []
+
+    def prepared(answer: str):
+        if answer:
+            file.write_text(json.dumps({"prompt": "two and two", "completion": answer}) + "\n")
+        data = read_examples(file)
+
+        def make():
+            made.append("made")
+            return make_chat_dataset(data, settings, tokenizer)
+
+        return cached(data, settings, tokenizer, make)
+
+    first = prepared("four")
+    assert prepared("").facts == first.facts
+    assert made == ["made"]
+    assert prepared("yes").facts.fingerprint != first.facts.fingerprint
+    assert made == ["made", "made"]
 
 
 NO_ANSWERS = (Turns(tuple(CHAT[::2]), 0, is_completion=False, place="x"),)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from fullshard.cli.generate import _read_prompts
 from fullshard.models.generate import Sampler, SamplingSettings
 
 TOKENIZER: Any = SimpleNamespace(pad_token_id=0)
@@ -42,6 +43,26 @@ def test_the_most_likely_tokens_leave_the_random_numbers_of_a_run_alone(model):
     (new,) = Sampler(model, TOKENIZER, SamplingSettings(temperature=0)).continued([[1, 2, 3]], 4)
     assert len(new) == 4
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_temperature_next_to_zero_takes_the_most_likely_tokens(model):
+    first, second = (
+        Sampler(model, TOKENIZER, SamplingSettings(temperature=t)).continued([[1, 2, 3]], 4)
+        for t in (0, 1e-320)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", "a\u2028b\x0bc\r\nd\n\n", ["a\u2028b\x0bc", "d"]),
+        ("a.JSONL", '{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\n', ["a\u2028b", "c"]),
+    ],
+)
+def test_prompts_of_a_file_end_where_lines_do(name, content, expected, tmp_path):
+    (tmp_path / name).write_bytes(content.encode())
+    assert _read_prompts(tmp_path / name) == expected
 
 
 def test_drawn_tokens_follow_from_the_seed(model):

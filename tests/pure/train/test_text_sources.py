@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.data.text import DatasetSettings, Source, make_dataset
-from fullshard.data.tokenize import Settings, pieces, shards
+from fullshard.data.tokenize import pieces, shards
 from fullshard.errors import DataError
 from support.text import seeded_text
 
@@ -29,7 +29,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 def documents(path: Path | None, text_column: str = "text") -> tuple[str, ...]:
     source, found = Source.at(path, text_column=text_column), [""]
     for shard in shards(source.files.spans(), {}):
-        for text in pieces(shard, Settings("", (), text_column, 0, "")):
+        for text in pieces(shard, text_column):
             found[-1] += text or ""
             found += [""] if text is None else []
     return tuple(found[:-1])

@@ -6,23 +6,8 @@ from fullshard.compat.fsdp1.wrap import transformer_auto_wrap_policy
 
 from torch.distributed.fsdp import OptimStateKeyType
 
-from fullshard.compat.fsdp1 import checkpoint_wrapper, wrap
-from fullshard.compat.fsdp1.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fullshard.compat.fsdp1 import api, checkpoint_wrapper, wrap
+from fullshard.compat.fsdp1.api import *  # noqa: F403
 from fullshard.compat.fsdp1.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -45,26 +30,12 @@ FSDP = FullyShardedDataParallel
 
 __all__ = [
     "FSDP",
-    "BackwardPrefetch",
-    "CPUOffload",
     "CheckpointImpl",
     "CustomPolicy",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "ModuleWrapPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "always_wrap_policy",
     "apply_activation_checkpointing",
     "checkpoint_wrapper",
@@ -76,3 +47,4 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "wrap",
 ]
+__all__ += api.__all__

@@ -47,7 +47,7 @@ from fullshard.compat.errors import (
     NotOfferedError,
 )
 from fullshard.compat.fsdp1 import options
-from fullshard.compat.fsdp1.auto_wrap import TrainingState, auto_wrap
+from fullshard.compat.fsdp1.options import TrainingState, auto_wrap
 from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
 from fullshard.compat.wrapping import (
     Casts,
@@ -55,9 +55,10 @@ from fullshard.compat.wrapping import (
     engine_for,
     mark,
     marked,
+    names_in,
     outermost,
     own_rank,
-    wrapped_of,
+    record_of,
 )
 from fullshard.config.environment import current_variables
 from fullshard.engine import clip
@@ -71,7 +72,6 @@ from fullshard.planner.strategy import row_of
 
 logger = logging.getLogger(__name__)
 
-FLAT_PARAM = "_flat_param"  # torch's name for what there is none of here
 FSDP_PREFIX = "_fsdp_wrapped_module."
 _FLAT = ("_handle", "_all_handles", "_flat_param", "params")  # what scripts look for it by
 _HOMOGENEOUS = {  # torch wants one value in a model: what we keep, what it says
@@ -179,11 +179,6 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         first_values.materialize(modules, device, given["param_init_fn"])
         if given["sync_module_states"]:
             first_values.copy_first_values(modules, ignored)
-        names = {
-            name
-            for name, param in nn.Module.named_parameters(self, remove_duplicate=False)
-            if id(param) in ignored
-        }
         precision = given["mixed_precision"] or MixedPrecision()
         everywhere = precision.cast_forward_inputs
         wrapped = Wrapped(
@@ -191,10 +186,13 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             settings=options.settings_of(precision),
             options={
                 **sizes,
-                **options.other_options(given["cpu_offload"], given["backward_prefetch"]),
+                "offload": "cpu" if given["cpu_offload"].offload_params else None,
+                "backward_prefetch": int(
+                    given["backward_prefetch"] is BackwardPrefetch.BACKWARD_PRE
+                ),
             },
             order=order,
-            ignored=tuple(sorted(names)),
+            ignored=names_in(self, ignored),
             alone=options.is_alone(group),
             casts=Casts(
                 inputs=precision.param_dtype
@@ -207,7 +205,9 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 "use_orig_params": given["use_orig_params"],
                 "limit_all_gathers": given["limit_all_gathers"],
                 "full_in_eval": current_variables().get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
-                **_state_dict_settings(),
+                "state_dict_type": StateDictType.FULL_STATE_DICT,
+                "state_dict_config": FullStateDictConfig(),
+                "optim_state_dict_config": FullOptimStateDictConfig(),
             },
             check=_check_before_run,
         )
@@ -241,11 +241,17 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     @property
     def training_state(self) -> TrainingState:
         """What the model is doing."""
-        return _training_state(self)
+        engine = record_of(self).engine_ref()
+        if engine is None:
+            return TrainingState.IDLE
+        if engine.unsharded:
+            return TrainingState.SUMMON_FULL_PARAMS
+        busy = any(unit.swapped for unit in engine.units)
+        return TrainingState.FORWARD_BACKWARD if busy else TrainingState.IDLE
 
     @property
     def _state_dict_type(self) -> StateDictType:
-        return _wrapped(self).extra["state_dict_type"]
+        return record_of(self).extra["state_dict_type"]
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper lacks is the module's."""
@@ -282,7 +288,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     def train(self, mode: bool = True) -> FullyShardedDataParallel:  # noqa: FBT001, FBT002
         """As the module's; FSDP_USE_FULL_PREC_IN_EVAL=1 evaluates in the parameters' own dtype."""
         super().train(mode)
-        wrapped = _wrapped(self)
+        wrapped = record_of(self)
         low = wrapped.extra.get("in_training")
         if wrapped.extra["full_in_eval"] and (low is None) is not mode:
             if low is None:
@@ -291,7 +297,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             else:
                 wrapped.settings, wrapped.casts = wrapped.extra.pop("in_training")
             self._started.cast_buffers(low=mode)
-            _wrapped(outermost(self)).stale = True
+            record_of(outermost(self)).stale = True
         return self
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
@@ -354,7 +360,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             raise MisuseAssertionError("register_comm_hook can only be called on a root instance.")
         modules = self.fsdp_modules(self)
         for module in modules:
-            if row_of(_wrapped(module).strategy).hybrid:
+            if row_of(record_of(module).strategy).hybrid:
                 raise MisuseAssertionError(
                     "Communication hook is not supported for hybrid strategies: "
                     f"{module.sharding_strategy}"
@@ -365,7 +371,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             raise MisuseValueError(f"The communication hook must be callable but got {hook}")
         for module in modules:
             module._comm_hook, module._comm_hook_state = hook, state
-        wrapped = _wrapped(self)
+        wrapped = record_of(self)
         wrapped.on_engine.append(partial(Engine.reduce_with, hook=partial(hook, state)))
         engine = wrapped.engine_ref()
         if engine is not None:
@@ -442,11 +448,11 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
         For torch.distributed.checkpoint.state_dict it is sharded, as torch's own is there.
         """
-        wanted = _wanted(_wrapped(self), _wrapped(self).extra["state_dict_config"])
+        wanted = _wanted(record_of(self), record_of(self).extra["state_dict_config"])
         if state_dicts.asked_by_torch():
             wanted = Wanted(Kind.SHARDED, mesh=wanted.mesh)
         state = state_dicts.state_dict(self, wanted, super().state_dict, args, kwargs)
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        prefix = state_dicts.prefix_of(args, kwargs)
         _rename(state, prefix + FSDP_PREFIX, prefix)
         _restore_buffer_dtypes(self, state, prefix)
         return state
@@ -456,7 +462,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return {"": FSDP_PREFIX.removesuffix(".")}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if _wrapped(self).extra["state_dict_type"] is StateDictType.LOCAL_STATE_DICT:
+        if record_of(self).extra["state_dict_type"] is StateDictType.LOCAL_STATE_DICT:
             engine = engine_for(self)
             state_dicts.take_local(engine, state_dict, prefix, self)
         _rename(state_dict, prefix, prefix + FSDP_PREFIX)
@@ -686,20 +692,6 @@ def _rename(state: dict[str, Any], old: str, new: str) -> None:
         state[new + key[len(old) :]] = state.pop(key)
 
 
-def _wrapped(module: nn.Module) -> Wrapped:
-    wrapped = wrapped_of(module)
-    assert wrapped is not None
-    return wrapped
-
-
-def _state_dict_settings() -> dict[str, Any]:
-    return {
-        "state_dict_type": StateDictType.FULL_STATE_DICT,
-        "state_dict_config": FullStateDictConfig(),
-        "optim_state_dict_config": FullOptimStateDictConfig(),
-    }
-
-
 def _wanted(wrapped: Wrapped, config: Any) -> Wanted:
     kind = _KINDS[wrapped.extra["state_dict_type"]]
     if kind is Kind.LOCAL and wrapped.extra["device_mesh"] is not None:
@@ -771,16 +763,6 @@ def _check_can_summon(module: nn.Module, engine: Engine) -> None:
         )
 
 
-def _training_state(module: nn.Module) -> TrainingState:
-    engine = _wrapped(module).engine_ref()
-    if engine is None:
-        return TrainingState.IDLE
-    if engine.unsharded:
-        return TrainingState.SUMMON_FULL_PARAMS
-    busy = any(unit.swapped for unit in engine.units)
-    return TrainingState.FORWARD_BACKWARD if busy else TrainingState.IDLE
-
-
 class _Started:
     """What is done and said when the engine of a unit is there."""
 
@@ -800,7 +782,7 @@ class _Started:
         if self.is_done:
             return
         self.is_done = True
-        if module is None or "in_training" not in _wrapped(module).extra:
+        if module is None or "in_training" not in record_of(module).extra:
             self.cast_buffers(low=True)
         if self.precision.param_dtype is torch.float16 and not _has_scaler():
             warnings.warn(
@@ -820,21 +802,14 @@ class _Started:
         for module in (ref() for ref in self.modules):
             if self.precision.buffer_dtype is None or module is None:
                 continue
-            if low:
-                _cast_buffers(module, self.precision.buffer_dtype)
-            else:
-                for leaf, dtype in vars(module).get(BUFFER_DTYPES, {}).items():
-                    module._buffers[leaf] = getattr(module, leaf).to(dtype)
+            before = vars(module).setdefault(BUFFER_DTYPES, {})
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    own = before.setdefault(leaf, buffer.dtype)
+                    module._buffers[leaf] = buffer.to(self.precision.buffer_dtype if low else own)
 
 
-BUFFER_DTYPES = "_fullshard_buffer_dtypes"  # what a module's buffers were before they were cast
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    for leaf, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_floating_point():
-            vars(module).setdefault(BUFFER_DTYPES, {}).setdefault(leaf, buffer.dtype)
-            module._buffers[leaf] = buffer.to(dtype)
+BUFFER_DTYPES = "_fullshard_buffer_dtypes"  # dtypes of a module's buffers before they were cast
 
 
 def _restore_buffer_dtypes(root: nn.Module, state: dict[str, Any], prefix: str) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
+from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from fullshard.compat.errors import MisuseTypeError, MisuseValueError, NotOfferedError
-from fullshard.compat.wrapping import topology, wrapped_of
-from fullshard.config.values import DType, Strategy, parse
+from fullshard.compat.wrapping import dtype_of, mesh_sizes, topology, wrapped_of
+from fullshard.config.values import Strategy, parse
 from fullshard.planner.mesh import order_of
 from fullshard.planner.strategy import row_of
 from fullshard.planner.units import UnitSettings
@@ -48,11 +50,9 @@ def settings_of(precision: MixedPrecision | None) -> UnitSettings:
     """A unit's dtypes: at rest its own; gradients travel in param_dtype unless said otherwise."""
     given = precision or MixedPrecision()
     reduce = given.reduce_dtype or given.param_dtype
-    return UnitSettings(compute=_dtype(given.param_dtype), reduce=_dtype(reduce), keeps_dtypes=True)
-
-
-def _dtype(dtype: torch.dtype | None) -> DType | None:
-    return None if dtype is None else DType(str(dtype).removeprefix("torch."))
+    return UnitSettings(
+        compute=dtype_of(given.param_dtype), reduce=dtype_of(reduce), keeps_dtypes=True
+    )
 
 
 def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:
@@ -76,21 +76,24 @@ def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> di
         raise MisuseValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
     if device_mesh is not None:
         sizes = [device_mesh.size(axis) for axis in range(device_mesh.ndim)]
-        return {**_checked(sizes), "order": order_of(device_mesh.mesh.flatten().tolist())}
+        return {
+            **mesh_sizes("device_mesh", sizes),
+            "order": order_of(device_mesh.mesh.flatten().tolist()),
+        }
     if hybrid:
         if not isinstance(process_group, tuple) or len(process_group) != 2:
             raise MisuseValueError(
                 "Expected process_group to be passed in as either None or "
                 f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}"
             )
-        found = _checked([process_group[1].size(), process_group[0].size()])
+        found = mesh_sizes("process_group", [process_group[1].size(), process_group[0].size()])
         _check_order(process_group[0], found["shard"])
         return found
     if process_group is None or is_alone(process_group):
         return {}
     group = process_group[0] if isinstance(process_group, tuple) else process_group
     ranks = torch.distributed.get_process_group_ranks(group)
-    return {**_checked([1, group.size()]), "order": order_of(ranks)}
+    return {**mesh_sizes("process_group", [1, group.size()]), "order": order_of(ranks)}
 
 
 def _check_order(shard_group: Any, shard: int) -> None:
@@ -113,26 +116,6 @@ def is_alone(process_group: Any) -> bool:
     if process_group is None or isinstance(process_group, tuple):
         return False
     return process_group.size() == 1 and topology().world_size > 1
-
-
-def _checked(sizes: list[int]) -> dict[str, Any]:
-    replicate, shard = [1, *sizes][-2:]
-    world = topology().world_size
-    if replicate * shard != world:
-        raise NotOfferedError(
-            f"process_group: expected one that covers all {world} ranks (or one rank alone); got "
-            f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
-            "parallelism, is not yet supported: pass None."
-        )
-    return {"replicate": replicate, "shard": shard}
-
-
-def other_options(cpu_offload: CPUOffload | None, prefetch: BackwardPrefetch | None) -> dict:
-    """Fields of ShardConfig that follow from the rest."""
-    return {
-        "offload": "cpu" if cpu_offload is not None and cpu_offload.offload_params else None,
-        "backward_prefetch": 1 if prefetch is BackwardPrefetch.BACKWARD_PRE else 0,
-    }
 
 
 # ---- ignored
@@ -210,3 +193,27 @@ def own_modules(root: nn.Module, ignored: set[int]) -> list[nn.Module]:
         for module in _unmarked(root)
         if not any(id(param) in ignored for param in module._parameters.values())
     ]
+
+
+def auto_wrap(
+    root: nn.Module, policy: Any, ignored: set[int], given: dict[str, Any], wrapper: type
+) -> None:
+    """Wrap what a policy chooses inside `root`.
+
+    Raises:
+        MisuseValueError: Something inside is wrapped already.
+    """
+    for name, module in root.named_modules():
+        if wrapped_of(module) is not None:
+            raise MisuseValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in\n{root}"
+            )
+    params = {param for param in root.parameters() if id(param) in ignored}
+    modules = {
+        module
+        for module in root.modules()
+        if any(True for _ in module.parameters())
+        and all(id(param) in ignored for param in module.parameters())
+    }
+    _auto_wrap(root, policy, modules, params, {**given, "ignored_states": params}, wrapper)

@@ -12,11 +12,12 @@ from torch.distributed.fsdp import (
 )
 
 from fullshard.compat.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from fullshard.compat.fsdp2.checkpoint import load_fsdp2_checkpoint, save_fsdp2_checkpoint
 from fullshard.compat.fsdp2.config import (
     FSDP2Config,
     FSDP2Wrapper,
     apply_activation_checkpointing,
+    load_fsdp2_checkpoint,
+    save_fsdp2_checkpoint,
     wrap_model_fsdp2,
 )
 from fullshard.compat.fsdp2.fully_shard import (

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fullshard import api
 from fullshard.compat.checkpoint_wrapper import checkpoint_wrapper
 from fullshard.compat.errors import MisuseValueError
 from fullshard.compat.first_values import copy_first_values, materialize, place
 from fullshard.compat.fsdp2.fully_shard import mark_unit
-from fullshard.compat.wrapping import engine_for, wrapped_of
+from fullshard.compat.wrapping import engine_for, marked, wrapped_of
 from fullshard.config.values import DType, Strategy, WrapKind, parse
 from fullshard.engine.model_spec import NEVER_CALLED, spec_of
 from fullshard.engine.stats import memory_stats
@@ -109,16 +111,13 @@ def wrap_model_fsdp2(model: nn.Module, config: FSDP2Config | None = None) -> nn.
     if config.mixed_precision:
         reduce = config.reduce_dtype if config.reduce_dtype is not None else torch.float32
         policy = MixedPrecisionPolicy(_torch(config.compute_dtype), _torch(reduce))
-    for module in [*blocks, model]:
-        mark_unit(module, config.strategy, _options(config), policy, set())
-    return model
-
-
-def _options(config: FSDP2Config) -> dict[str, Any]:
-    return {
+    options = {
         "offload": "cpu" if config.cpu_offload else None,
         "backward_prefetch": _PREFETCH[config.backward_prefetch],
     }
+    for module in [*blocks, model]:
+        mark_unit(module, config.strategy, options, policy, set())
+    return model
 
 
 def _torch(dtype: Any) -> torch.dtype:
@@ -145,8 +144,7 @@ def _units(model: nn.Module, config: FSDP2Config) -> list[nn.Module]:
         return []
     if config.auto_wrap_policy == "size_based":
         chosen = choose_units(spec_of(model), WrapKind.SIZE, config.auto_wrap_min_params)
-        names = [choice.module for choice in chosen if choice.module]
-        return [model.get_submodule(name) for name in reversed(names)]
+        return [model.get_submodule(name) for name in reversed(chosen) if name]
     return find_blocks(model)
 
 
@@ -202,3 +200,43 @@ class FSDP2Wrapper:
             "max_allocated_gb": max(peak, now) / GB,
             "reserved_gb": reserved / GB,
         }
+
+
+def save_fsdp2_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    rank: int = 0,  # noqa: ARG001
+    **state: Any,
+) -> Path:
+    """Save model and optimizer at exactly this path, a folder. A collective.
+
+    Args:
+        model: Wrapped by `wrap_model_fsdp2` or `fully_shard`.
+        optimizer: Optimizer of its parameters, or None.
+        path: Such as "checkpoint.pt": a folder of safetensors of this name.
+        rank: No effect: every rank writes its own part, whatever rank was meant to write.
+        **state: More to save: JSON values, tensors, objects with state_dict().
+    """
+    _start(model)
+    return Path(api.save(path, model, optimizer, **state))
+
+
+def load_fsdp2_checkpoint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    rank: int = 0,  # noqa: ARG001
+) -> dict[str, Any]:
+    """Load what `save_fsdp2_checkpoint` wrote; into another strategy or number of ranks too.
+
+    Returns:
+        The further state that was saved.
+    """
+    _start(model)
+    return api.load(path, model, optimizer)
+
+
+def _start(model: nn.Module) -> None:
+    for module, _ in marked(model):
+        engine_for(module)

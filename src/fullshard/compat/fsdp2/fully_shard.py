@@ -31,18 +31,22 @@ from fullshard.compat.state_dicts import HoldsShards, Kind, Wanted
 from fullshard.compat.wrapping import (
     Casts,
     Wrapped,
+    dtype_of,
     engine_for,
     has_meta,
     ignored_ids,
     mark,
     marked,
+    mesh_sizes,
+    names_in,
     original_class,
     outermost,
+    record_of,
     swap_class,
     topology,
     wrapped_of,
 )
-from fullshard.config.values import DType, Strategy
+from fullshard.config.values import Strategy
 from fullshard.engine._torch_compat import call_outside_compile
 from fullshard.engine.engine import Engine
 from fullshard.engine.model_spec import NEVER_CALLED
@@ -108,7 +112,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Show shards again."""
-        wrapped = _wrapped(self)
+        wrapped = record_of(self)
         engine = wrapped.engine_ref()
         stack = _OPEN.get(engine, {}).pop(id(self), None) if engine is not None else None
         if stack is not None:
@@ -154,7 +158,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         for module, wrapped in marked(self):
             if recurse or module is self:
                 wrapped.extra[key] = value
-        engine = _wrapped(self).engine_ref()
+        engine = record_of(self).engine_ref()
         if engine is not None:
             _apply_settings(outermost(self), engine)
 
@@ -173,7 +177,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         for module, wrapped in marked(self):
             if recurse or module is self:
                 wrapped.strategy = _strategy(reshard_after_forward, wrapped.options)
-        _wrapped(outermost(self)).stale = True
+        record_of(outermost(self)).stale = True
 
     def set_reshard_after_backward(
         self,
@@ -193,7 +197,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     def _look_ahead(self, key: str, modules: list[Any]) -> None:
         _check_all(modules)
-        root = _wrapped(outermost(self))
+        root = record_of(outermost(self))
         depth = max(len(modules), root.options.get(key) or 1)
         if depth != root.options.get(key, 1):
             root.options[key] = depth
@@ -236,7 +240,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Close what an exception left open (the next forward does so by itself)."""
-        engine = _wrapped(self).engine_ref()
+        engine = record_of(self).engine_ref()
         if engine is not None:
             engine.runtime.reset()
 
@@ -256,7 +260,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """DTensors, each rank's rows. A collective, but for a model on meta."""
-        mesh = _wrapped(self).extra["mesh"]
+        mesh = record_of(self).extra["mesh"]
         if has_meta(outermost(self)):
             return state_dicts.rows_on_meta(self, mesh, super().state_dict, args, kwargs)
         _close_open(self)
@@ -293,12 +297,6 @@ def _refuse(name: str) -> None:
         f"{name}: expected the engine's own collectives; those of the caller are not offered. "
         "Choose among transports with fullshard.shard(transport=...)."
     )
-
-
-def _wrapped(module: nn.Module) -> Wrapped:
-    wrapped = wrapped_of(module)
-    assert wrapped is not None
-    return wrapped
 
 
 def _check_all(modules: Iterable[Any]) -> None:
@@ -348,7 +346,7 @@ def fully_shard(  # noqa: PLR0913
         _check_placements(one, ignored, shard_placement_fn)
     for one in modules:
         mark_unit(one, _strategy(reshard_after_forward, sizes), sizes, mp_policy, ignored)
-        wrapped = _wrapped(one)
+        wrapped = record_of(one)
         wrapped.extra["mesh"] = mesh
         if isinstance(offload_policy, CPUOffloadPolicy):
             wrapped.options["offload"] = "cpu"
@@ -367,19 +365,16 @@ def mark_unit(
     ignored: set[int],
 ) -> None:
     """Make one module a unit."""
-    names = [
-        name
-        for name, param in nn.Module.named_parameters(module, remove_duplicate=False)
-        if id(param) in ignored
-    ]
     kind = type(module)
     compute, reduce = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
     wrapped = Wrapped(
         strategy=strategy,
-        settings=UnitSettings(compute=_dtype(compute), reduce=_dtype(reduce), keeps_dtypes=True),
+        settings=UnitSettings(
+            compute=dtype_of(compute), reduce=dtype_of(reduce), keeps_dtypes=True
+        ),
         options={key: value for key, value in options.items() if key != "order"},
         order=options.get("order", ()),
-        ignored=tuple(names),
+        ignored=names_in(module, ignored),
         casts=Casts(
             inputs=compute if policy.cast_forward_inputs else None, outputs=policy.output_dtype
         ),
@@ -393,10 +388,6 @@ def mark_unit(
     optim_states.show_rows(module)
 
 
-def _dtype(dtype: torch.dtype | None) -> DType | None:
-    return None if dtype is None else DType(str(dtype).removeprefix("torch."))
-
-
 def _sizes(mesh: Any) -> dict[str, Any]:
     if mesh is None:
         return {}
@@ -404,15 +395,8 @@ def _sizes(mesh: Any) -> dict[str, Any]:
         raise MisuseValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise MisuseAssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    replicate, shard = [1, *(mesh.size(axis) for axis in range(mesh.ndim))][-2:]
-    if replicate * shard != topology().world_size:
-        raise NotOfferedError(
-            f"mesh: expected one that covers all {topology().world_size} ranks; got "
-            f"{replicate} x {shard}. A part of the ranks, as beside tensor or pipeline "
-            "parallelism, is not yet supported."
-        )
-    order = order_of(mesh.mesh.flatten().tolist())
-    return {"replicate": replicate, "shard": shard, "order": order}
+    sizes = mesh_sizes("mesh", [mesh.size(axis) for axis in range(mesh.ndim)])
+    return {**sizes, "order": order_of(mesh.mesh.flatten().tolist())}
 
 
 def _strategy(reshard_after_forward: Any, sizes: dict[str, Any]) -> Strategy:
@@ -511,7 +495,7 @@ def _show_placements(root: nn.Module) -> None:
 
     Scripts look there for the layout that they bring a checkpoint's tensors into.
     """
-    wrapped = _wrapped(root)
+    wrapped = record_of(root)
     mesh, on = wrapped.mesh, wrapped.extra["mesh"]
     if on is None and mesh.replicate == 1 and torch.distributed.is_initialized():
         on = state_dicts.device_mesh(mesh, default_device().type)
@@ -535,14 +519,14 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
         engine.gradients.sync = Sync.INNER if has_replicas else Sync.ALL
     else:
         engine.gradients.sync = Sync.ALL
-    factor = _wrapped(root).extra.get("divide_factor")
+    factor = record_of(root).extra.get("divide_factor")
     if factor is not None:
         engine.gradients.divisor = factor
 
 
 def _close_open(module: nn.Module) -> None:
     """Show shards in all of the model."""
-    engine = _wrapped(module).engine_ref()
+    engine = record_of(module).engine_ref()
     stacks = _OPEN.get(engine) if engine is not None else None
     while stacks:
         stacks.popitem()[1].close()

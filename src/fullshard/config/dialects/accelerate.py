@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
 from fullshard.config.dialects.fsdp import FSDP, MESH
 from fullshard.config.dialects.rules import (
-    HAPPENS,
-    NOTHING,
     Meaning,
     Said,
     Status,
     Table,
+    choice,
     each,
     file_rule,
     is_empty,
@@ -20,24 +19,25 @@ from fullshard.config.dialects.rules import (
     lost,
     no_effect,
     not_yet,
+    refused,
     to,
     translated,
+    unless,
     word_among,
 )
-from fullshard.config.problems import ConfigProblems, Problem, show
 
-# What ranks do, and what the engine does then; None: the config of that engine says it.
+# The strategy that a type means; None: the configuration of that engine has it.
+_DDP = "multi_gpu multi_cpu multi_xpu multi_npu multi_mlu multi_hpu no"
 _TYPES: Mapping[str, str | None] = {
     **dict.fromkeys(("fsdp", "deepspeed"), None),
-    **dict.fromkeys(("multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu"), "no_shard"),
-    **dict.fromkeys(("multi_hpu", "no"), "no_shard"),
+    **dict.fromkeys(_DDP.split(), "no_shard"),
 }
 _TYPES_LATER = ("megatron_lm", "xla", "tpu")
 
 
 def _distributed_type(value: object, said: Said) -> Meaning:
-    if is_neutral(value, _TYPES_LATER) and not is_empty(value):
-        raise ConfigProblems([Problem("", "", f"{show(value)} is not yet supported", "Use FSDP")])
+    if not is_empty(value) and is_neutral(value, _TYPES_LATER):
+        raise refused(value, "Use FSDP")
     word = word_among(value, _TYPES)
     strategy = _TYPES[word]
     if strategy is None:
@@ -46,28 +46,21 @@ def _distributed_type(value: object, said: Said) -> Meaning:
     values: dict[str, object] = {"sharding.strategy": strategy}
     if word == "no" and is_empty(said.get("num_processes")):
         values["launch.num_processes"] = 1
-    return translated(values, "every rank holds everything")
+    return translated(values, "every rank keeps everything")
 
 
-def _processes(value: object, _: Said) -> Meaning:
-    return HAPPENS if is_neutral(value, (-1,)) else translated({"launch.num_processes": value})
-
-
-def _precision(value: object, _: Said) -> Meaning:
+@unless()
+def _precision(value: object, said: Said) -> Meaning:
     words = {"no": None, "bf16": "bfloat16", "fp16": "float16", "fp32": None, "fp8": "fp8"}
-    if is_empty(value):
-        return NOTHING
-    word = word_among(value, words)
-    if word == "fp8":
-        raise ConfigProblems([Problem("", "", "'fp8' is not yet supported", "Use bf16")])
-    dtype = words[word]
+    if word_among(value, words) == "fp8":
+        raise refused(value, "Use bf16")
     why = "masters and reduced gradients stay float32, and buffers are not cast"
-    return HAPPENS if dtype is None else translated({"sharding.param_dtype": dtype}, why)
+    return choice("sharding.param_dtype", words, why)(value, said)
 
 
 DEEPSPEED_PLUGIN: Table = {
     "zero_stage": stage,
-    **each("offload_optimizer_device offload_param_device", home),
+    **each(home, "offload_optimizer_device offload_param_device"),
     "offload_optimizer_nvme_path": nvme_path("offload_optimizer"),
     "offload_param_nvme_path": nvme_path("offload_param"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
@@ -78,14 +71,14 @@ DEEPSPEED_PLUGIN: Table = {
     "deepspeed_moe_layer_cls_names": no_effect("units of experts are found by themselves"),
     "deepspeed_multinode_launcher": lost("start the command on every machine", "standard", "none"),
     **each(
-        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
         lost("start the command on every machine"),
+        "deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter",
     ),
 }
 
 ACCELERATE: Table = {
     "distributed_type": _distributed_type,
-    "num_processes": _processes,
+    "num_processes": to("launch.num_processes", "", -1),
     "num_machines": to("launch.num_machines"),
     "machine_rank": to("launch.machine_rank"),
     "main_process_ip": to("launch.main_process_ip"),
@@ -103,16 +96,14 @@ ACCELERATE: Table = {
     "main_training_function": no_effect("the command is what runs"),
     "debug": no_effect("ranks always compare their collectives"),
     "enable_cpu_affinity": lost("processes are not bound to cores", False),
-    **each("dynamo_backend dynamo_config", lost("the model runs without torch.compile", "no")),
+    **each(lost("the model runs without torch.compile", "no"), "dynamo_backend dynamo_config"),
     "fp8_config": not_yet("Use bf16"),
     "megatron_lm_config": not_yet("Tensor and pipeline parallelism come later"),
     "mpirun_config": lost("start the command with mpirun itself"),
     "ipex_config": lost("it concerns Intel's extension"),
     **each(
-        """
-        downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
-        tpu_env
-        """,
         no_effect("it concerns TPUs"),
+        "downcast_bf16 command_file commands tpu_name tpu_zone tpu_use_cluster tpu_use_sudo",
+        "tpu_vm tpu_env",
     ),
 }

@@ -7,8 +7,6 @@ from typing import cast
 
 from fullshard.config.dialects.fsdp import FSDP, MESH, VERSION
 from fullshard.config.dialects.rules import (
-    HAPPENS,
-    NOTHING,
     Meaning,
     Rule,
     Said,
@@ -21,41 +19,43 @@ from fullshard.config.dialects.rules import (
     lost,
     no_effect,
     not_yet,
+    refused,
     to,
     translated,
+    unless,
 )
-from fullshard.config.dialects.trainer import FLAT, lora_keys, steps_share
-from fullshard.config.fields import Rejected, means_same
-from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.dialects.trainer import FLAT, lora_keys
+from fullshard.config.fields import Rejected, means_same, to_number
 
 
 def _times_an_epoch(kind: str) -> Rule:
     """`evals_per_epoch: 2`: a share of all steps."""
 
+    @unless(0)
     def rule(value: object, said: Said) -> Meaning:
-        if is_neutral(value, (0,)):
-            return HAPPENS
         if kind == "save" and value == 1:
             return translated({"training.save_strategy": "epoch"})
-        share = steps_share(value, said.get("num_epochs"))
+        times, all_epochs = to_number(value), to_number(said.get("num_epochs")) or 1
+        if times is None or times <= 0:
+            raise Rejected("a number > 0")
+        share = min(1 / (times * all_epochs), 0.999)
         return translated({f"training.{kind}_steps": share}, "as a share of all steps")
 
     return rule
 
 
 def _precision(name: str) -> Rule:
+    @unless(False)
     def rule(value: object, _: Said) -> Meaning:
-        if is_neutral(value, (False,)):
-            return HAPPENS
-        known = "axolotl looks at the GPU; here it is on" if is_auto(value) else ""
-        return translated({f"training.{name}": True if is_auto(value) else value}, known)
+        if is_auto(value):
+            return translated({f"training.{name}": True}, "axolotl checks the GPU; here it is on")
+        return translated({f"training.{name}": value})
 
     return rule
 
 
+@unless()
 def _datasets(value: object, _: Said) -> Meaning:
-    if is_empty(value):
-        return NOTHING
     members = cast("list[object]", value) if isinstance(value, list) else [value]
     first = members[0]
     if not isinstance(first, Mapping):
@@ -71,19 +71,17 @@ def _datasets(value: object, _: Said) -> Meaning:
     return translated(values, why)
 
 
+@unless("", False)
 def _adapter(value: object, said: Said) -> Meaning:
-    """axolotl's word for what is trained beside a frozen model."""
-    if is_neutral(value, ("", False)):
-        return HAPPENS
+    """axolotl's word for the adapters that are trained with a frozen model."""
     if means_same(value, "lora"):
         return translated({"lora.r": said.get("lora_r") or 16})
-    got = f"{show(value)} is not yet supported"
-    raise ConfigProblems([Problem("", "", got, "Write lora, or leave it out")])
+    raise refused(value, "Write lora, or leave it out")
 
 
 def _packing(value: object, _: Said) -> Meaning:
     if is_neutral(value, (False,)):
-        return Meaning(Status.NO_EFFECT, "running text is always packed, conversations are not")
+        return Meaning(Status.NO_EFFECT, "plain text is always packed, conversations are not")
     return translated({"sft.packing": value})
 
 
@@ -120,10 +118,10 @@ AXOLOTL: Table = {
     "val_set_size": to("data.validation_fraction"),
     "evals_per_epoch": _times_an_epoch("eval"),
     "saves_per_epoch": _times_an_epoch("save"),
-    **each("bf16 bfloat16", _precision("bf16")),
-    **each("fp16 float16", _precision("fp16")),
+    **each(_precision("bf16"), "bf16 bfloat16"),
+    **each(_precision("fp16"), "fp16 float16"),
     "tf32": _precision("tf32"),
-    **each("datasets pretraining_dataset", _datasets),
+    **each(_datasets, "datasets pretraining_dataset"),
     "test_datasets": lost("data.validation_fraction holds text out"),
     "dataset_prepared_path": no_effect("tokens lie in the run's folder"),
     "dataset_processes": no_effect("data is read once"),
@@ -136,10 +134,8 @@ AXOLOTL: Table = {
     "dp_replicate_size": MESH["dp_replicate_size"],
     "dp_shard_size": MESH["dp_shard_size"],
     **each(
-        """
-        tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size
-        """,
         not_yet("It comes later", 1),
+        "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_size",
     ),
     "sample_packing": _packing,
     "eval_sample_packing": no_effect("held-out data is packed as the rest is"),
@@ -147,34 +143,27 @@ AXOLOTL: Table = {
     "train_on_inputs": lost("every token counts in the loss", True),
     "unfrozen_parameters": not_yet("Write freeze with the names of the others"),
     **each(
-        """
-        special_tokens tokens eot_tokens chat_template chat_template_jinja default_system_message
-        resize_token_embeddings_to_32x
-        """,
         lost("data is trained on as plain text", False),
+        "special_tokens tokens eot_tokens chat_template chat_template_jinja",
+        "default_system_message resize_token_embeddings_to_32x",
     ),
     **each(
-        """
-        attn_implementation flash_attention sdp_attention xformers_attention flex_attention
-        eager_attention use_kernels plugins liger_rope liger_rms_norm liger_rms_norm_gated
-        liger_glu_activation liger_layer_norm liger_cross_entropy liger_fused_linear_cross_entropy
-        lora_mlp_kernel lora_qkv_kernel lora_o_kernel
-        """,
         lost("the model's own kernels run", False, "sdpa", "eager"),
+        "attn_implementation flash_attention sdp_attention xformers_attention flex_attention",
+        "eager_attention use_kernels plugins liger_rope liger_rms_norm liger_rms_norm_gated",
+        "liger_glu_activation liger_layer_norm liger_cross_entropy",
+        "liger_fused_linear_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
     ),
     **each(
-        """
-        wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode
-        use_wandb use_mlflow use_comet use_tensorboard mlflow_tracking_uri mlflow_experiment_name
-        """,
         lost("write report_to and project for a tracker", False),
+        "wandb_project wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id",
+        "wandb_mode use_wandb use_mlflow use_comet use_tensorboard mlflow_tracking_uri",
+        "mlflow_experiment_name",
     ),
     **each(
-        """
-        load_in_8bit load_in_4bit gptq qat rl trl lora_model_dir lora_modules_to_save
-        lora_target_parameters
-        """,
         not_yet("Leave it out", False),
+        "load_in_8bit load_in_4bit gptq qat rl trl lora_model_dir lora_modules_to_save",
+        "lora_target_parameters",
     ),
     "adapter": _adapter,
     **lora_keys(lambda said: means_same(said.get("adapter"), "lora"), "adapter is not lora"),
@@ -184,8 +173,8 @@ AXOLOTL: Table = {
     "debug": no_effect("ranks always compare their collectives"),
     "early_stopping_patience": to("training.early_stopping_patience"),
     **each(
-        "loss_watchdog_threshold loss_watchdog_patience",
         lost("a run that diverges ends with exit code 9"),
+        "loss_watchdog_threshold loss_watchdog_patience",
     ),
     "low_cpu_mem_usage": no_effect("every rank reads only its own part of the weights"),
     "save_first_step": lost("steps are saved as save_strategy says", False),

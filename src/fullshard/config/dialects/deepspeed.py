@@ -7,7 +7,6 @@ from typing import cast
 
 from fullshard.config.dialects.rules import (
     HAPPENS,
-    NOTHING,
     Meaning,
     Rule,
     Said,
@@ -17,17 +16,17 @@ from fullshard.config.dialects.rules import (
     flag,
     is_auto,
     is_empty,
-    is_neutral,
     lost,
     mapping_of,
     no_effect,
     not_yet,
+    refused,
     to,
     translated,
+    unless,
     word_among,
 )
-from fullshard.config.fields import Rejected, means_same, to_flag, to_number
-from fullshard.config.problems import ConfigProblems, Problem, show
+from fullshard.config.fields import Rejected, to_flag, to_number
 from fullshard.config.values import words_of
 
 HOMES: Mapping[str, object] = {"none": None, "cpu": "cpu", "nvme": "nvme"}
@@ -40,13 +39,12 @@ _STAGES = {
 }
 
 
+@unless()
 def stage(value: object, said: Said) -> Meaning:
-    """A stage of ZeRO; on top of MiCS it is sharded inside a group."""
-    if is_empty(value):
-        return NOTHING
+    """A stage of ZeRO; with MiCS it is sharded inside a group."""
     if is_auto(value):
         return Meaning(Status.NO_EFFECT, "auto: sharding.strategy decides")
-    strategy, why = _STAGES[word_among(value, dict.fromkeys(_STAGES))]
+    strategy, why = _STAGES[word_among(value, _STAGES)]
     group = to_number(said.get("mics_shard_size"))
     if group is not None and group > 0:
         return translated({"sharding.strategy": "hybrid_shard"}, "mics_shard_size makes copies")
@@ -58,19 +56,12 @@ def _zero(value: object, said: Said) -> Meaning:
     return stage("1" if to_flag(value) else "0", said)
 
 
-def _mics(value: object, _: Said) -> Meaning:
-    if is_neutral(value, (-1, 0)):
-        return HAPPENS
-    return translated({"sharding.shard": value}, "ranks that share one copy")
-
-
+@unless()
 def home(value: object, said: Said) -> Meaning:
-    """Where DeepSpeed keeps parameters, or the optimizer with the gradients.
+    """Where DeepSpeed keeps parameters, or the optimizer state with the gradients.
 
-    torch's optimizers update where the parameters are, so here nothing of it stays on the device.
+    torch's optimizers update where the parameters are, so here none of these stays on the device.
     """
-    if is_empty(value):
-        return NOTHING
     if HOMES[word_among(value, HOMES)] is None:
         return HAPPENS
     why = "parameters, gradients and optimizer state leave the device together"
@@ -82,20 +73,19 @@ def home(value: object, said: Said) -> Meaning:
 
 
 def _device(said: Said, key: str) -> object:
-    """Nested or flat, of a value that may be wrong, which its own rule says."""
+    """Nested or flat; the value may be wrong, which its own rule reports."""
     value = mapping_of(said.get(key)).get("device", said.get(f"{key}_device"))
     return next((HOMES[word] for word in words_of(value) if HOMES.get(word)), "cpu")
 
 
 def nvme_path(key: str) -> Rule:
-    """The folder of what is on NVMe, if `offload_*` (the key) says that something is."""
+    """The folder of what is on NVMe, if `offload_*` (the key) puts something there."""
 
+    @unless("none")
     def rule(value: object, said: Said) -> Meaning:
-        if is_empty(value) or means_same(value, "none"):
-            return NOTHING
         if _device(said, key) != "nvme":
             return Meaning(Status.NO_EFFECT, "the device is not nvme")
-        why = "files without a name in it, gone when the run ends"
+        why = "unnamed files in it, which are gone when the run ends"
         return translated({"sharding.offload.folder": value}, why)
 
     return rule
@@ -105,16 +95,26 @@ def _old_offload(value: object, said: Said) -> Meaning:
     return home("cpu" if to_flag(value) else "none", said)
 
 
-def _optimizer(value: object, _: Said) -> Meaning:
-    if is_empty(value):
-        return NOTHING
-    words = {"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}
-    word = str(value).strip().lower()
-    if word not in words:
-        said = f"{show(value)} is not yet supported"
-        raise ConfigProblems([Problem("", "", said, "Use AdamW or SGD")])
-    why = "DeepSpeed's Adam decays like AdamW" if word == "adam" else ""
-    return translated({"training.optim": words[word]}, why)
+def _among(key: str, words: Mapping[str, str], advice: str) -> Rule:
+    """A class of DeepSpeed's, by its name; one that has no counterpart is not supported yet."""
+
+    @unless()
+    def rule(value: object, _: Said) -> Meaning:
+        word = str(value).strip().lower()
+        if word not in words:
+            raise refused(value, advice)
+        why = "DeepSpeed's Adam decays like AdamW" if word == "adam" else ""
+        return translated({key: words[word]}, why)
+
+    return rule
+
+
+_OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}
+_SCHEDULES = {
+    "warmuplr": "constant_with_warmup",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+}
 
 
 def _betas(value: object, _: Said) -> Meaning:
@@ -126,49 +126,18 @@ def _betas(value: object, _: Said) -> Meaning:
     return translated({"training.adam_beta1": betas[0], "training.adam_beta2": betas[1]})
 
 
-def _schedule(value: object, _: Said) -> Meaning:
-    words = {
-        "warmuplr": "constant_with_warmup",
-        "warmupdecaylr": "linear",
-        "warmupcosinelr": "cosine",
-    }
-    if is_empty(value):
-        return NOTHING
-    word = str(value).strip().lower()
-    if word not in words:
-        said = f"{show(value)} is not yet supported"
-        advice = "Use WarmupLR, WarmupDecayLR or WarmupCosineLR"
-        raise ConfigProblems([Problem("", "", said, advice)])
-    return translated({"training.lr_scheduler_type": words[word]})
-
-
-def _micro_batch(value: object, _: Said) -> Meaning:
-    if is_empty(value) or is_auto(value):
-        return Meaning(Status.NO_EFFECT, "auto: training.per_device_train_batch_size decides")
-    return translated({"training.per_device_train_batch_size": value})
-
-
+@unless("auto")
 def _train_batch(value: object, said: Said) -> Meaning:
     """Two of the three numbers of a batch give the third."""
-    if is_empty(value) or is_auto(value):
-        return Meaning(Status.NO_EFFECT, "auto: it is the product of the other two and the ranks")
-    micro = to_number(said.get("train_micro_batch_size_per_gpu"))
-    accumulation = to_number(said.get("gradient_accumulation_steps"))
-    if micro is not None and accumulation is not None:
+    others = (said.get("train_micro_batch_size_per_gpu"), said.get("gradient_accumulation_steps"))
+    if None not in map(to_number, others):
         return Meaning(Status.NO_EFFECT, "it is the product of the other two and the ranks")
     return translated({"training.train_batch_size": value}, "of all ranks in one update")
 
 
-def switched(what: str) -> Rule:
-    """A group that may be switched off: `{enabled: false}`."""
-    return lost(f"there is no {what}", False)
-
-
-def _numbers(value: object, _: Said) -> Meaning:
-    """`auto`, or a bucket size: both leave the sizes to the plan."""
+def _is_size(value: object) -> None:
     if not is_auto(value) and to_number(value) is None and not isinstance(value, bool):
         raise Rejected("a number or auto")
-    return Meaning(Status.NO_EFFECT, "units and prefetch depths take the place of buckets")
 
 
 def _autocast(value: object, said: Said) -> Meaning:
@@ -184,11 +153,9 @@ _TORCHS = no_effect("the optimizer is torch's")
 
 _OFFLOAD: Table = {
     **each(
-        """
-        pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write
-        pipeline cpuadam_cores_perc super_offload
-        """,
         _BUFFERS,
+        "pin_memory buffer_count buffer_size max_in_cpu fast_init pipeline_read pipeline_write",
+        "pipeline cpuadam_cores_perc super_offload",
     ),
     "ratio": lost("all of the state is offloaded", 1),
 }
@@ -199,45 +166,41 @@ ZERO: Table = {
         key: {"device": home, "nvme_path": nvme_path(key), **_OFFLOAD}
         for key in ("offload_optimizer", "offload_param")
     },
-    **each("cpu_offload cpu_offload_params cpu_offload_param", _old_offload),
+    **each(_old_offload, "cpu_offload cpu_offload_params cpu_offload_param"),
     "cpu_offload_use_pin_memory": _BUFFERS,
-    "mics_shard_size": _mics,
+    "mics_shard_size": to("sharding.shard", "ranks that share one copy", -1, 0),
     "mics_hierarchical_params_gather": no_effect("the mesh has two axes"),
     "zero_hpz_partition_size": lost(
-        "weights have no second copy inside a host; hybrid_shard is near to it", 1
+        "weights have no second copy inside a host; hybrid_shard is similar", 1
     ),
     **each(
+        lost("weights are gathered in sharding.param_dtype", False),
         "zero_quantized_weights zero_quantized_nontrainable_weights",
-        lost("weights travel in sharding.param_dtype", False),
     ),
     **each(
+        lost("gradients are reduced in sharding.reduce_dtype", False),
         "zero_quantized_gradients zeropp_loco_param",
-        lost("gradients travel in sharding.reduce_dtype", False),
     ),
     "zenflow": not_yet("Leave it out"),
     **each(
-        """
-        reduce_bucket_size allgather_bucket_size prefetch_bucket_size param_persistence_threshold
-        model_persistence_threshold max_live_parameters max_reuse_distance sub_group_size
-        module_granularity_threshold
-        """,
-        _numbers,
+        no_effect("the sizes of units and the prefetch depths replace buckets", _is_size),
+        "reduce_bucket_size allgather_bucket_size prefetch_bucket_size",
+        "param_persistence_threshold model_persistence_threshold max_live_parameters",
+        "max_reuse_distance sub_group_size module_granularity_threshold",
     ),
     **each(
-        """
-        contiguous_gradients reduce_scatter allgather_partitions overlap_comm legacy_stage1
-        use_multi_rank_bucket_allreduce round_robin_gradients grad_hooks allgather_sequential
-        use_all_reduce_for_fetch_params memory_efficient_linear override_module_apply
-        """,
-        no_effect("the plan decides how gradients travel"),
+        no_effect("the plan decides how gradients are communicated"),
+        "contiguous_gradients reduce_scatter allgather_partitions overlap_comm legacy_stage1",
+        "use_multi_rank_bucket_allreduce round_robin_gradients grad_hooks allgather_sequential",
+        "use_all_reduce_for_fetch_params memory_efficient_linear override_module_apply",
     ),
     **each(
+        no_effect("a run always writes a Hugging Face folder to model/"),
         "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save",
-        no_effect("a run always leaves a Hugging Face folder in model/"),
     ),
-    **each("load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint", _CHECKPOINTS),
+    **each(_CHECKPOINTS, "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
     "ignore_unused_parameters": no_effect("unused parameters are known to the plan"),
-    "leaf_module": no_effect("units of experts are found by themselves"),
+    "leaf_module": no_effect("units of experts are found automatically"),
     "log_trace_cache_warnings": no_effect("there is no trace cache: the plan is the program"),
     "enable_sanity_checks": no_effect("ranks always compare plans and weights"),
     "save_muon_momentum_buffer_in_memory": no_effect("it concerns Muon"),
@@ -257,14 +220,14 @@ _WARMUP: Table = {
 DEEPSPEED: Table = {
     "zero_optimization": {"": _zero, **ZERO},
     "train_batch_size": _train_batch,
-    "train_micro_batch_size_per_gpu": _micro_batch,
+    "train_micro_batch_size_per_gpu": to("training.per_device_train_batch_size"),
     "gradient_accumulation_steps": to("training.gradient_accumulation_steps"),
     "gradient_clipping": to("training.max_grad_norm"),
     "bf16": {
         "enabled": flag("sharding.param_dtype", "bfloat16"),
         "bf16_master_weights_and_grads": flag("sharding.master_dtype", "bfloat16"),
         "bf16_optimizer_states": lost("optimizer state has the masters' dtype", False),
-        "immediate_grad_update": no_effect("gradients are reduced as they come"),
+        "immediate_grad_update": no_effect("each gradient is reduced when it is ready"),
         "check_overflow": no_effect("bf16 does not overflow where float32 does not"),
     },
     "fp16": {
@@ -272,19 +235,17 @@ DEEPSPEED: Table = {
         "loss_scale": lost("the scale of the loss adapts itself", 0, "auto"),
         "fp16_master_weights_and_grads": lost("masters stay float32", False),
         **each(
-            """
-            auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
-            min_loss_scale
-            """,
             no_effect("torch's GradScaler chooses and adapts the scale of the loss"),
+            "auto_cast initial_scale_power loss_scale_window hysteresis consecutive_hysteresis",
+            "min_loss_scale",
         ),
     },
     "torch_autocast": {
         "enabled": no_effect("units compute in sharding.param_dtype, and masters stay float32"),
         "dtype": _autocast,
-        "lower_precision_safe_modules": no_effect("every module of a unit computes alike"),
+        "lower_precision_safe_modules": no_effect("all modules of a unit compute in one dtype"),
     },
-    "data_types": {"grad_accum_dtype": lost("gradients add up in float32", "fp32", "auto")},
+    "data_types": {"grad_accum_dtype": lost("gradients are summed in float32", "fp32", "auto")},
     "communication_data_type": to("sharding.reduce_dtype"),
     "seq_parallel_communication_data_type": no_effect("it concerns sequence parallelism"),
     "gradient_allreduce_op": to("sharding.grad_reduction"),
@@ -292,55 +253,57 @@ DEEPSPEED: Table = {
     "gradient_predivide_factor": no_effect("gradients are divided as they are added"),
     "sparse_gradients": lost("gradients of embeddings are dense", False),
     "optimizer": {
-        "type": _optimizer,
+        "type": _among("training.optim", _OPTIMIZERS, "Use AdamW or SGD"),
         "params": {
             "lr": to("training.learning_rate"),
             "betas": _betas,
             "eps": to("training.adam_epsilon"),
             "weight_decay": to("training.weight_decay"),
             "momentum": lost("sgd has no momentum", 0),
-            **each("torch_adam fused", _TORCHS),
+            **each(_TORCHS, "torch_adam fused"),
             "adam_w_mode": not_yet("Leave it out: weight decay is decoupled", True),
         },
         "legacy_fusion": _TORCHS,
     },
-    "scheduler": {"type": _schedule, "params": _WARMUP},
+    "scheduler": {
+        "type": _among(
+            "training.lr_scheduler_type",
+            _SCHEDULES,
+            "Use WarmupLR, WarmupDecayLR or WarmupCosineLR",
+        ),
+        "params": _WARMUP,
+    },
     "activation_checkpointing": no_effect(
         "it tunes deepspeed.checkpointing, which a model must call; ours is "
         "sharding.activation_checkpointing"
     ),
-    "steps_per_print": no_effect("training.logging_steps says what is printed"),
-    "zero_allow_untested_optimizer": no_effect("every optimizer of torch may be used"),
+    "steps_per_print": no_effect("training.logging_steps decides what is printed"),
+    "zero_allow_untested_optimizer": no_effect("every optimizer of torch is allowed"),
     "zero_force_ds_cpu_optimizer": no_effect("the optimizer is torch's, on the host too"),
     "wall_clock_breakdown": no_effect("metrics.jsonl has the parts of every step"),
     "memory_breakdown": no_effect("metrics.jsonl has the memory of every step"),
-    "dump_state": no_effect("config.yaml and plan.json in the run's folder say it"),
-    "managed_gradient_accumulation": no_effect("the loop accumulates"),
+    "dump_state": no_effect("config.yaml and plan.json in the run's folder have it"),
+    "managed_gradient_accumulation": no_effect("the loop accumulates gradients"),
     "dataloader_drop_last": no_effect("batches are always whole"),
     "disable_allgather": no_effect("the plan decides when weights are gathered"),
-    **each("checkpoint load_universal_checkpoint", _CHECKPOINTS),
-    "aio": no_effect("no state lives on NVMe"),
-    "autotuning": switched("autotuning; `fullshard plan` says what fits"),
-    "compile": switched("torch.compile"),
-    "eigenvalue": switched("the eigenvalue tool"),
-    "nebula": switched("Nebula"),
-    **{
-        name: switched(f"{name}; metrics.jsonl has every step")
-        for name in [
-            "tensorboard",
-            "wandb",
-            "comet",
-            "csv_monitor",
-            "comms_logger",
-            "flops_profiler",
-        ]
-    },
+    **each(_CHECKPOINTS, "checkpoint load_universal_checkpoint"),
+    "aio": no_effect("the engine sizes its own reads and writes"),
+    "autotuning": lost("there is no autotuning; `fullshard plan` forecasts what fits", False),
+    "compile": lost("the model runs without torch.compile", False),
+    "eigenvalue": lost("there is no eigenvalue tool", False),
+    "nebula": lost("there is no Nebula", False),
     **each(
-        """
-        elasticity compression_training data_efficiency curriculum_learning amp moe pipeline
-        progressive_layer_drop sparse_attention tensor_parallel expert_parallel sequence_parallel
-        hybrid_engine quantize_training
-        """,
+        lost("training.report_to names trackers; metrics.jsonl has every step", False),
+        "tensorboard wandb comet csv_monitor",
+    ),
+    **each(
+        lost("metrics.jsonl has the time and throughput of every step", False),
+        "comms_logger flops_profiler",
+    ),
+    **each(
         not_yet("Leave it out", False),
+        "elasticity compression_training data_efficiency curriculum_learning amp moe pipeline",
+        "progressive_layer_drop sparse_attention tensor_parallel expert_parallel",
+        "sequence_parallel hybrid_engine quantize_training",
     ),
 }

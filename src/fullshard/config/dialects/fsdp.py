@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fullshard.config.dialects.rules import (
-    HAPPENS,
-    NOTHING,
     Meaning,
-    Rule,
     Said,
     Status,
     Table,
@@ -16,46 +13,34 @@ from fullshard.config.dialects.rules import (
     each,
     flag,
     is_empty,
-    is_neutral,
     lost,
     no_effect,
     not_yet,
     to,
     translated,
+    unless,
     word_among,
 )
 from fullshard.config.fields import Rejected, to_flag, to_names
 from fullshard.config.values import Strategy, parse, words_of
 
-_WRAP = {
-    "transformer_based_wrap": "transformer",
-    "size_based_wrap": "size",
-    "no_wrap": "none",
-    "1": "transformer",
-    "2": "size",
-    "3": "none",
+_WRAP: Mapping[str, str] = {
+    **dict.fromkeys(("transformer_based_wrap", "1"), "transformer"),
+    **dict.fromkeys(("size_based_wrap", "2"), "size"),
+    **dict.fromkeys(("no_wrap", "3"), "none"),
 }
-_BACKWARD = {
-    "backward_pre": 1,
-    "backward_post": 0,
-    "no_prefetch": 0,
-    "none": 0,
-    "1": 1,
-    "2": 0,
-    "3": 0,
+_BACKWARD: Mapping[str, object] = {
+    **dict.fromkeys(("backward_pre", "1"), 1),
+    **dict.fromkeys(("backward_post", "no_prefetch", "none", "2", "3"), 0),
 }
-_STATE_DICTS: Mapping[str, object] = dict.fromkeys(
-    ("full_state_dict", "local_state_dict", "sharded_state_dict", "1", "2", "3")
-)
-
+_STATE_DICTS = ("full_state_dict", "local_state_dict", "sharded_state_dict", "1", "2", "3")
 
 _strategy = to("sharding.strategy")
 
 
+@unless()
 def _reshard(value: object, said: Said) -> Meaning:
-    """FSDP2's flag, FSDP1's strategy under FSDP2's name, or both beside each other."""
-    if is_empty(value):
-        return NOTHING
+    """FSDP2's flag, FSDP1's strategy under FSDP2's name, or both."""
     try:
         word: object = Strategy.FULL_SHARD if to_flag(value) else Strategy.SHARD_GRAD_OP
     except Rejected:
@@ -70,7 +55,7 @@ def _reshard(value: object, said: Said) -> Meaning:
     strategy = parse(Strategy, named, "")
     if hybrids.get(strategy, strategy) is not word:
         raise Rejected(f"what sharding_strategy says, {strategy}", "Give one of the two")
-    return Meaning(Status.NO_EFFECT, "sharding_strategy says it")
+    return Meaning(Status.NO_EFFECT, "sharding_strategy has the same meaning")
 
 
 def _policy(said: Said) -> str:
@@ -79,26 +64,23 @@ def _policy(said: Said) -> str:
     return next((_WRAP[word] for word in words if word in _WRAP), "")
 
 
+@unless()
 def _auto_wrap_policy(value: object, said: Said) -> Meaning:
-    if is_empty(value):
-        return NOTHING
     policy = _WRAP[word_among(value, _WRAP)]
     if policy == "transformer" and not is_empty(said.get("transformer_layer_cls_to_wrap")):
         return Meaning(Status.NO_EFFECT, "transformer_layer_cls_to_wrap names the units")
     return translated({"sharding.wrap": policy})
 
 
+@unless()
 def _layer_classes(value: object, said: Said) -> Meaning:
-    if is_empty(value):
-        return NOTHING
     if _policy(said) in ("size", "none"):
         return Meaning(Status.NO_EFFECT, "auto_wrap_policy chooses the units in another way")
     return translated({"sharding.wrap": list(to_names(value))})
 
 
+@unless(0)
 def _min_num_params(value: object, said: Said) -> Meaning:
-    if is_neutral(value, (0,)):
-        return HAPPENS
     policy = _policy(said)
     named = not is_empty(said.get("transformer_layer_cls_to_wrap"))
     if policy in ("transformer", "none") or (named and not policy):
@@ -113,38 +95,16 @@ def _backward_prefetch(value: object, said: Said) -> Meaning:
     return choice("sharding.backward_prefetch", _BACKWARD, "a depth in units")(word, said)
 
 
-def _ignored(value: object, _: Said) -> Meaning:
+def _globs(value: object) -> list[str]:
     """Accelerate matches a whole name by a regular expression; ours are globs."""
-    if is_empty(value):
-        return NOTHING
     parts = [part for name in to_names(value) for part in name.split("|")]
     globs = [part.replace("\\.", ".").replace(".*", "*").strip("()^$") for part in parts]
     if any(set(glob) & set("\\[](){}+?^$") for glob in globs):
         raise Rejected("names of modules, with .* and | as the only wildcards")
-    return translated({"sharding.ignore": globs}, "as globs")
+    return globs
 
 
-def nothing_for(why: str) -> Rule:
-    """A flag of a mechanism that we do not have, because nobody need choose."""
-
-    def rule(value: object, _: Said) -> Meaning:
-        if not is_empty(value):
-            to_flag(value)
-        return Meaning(Status.NO_EFFECT, why)
-
-    return rule
-
-
-def size_of(key: str) -> Rule:
-    """The size of a mesh axis; -1 and 0 leave it to the number of ranks."""
-
-    def rule(value: object, _: Said) -> Meaning:
-        return HAPPENS if is_neutral(value, (-1, 0)) else translated({key: value})
-
-    return rule
-
-
-VERSION = no_effect("one engine does what both versions do", {"1": 1, "2": 2})
+VERSION = no_effect("one engine does what both versions do", lambda v: word_among(v, ("1", "2")))
 
 FSDP: Table = {
     "version": VERSION,
@@ -153,46 +113,50 @@ FSDP: Table = {
     "auto_wrap_policy": _auto_wrap_policy,
     "transformer_layer_cls_to_wrap": _layer_classes,
     "min_num_params": _min_num_params,
-    **each("backward_prefetch backward_prefetch_policy", _backward_prefetch),
+    **each(_backward_prefetch, "backward_prefetch backward_prefetch_policy"),
     "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
     **each(
-        "offload_params cpu_offload",
         flag(
             "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
         ),
+        "offload_params cpu_offload",
     ),
-    "cpu_offload_pin_memory": nothing_for("where the host's copies are pinned, the device decides"),
+    "cpu_offload_pin_memory": no_effect(
+        "the device decides if the host's copies are pinned", to_flag
+    ),
     "activation_checkpointing": flag("sharding.activation_checkpointing", "block"),
-    "ignored_modules": _ignored,
+    "ignored_modules": to("sharding.ignore", "as globs", read=_globs),
     "mixed_precision_policy": to("sharding.param_dtype"),
     **each(
+        no_effect(
+            "a run always writes a Hugging Face folder to model/",
+            lambda value: word_among(value, _STATE_DICTS),
+        ),
         "state_dict_type final_state_dict_type",
-        no_effect("a run always leaves a Hugging Face folder in model/", _STATE_DICTS),
     ),
-    "cpu_ram_efficient_loading": nothing_for("every rank reads only its own part of the weights"),
-    "sync_module_states": nothing_for(
-        "all ranks start from the same weights, and compare them; it is no time-out "
-        "(that is launch.timeout)"
+    "cpu_ram_efficient_loading": no_effect(
+        "every rank reads only its own part of the weights", to_flag
     ),
-    "use_orig_params": nothing_for("parameters are always the model's own objects"),
-    "limit_all_gathers": nothing_for("the slots of the plan bound what is gathered at once"),
-    **each("xla xla_fsdp_v2", not_yet("Leave it out", False)),
-    **each("xla_fsdp_settings xla_fsdp_grad_ckpt", lost("it concerns XLA's FSDP", False)),
+    "sync_module_states": no_effect(
+        "all ranks start from the same weights, and compare them", to_flag
+    ),
+    "use_orig_params": no_effect("parameters are always the model's own objects", to_flag),
+    "limit_all_gathers": no_effect("the slots of the plan limit what is gathered at once", to_flag),
+    **each(not_yet("Leave it out", False), "xla xla_fsdp_v2"),
+    **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
 }
 
 # The sizes of a mesh, in Accelerate's `parallelism_config` and in axolotl's file.
 MESH: Table = {
-    "dp_replicate_size": size_of("sharding.replicate"),
-    "dp_shard_size": size_of("sharding.shard"),
+    "dp_replicate_size": to("sharding.replicate", "", -1, 0),
+    "dp_shard_size": to("sharding.shard", "", -1, 0),
     "tp_size": not_yet("Tensor parallelism comes later", 1),
     "cp_size": not_yet("Context parallelism comes later", 1),
     "sp_size": not_yet("Sequence parallelism comes later", 1),
     "ep_size": not_yet("Expert parallelism comes later", 1),
     **each(
-        """
-        cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable
-        sp_attn_implementation
-        """,
         no_effect("it concerns context or sequence parallelism"),
+        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
+        "sp_attn_implementation",
     ),
 }

@@ -1,7 +1,7 @@
 """Hugging Face's TrainingArguments, under `training:` or flat, and TRL's script arguments.
 
 Most names are fields of TrainingConfig and stay what they are. Here is the rest: `fsdp`,
-`fsdp_config`, `deepspeed`, what has no effect, and what is not built yet (hf_names).
+`fsdp_config`, `deepspeed`, what has no effect, and what is not supported yet (`NAMES`).
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from fullshard.config.dialects.rules import (
     not_yet,
     to,
     translated,
+    unless,
 )
-from fullshard.config.fields import Rejected, means_same, to_flag, to_number
-from fullshard.config.hf_names import NOT_YET, WITHOUT_EFFECT
+from fullshard.config.fields import Rejected, means_same, to_flag
 from fullshard.config.keys import canonical
-from fullshard.config.moves import MOVES
+from fullshard.config.names import MOVED, NAMES
 from fullshard.config.schema import TrainingConfig
 from fullshard.config.values import Strategy, did_you_mean, spellings, words_of
 
 _WORDS = ("auto_wrap", "offload")
 
 
+@unless()
 def _fsdp(value: object, said: Said) -> Meaning:
     """`full_shard auto_wrap offload` as text or list, or FSDP2's flag.
 
     A mapping is walked as an `fsdp_config` is.
     """
-    if is_empty(value):
-        return NOTHING
     try:
         on = to_flag(value)
     except Rejected:
@@ -88,10 +87,6 @@ def _min_params(value: object, said: Said) -> Meaning:
     if is_neutral(value, (0,)) or not is_empty(said.get("fsdp_transformer_layer_cls_to_wrap")):
         return HAPPENS
     return translated({"sharding.wrap": "size", "sharding.wrap_min_params": value})
-
-
-def _layer_class(value: object, _: Said) -> Meaning:
-    return NOTHING if is_empty(value) else translated({"sharding.wrap": [value]})
 
 
 def _decides(name: str, target: str) -> Rule:
@@ -140,31 +135,20 @@ _LORA: Table = {
 
 # Names below `training:` that are more than a field of TrainingConfig.
 TRAINING: Table = {
-    **NOT_YET,
-    **WITHOUT_EFFECT,
-    **{
-        move.source.removeprefix("training."): _decides(
-            move.source.removeprefix("training."), move.target
-        )
-        for move in MOVES
-        if move.stays
-    },
+    **NAMES,
+    **{name: _decides(name, move.target) for name, move in MOVED.items() if move.stays},
     "fsdp": {"": _fsdp, **FSDP},
     "fsdp_config": FSDP,
     "fsdp_min_num_params": _min_params,
-    "fsdp_transformer_layer_cls_to_wrap": _layer_class,
+    "fsdp_transformer_layer_cls_to_wrap": to("sharding.wrap", read=lambda name: [name]),
     "deepspeed": {"": file_rule, **DEEPSPEED},
     **_LORA,
 }
 
 
-def _renamed(name: str) -> Rule:
-    """A field of TrainingConfig, or of another section where its meaning lies."""
-    return to_field(canonical(f"training.{name}"))
-
-
-def to_field(key: str) -> Rule:
-    """Any value of a key of ours; null leaves it out."""
+def _field(name: str) -> Rule:
+    """A field of TrainingConfig, or the key of another section that has its meaning."""
+    key = canonical(f"training.{name}")
 
     def rule(value: object, _: Said) -> Meaning:
         return NOTHING if value is None else translated({key: value})
@@ -172,47 +156,31 @@ def to_field(key: str) -> Rule:
     return rule
 
 
-def _dataset(value: object, _: Said) -> Meaning:
-    return NOTHING if is_empty(value) else translated({"data.path": value}, "a file or a folder")
-
-
 # A file of these at its top level, with or without TRL's arguments of scripts and models.
 FLAT: Table = {
     **{
-        name: _renamed(name)
-        for name in (
-            *TrainingConfig.field_names(),
-            *TrainingConfig.ALIASES,
-            *(m.source.removeprefix("training.") for m in MOVES if m.source.startswith("training")),
-        )
+        name: _field(name)
+        for name in (*TrainingConfig.field_names(), *TrainingConfig.ALIASES, *MOVED)
         if name not in TRAINING
     },
     **TRAINING,
     "model_name_or_path": to("model.name_or_path"),
     "tokenizer_name_or_path": to("data.tokenizer"),
-    **each("dataset_name dataset_path", _dataset),
+    **each(to("data.path", "a file or a folder"), "dataset_name dataset_path"),
     "dataset_config": lost("a dataset is a file or a folder here"),
     "dataset_train_split": lost("the whole file is trained on", "train"),
     "dataset_test_split": lost("data.validation_fraction holds text out", "test", "validation"),
     "dataset_streaming": no_effect("data is read once and kept as tokens"),
     **each(
-        "torch_dtype dtype",
         no_effect("masters have sharding.master_dtype, units sharding.param_dtype"),
+        "torch_dtype dtype",
     ),
     "attn_implementation": lost("the model attends by torch's own kernels", "sdpa", "eager"),
     "trust_remote_code": to("model.trust_remote_code"),
     "model_revision": no_effect("a model is a folder here", None),
     "use_liger": lost("the model's own kernels run", False),
-    **each("load_in_4bit load_in_8bit use_rslora use_dora", not_yet("Leave it out", False)),
+    **each(not_yet("Leave it out", False), "load_in_4bit load_in_8bit use_rslora use_dora"),
 }
 
 # A name that stands in no file of ours at the top level.
 FLAT_MARKS = frozenset(FLAT) - {"model", "data"}
-
-
-def steps_share(value: object, epochs: object) -> float:
-    """`n times an epoch` as a share of all steps, which `eval_steps` and `save_steps` take."""
-    times, all_epochs = to_number(value), to_number(epochs) or 1
-    if times is None or times <= 0:
-        raise Rejected("a number > 0")
-    return min(1 / (times * all_epochs), 0.999)

@@ -1,4 +1,4 @@
-"""A file in any dialect, said in our keys: every value with its place, every key with a note."""
+"""A file of any tool in our keys: every value with its place, every key with a note."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
 from fullshard.config.files import File, drop, find, interpolated, is_below, put, read_file
 from fullshard.config.keys import canonical
-from fullshard.config.moves import field_value
+from fullshard.config.names import field_value
 from fullshard.config.origins import Entry, Origin, OriginKind
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
@@ -35,12 +35,12 @@ from fullshard.config.values import did_you_mean, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """Another tool's whole file.
+    """The files of another tool.
 
     Args:
-        name: of the tool.
-        marks: keys of the top level, any of which tells the dialect.
-        table: what every key means.
+        name: the tool's name.
+        marks: keys of the top level that no other tool has.
+        table: the meaning of every key.
     """
 
     name: str
@@ -79,60 +79,54 @@ _ENGINES = {
 _PREFIXES = ("fsdp_", "parallelism_config_", "stage3_")
 
 
-@dataclasses.dataclass
-class Translation:
-    """What a file says in our keys.
-
-    Args:
-        dialect: the tool's name; empty for a file of ours.
-        values: a tree.
-        entries: the keys, with the place and the name that they have in the file.
-        notes: what became of every key of another tool.
-        problems: what is wrong with them.
-        engines: FSDP or DeepSpeed, where a key asks for one of them.
-    """
-
-    dialect: str
-    values: dict[str, Any]
-    entries: list[Entry]
-    notes: list[Note] = dataclasses.field(default_factory=list[Note])
-    problems: list[Problem] = dataclasses.field(default_factory=list[Problem])
-    engines: list[tuple[str, Origin]] = dataclasses.field(default_factory=list[tuple[str, Origin]])
-
-
 def dialect_of(keys: Iterable[str]) -> Dialect | None:
     """The tool whose file this is, by its keys; None for ours."""
     names = {_word(key) for key in keys}
     return next((dialect for dialect in DIALECTS if names & dialect.marks), None)
 
 
-def translate(file: File) -> Translation:
-    """Say a file in our keys; its values are changed in place."""
-    dialect = dialect_of(file.values)
-    done = Translation(dialect.name if dialect else "", file.values, file.entries)
-    walk = _Walk(file, done)
-    if dialect is not None:
-        walk.table(dialect.table, interpolated(file.values), "", is_whole=True)
-    training = file.values.get("training")
-    if isinstance(training, dict):
-        names = [name for name in cast("dict[str, Any]", training) if _name_in(name, TRAINING)]
-        values = interpolated(file.values, "training", names)
-        walk.table(TRAINING, values, "training", is_whole=True)
-    walk.finish()
-    return done
+class Translation:
+    """A file in our keys.
 
+    Attributes:
+        dialect: the tool's name; empty for a file of ours.
+        values: a tree; the file's own, which is changed in place.
+        entries: the keys, with the place and the name that they have in the file.
+        notes: what became of every key of another tool.
+        problems: what is wrong with them.
+        engines: FSDP or DeepSpeed, if a key asks for one of them.
+    """
 
-class _Walk:
-    """One pass over a file by tables."""
+    def __init__(self, file: File, table: Table | None = None) -> None:
+        """Translate a file.
 
-    def __init__(self, file: File, done: Translation) -> None:
+        Args:
+            file: a whole file of any tool, or the keys of a table.
+            table: the table of all its keys; None: the tool is found by its keys.
+        """
+        dialect = dialect_of(file.values) if table is None else None
+        self.dialect = dialect.name if dialect else ""
+        self.values, self.entries = file.values, file.entries
+        self.notes: list[Note] = []
+        self.problems: list[Problem] = []
+        self.engines: list[tuple[str, Origin]] = []
         self._file = file
-        self._done = done
         self._origins = {entry.key: entry.origin for entry in file.entries}
-        self._gone: list[str] = []  # keys of the file that others say now
+        self._gone: list[str] = []  # keys of the file whose meaning other keys have now
         self._found: dict[str, tuple[object, Origin]] = {}
+        if table is not None:
+            self._table(table, interpolated(file.values), "")
+            self._gone = list(file.values)
+        if dialect is not None:
+            self._table(dialect.table, interpolated(file.values), "", is_whole=True)
+        training = file.values.get("training")
+        if table is None and isinstance(training, dict):
+            names = [name for name in cast("dict[str, Any]", training) if _name_in(name, TRAINING)]
+            values = interpolated(file.values, "training", names)
+            self._table(TRAINING, values, "training", is_whole=True)
+        self._finish()
 
-    def table(
+    def _table(
         self,
         table: Table,
         values: Mapping[Any, object],
@@ -162,7 +156,7 @@ class _Walk:
         if not isinstance(entry, Mapping):
             self._rule(entry, value, key, said)
         elif values:
-            self.table(cast("Table", entry), values, key, said)
+            self._table(cast("Table", entry), values, key, said)
         elif "" in entry:
             self._rule(cast("Rule", entry[""]), value, key, said)
         elif is_empty(value) or value is False:
@@ -205,7 +199,7 @@ class _Walk:
         if other is None or before is None or agree(target, value, other):
             self._found[target] = value, origin
             return
-        self._done.problems.append(contradiction(target, (value, origin), (other, before)))
+        self.problems.append(contradiction(target, (value, origin), (other, before)))
 
     def _read(self, name: str, key: str, table: Table | None) -> None:
         """Another file, whose keys count as if they stood here."""
@@ -217,35 +211,27 @@ class _Walk:
                 got = problem.got if problem.place != str(path) else f"{name!r}, {problem.got}"
                 self._problem(key, dataclasses.replace(problem, got=got))
             return
-        if table is None:
-            inner = translate(file)
-        else:
-            inner = Translation("", file.values, file.entries)
-            walk = _Walk(file, inner)
-            walk.table(table, interpolated(file.values), "")
-            walk._gone = list(file.values)
-            walk.finish()
-        self._done.notes += inner.notes
-        self._done.problems += inner.problems
-        self._done.engines += inner.engines
+        inner = Translation(file, table)
+        self.notes += inner.notes
+        self.problems += inner.problems
+        self.engines += inner.engines
         values = interpolated(inner.values)
         for entry in leaves(inner.entries):
             self._put(entry.key, find(values, entry.key), entry.origin)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Put what was found into the file's values and keys, in place of what said it."""
-        done = self._done
         self._notes_of_names()
         for key in self._gone:
-            drop(done.values, key)
-        done.entries = [e for e in done.entries if not is_below(e.key, self._gone)]
+            drop(self.values, key)
+        self.entries = [e for e in self.entries if not is_below(e.key, self._gone)]
         for target, (value, origin) in self._found.items():
-            put(done.values, target, value)
-            done.entries.append(Entry(target, origin))
+            put(self.values, target, value)
+            self.entries.append(Entry(target, origin))
 
     def _notes_of_names(self) -> None:
         """A key of ours under another tool's name (`training.evaluation_strategy`)."""
-        for entry in self._done.entries:
+        for entry in self.entries:
             target = canonical(entry.key)
             if target != entry.key and not is_below(entry.key, self._gone):
                 meaning = Meaning(Status.TRANSLATED, f"is {target} here", {target: None})
@@ -258,19 +244,19 @@ class _Walk:
             is_off = is_empty(value) or words_of(value)[0] in ("false", "no", "none", "null")
             engine = None if is_off else _ENGINES.get(plain)
         if engine is not None:
-            self._done.engines.append((engine, self._origin(key)))
+            self.engines.append((engine, self._origin(key)))
 
     def _note(self, key: str, meaning: Meaning) -> None:
         origin = self._origin(key)
         note = Note(
             origin.written, meaning.status, meaning.why, origin.place, tuple(meaning.values)
         )
-        self._done.notes.append(note)
+        self.notes.append(note)
 
     def _problem(self, key: str, problem: Problem) -> None:
         origin = self._origin(key)
         placed = dataclasses.replace(problem, key=origin.written, place=origin.place)
-        self._done.problems.append(placed)
+        self.problems.append(placed)
 
     def _unknown(self, key: str, name: str, table: Table, *, is_whole: bool) -> None:
         prefix = next((p for p in _PREFIXES if name.lower().startswith(p)), "")

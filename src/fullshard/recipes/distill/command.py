@@ -1,4 +1,4 @@
-"""`fullshard distill`: its jobs without a configuration file, and what it refuses."""
+"""`fullshard distill`: its jobs without a configuration file, and its checks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from fullshard.config.load import Resolved
 from fullshard.config.origins import OriginKind
 from fullshard.config.problems import Problem, show
 from fullshard.config.schema import DistillConfig, RunConfig
-from fullshard.config.supported import NotYet
+from fullshard.config.supported import unsupported
 from fullshard.config.values import Backend, DistillLoss
 from fullshard.recipes.registry import Command, RecipeCommand
+from fullshard.recipes.sft.command import check as check_chats
 
 _DENSE = (
     "Give the student a dense configuration: mixtures of experts, of which students are cut, are "
     "torch's"
 )
-_NOT_ON_XLA = (
-    NotYet("teacher_offload", "Leave it out, or use backend: torch"),
-    *(NotYet(key, _DENSE) for key in ("experts", "layers")),
-)
+_NOT_ON_XLA = {
+    "teacher_offload": ("Leave it out, or use backend: torch",),
+    **dict.fromkeys(("experts", "layers"), (_DENSE,)),
+}
 
 
 def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
+    yield from check_chats(config, command)
     settings = config.distill or DistillConfig()
     cached = settings.cache is not None and command is Command.DISTILL
     if config.backend is Backend.JAX:
@@ -31,8 +33,7 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
             says = "'jax' under `fullshard distill cache` is not yet supported"
             yield Problem("backend", "", says, "Use torch: backend: jax learns from what it leaves")
         else:
-            for row in _NOT_ON_XLA:
-                yield from row.problems(settings, "distill", "with backend: jax ")
+            yield from unsupported(settings, _NOT_ON_XLA, "distill", "with backend: jax ")
     if config.teacher is None and not cached:
         advice = "Name a model folder, or distill.cache"
         yield Problem("teacher", "the model that is learned from", "none", advice)
@@ -42,14 +43,14 @@ def _check(config: RunConfig, command: Command) -> Iterator[Problem]:
         yield Problem("distill.experts", expected, "another model or a cache", advice)
     if cached and settings.teacher_offload is not None:
         says, advice = show(settings.teacher_offload), "Leave it out: no teacher runs"
-        yield Problem("distill.teacher_offload", "no distill.cache beside it", says, advice)
+        yield Problem("distill.teacher_offload", "no distill.cache together with it", says, advice)
     if cached and settings.loss is not DistillLoss.FORWARD_KL:
         advice = "The others need logits that were not kept"
         yield Problem("distill.loss", "forward_kl with distill.cache", show(settings.loss), advice)
 
 
 def job(resolved: Resolved | None) -> File:
-    """The job without a configuration file; how its student is cut is for its own teacher."""
+    """The job without a configuration file; its cuts apply only to its own teacher."""
     if resolved is None:
         return read_job("distill_job.yaml", __package__)
     on_xla = resolved.config.backend is Backend.JAX

@@ -1,9 +1,9 @@
-"""A teacher's logits on disk: the largest k of every training token, for runs without it.
+"""A teacher's k largest logits of every training token, on disk, for runs without the teacher.
 
 CACHE/values.npy   (num_tokens, k) float16     row after row of the training data
 CACHE/ids.npy      (num_tokens, k) int32
 CACHE/bounds.npy   (num_rows + 1,)             where each row begins
-CACHE/cache.json   what they were made of: a run with other data or another tokenizer is refused
+CACHE/cache.json   facts of the data: a run with other data or another tokenizer is refused
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fullshard.errors import DataError
 from fullshard.recipes.base import Batch
 
 FACTS = "cache.json"
-TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # of a batch whose teacher ran before
-ROWS = "rows"  # of a batch: which training rows it holds, -1 where it holds none
+TOP_VALUES, TOP_IDS = "teacher_values", "teacher_ids"  # keys of a batch with cached logits
+ROWS = "rows"  # key of a batch: numbers of its training rows, -1 for empty places
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Kept logits; the arrays are those of the module's docstring."""
+    """Cached logits, as memory-mapped arrays; see the module's docstring."""
 
     values: Any
     ids: Any
@@ -51,7 +51,7 @@ class TopK:
 
     @classmethod
     def create(cls, folder: Path, lengths: Any, top_k: int) -> None:
-        """Empty arrays of the right size, to be written by all ranks."""
+        """Creates empty arrays of the right size, to be written by all ranks."""
         folder.mkdir(parents=True, exist_ok=True)
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         np.save(folder / "bounds.npy", bounds)
@@ -68,7 +68,7 @@ class TopK:
         head: Callable[[torch.Tensor], torch.Tensor],
         chunk_size: int,
     ) -> None:
-        """Keeps the largest logits of a row, chunk by chunk."""
+        """Writes the largest logits of a row, chunk by chunk."""
         begin, end = (int(bound) for bound in self.bounds[row : row + 2])
         for start in range(begin, end, chunk_size):
             stop = min(start + chunk_size, end)
@@ -77,26 +77,26 @@ class TopK:
             self.ids[start:stop] = top.indices.cpu().numpy()
 
     def flush(self) -> None:
-        """Everything is on disk afterwards."""
+        """Writes everything to disk."""
         self.values.flush()
         self.ids.flush()
 
 
 def write_facts(folder: Path, facts: DatasetFacts) -> None:
-    """Says, last of all, what a cache was made of."""
+    """Writes the facts of the data; a cache with them is complete."""
     text = json.dumps(_told(facts), indent=2) + "\n"
     (folder / FACTS).write_text(text, encoding="utf-8")
 
 
 def check_facts(folder: Path, facts: DatasetFacts) -> None:
-    """Raises DataError where a cache was made of other data than a run has."""
+    """Raises DataError if a cache was made from other data than the run's."""
     TopK.load(folder)
     found = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     for key, value in _told(facts).items():
         if found.get(key) != value:
             raise DataError(
                 f"distill.cache: expected logits of this run's data, with {key} {value}; got some "
-                f"with {found.get(key)} in '{folder}'. Write the cache anew (fullshard distill "
+                f"with {found.get(key)} in '{folder}'. Write the cache again (fullshard distill "
                 "cache), from the same data and seed."
             )
 
@@ -108,7 +108,7 @@ def _told(facts: DatasetFacts) -> dict[str, Any]:
 
 
 def with_logits(batch: Batch, kept: TopK) -> Batch:
-    """A batch that brings the teacher's logits along; rows that are none get zeros."""
+    """The batch with the teacher's logits; empty places get zeros."""
     shape = (*batch["input_ids"].shape, kept.values.shape[1])
     values, ids = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
     for at, row in enumerate(batch[ROWS].tolist()):

@@ -1,11 +1,11 @@
 """The objective of distillation: the loss against a teacher.
 
-    teacher body --> teacher's head asked --> student body --> student's head asked
-                     (its weight is there)                     (both weights are there)
-                                                               chunks of tokens: see head.py
+    teacher body --> teacher's head -----> student body --> student's head
+                     (its weight gathered)                  (both weights gathered)
+                                                            chunks of tokens: see head.py
 
-The student runs inside the teacher's head, so both heads are gathered at the same time and once.
-Only tokens that are predicted take part; evaluation is the student's cross-entropy alone.
+The student runs inside the teacher's head, so both heads are gathered once and at the same time.
+Only predicted tokens count. Evaluation uses only the student's cross-entropy.
 
 With p the teacher's and q the student's probabilities at temperature T, a token adds T^2 times
 
@@ -13,7 +13,7 @@ With p the teacher's and q the student's probabilities at temperature T, a token
     reverse_kl   sum q (log q - log p)
     jsd          beta KL(p || m) + (1 - beta) KL(q || m)        m = beta p + (1 - beta) q
 
-T^2 keeps the size of the gradient, which softening divides by it.
+T^2 restores the size of the gradient, which the temperature divides by T^2.
 
 References:
     Hinton et al., Distilling the knowledge in a neural network, 2015. Agarwal et al., On-policy
@@ -41,12 +41,12 @@ from fullshard.recipes.head import ChunkLoss, Head, Tokens
 def divergence(
     student: torch.Tensor, teacher: torch.Tensor, settings: DistillConfig
 ) -> torch.Tensor:
-    """The sum over tokens.
+    """The divergence, summed over tokens.
 
     Args:
-        student: (num_tokens, vocabulary) logits.
-        teacher: The same.
-        settings: loss, temperature and beta are read.
+        student: (num_tokens, vocabulary) logits of the student.
+        teacher: (num_tokens, vocabulary) logits of the teacher.
+        settings: Loss, temperature and beta.
     """
     q = log_probabilities(student, settings.temperature)
     p = log_probabilities(teacher, settings.temperature).to(q.dtype)
@@ -66,13 +66,13 @@ def divergence(
 def top_k_divergence(
     student: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, settings: DistillConfig
 ) -> torch.Tensor:
-    """forward_kl against the k logits a token that were kept, as if there were no others.
+    """forward_kl against k cached logits per token, as if there were no others.
 
     Args:
-        student: (num_tokens, vocabulary) logits.
-        values: (num_tokens, k) of the teacher's logits.
-        ids: (num_tokens, k) token ids that they belong to.
-        settings: the temperature is read.
+        student: (num_tokens, vocabulary) logits of the student.
+        values: (num_tokens, k) logits of the teacher.
+        ids: (num_tokens, k) token ids of these logits.
+        settings: Temperature.
     """
     q = log_probabilities(student, settings.temperature).gather(1, ids)
     p = log_probabilities(values, settings.temperature).to(q.dtype)
@@ -80,7 +80,7 @@ def top_k_divergence(
 
 
 def log_probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """In float32 at least."""
+    """Log-softmax in float32 at least."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return F.log_softmax(logits.to(dtype) / temperature, dim=-1)
 
@@ -91,7 +91,7 @@ def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A sharded model without gradients, and its head."""
+    """A sharded teacher without gradients, and its head."""
 
     model: nn.Module
     head: Head
@@ -102,8 +102,8 @@ class Distillation:
 
     Args:
         head: Head of the student.
-        teacher: A model, or the logits that one left.
-        settings: The loss, and tokens whose logits are held at a time.
+        teacher: A model, or the cached logits of one.
+        settings: Loss, and number of tokens whose logits are in memory at a time.
     """
 
     def __init__(self, head: Head, teacher: Teacher | TopK, settings: DistillConfig) -> None:
@@ -148,19 +148,19 @@ class Distillation:
     def _beside(
         self, tokens: Tokens, rows: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
     ) -> ChunkLoss:
-        """Against the teacher's logits, which are made a chunk at a time too."""
+        """Loss against the teacher's logits, which are computed chunk by chunk too."""
 
         def loss(student: torch.Tensor, at: slice) -> torch.Tensor:
             with torch.no_grad():
                 teacher = F.linear(rows[at], w, b)
-            size = min(student.shape[1], teacher.shape[1])  # entries behind are padding
+            size = min(student.shape[1], teacher.shape[1])  # the rest is padding
             value = divergence(student[:, :size], teacher[:, :size], self._settings)
             return self._mixed(value, student, tokens.targets[at])
 
         return loss
 
     def _beside_cache(self, tokens: Tokens, batch: Batch) -> ChunkLoss:
-        """Against the logits that `distill cache` kept."""
+        """Loss against the logits that `distill cache` wrote."""
         values, ids = tokens.rows(batch[TOP_VALUES]), tokens.rows(batch[TOP_IDS])
 
         def loss(student: torch.Tensor, at: slice) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Distillation:
         return alpha * value + (1 - alpha) * cross_entropy(student, targets)
 
     def _apart(self, model: nn.Module, other: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Mean square over the width, summed over tokens."""
+        """Mean squared difference of hidden states over the width, summed over tokens."""
         projection = getattr(model, PROJECTION, None)
         seen = own if projection is None else projection(own)
         dtype = torch.promote_types(seen.dtype, torch.float32)

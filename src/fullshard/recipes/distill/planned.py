@@ -1,7 +1,7 @@
-"""A teacher beside a student, as the planner sees it: what it keeps, and what it makes of a step.
+"""The teacher in the plan of a run: its memory, and the joint step of student and teacher.
 
-The teacher has a plan of its own, whose rows stand beside the student's. What both hold while they
-compute is traced together, since the student runs inside of the teacher's head (see loss.py).
+The teacher has a plan of its own, whose rows are listed next to the student's. Activations of both
+are traced together, because the student runs inside the teacher's head (see loss.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fullshard.recipes.head import Head
 
 @dataclass(frozen=True)
 class Taught:
-    """What a student learns from.
+    """The teacher of a planned run.
 
     Attributes:
         config: Configuration of the run.
-        teacher: On meta, its head ready to be asked; None where a cache stands for it.
-        local_world_size: Ranks of a host.
-        resolved: Fills in what a sharding leaves open on the machine that is planned for.
+        teacher: The teacher on meta with its head installed; None if a cache replaces it.
+        local_world_size: Ranks per host.
+        resolved: Fills in what a sharding leaves open, for the planned machine.
     """
 
     config: RunConfig
@@ -51,7 +51,7 @@ class Taught:
         on_gpu: bool,
         resolved: Callable[[ShardConfig], ShardConfig] = lambda sharding: sharding,
     ) -> Taught | None:
-        """None for a run without a teacher."""
+        """The teacher of a run; None for a run without one."""
         settings = settings_of(config)
         if config.teacher is None or settings.cache is not None:
             if settings.cache is None:
@@ -69,11 +69,11 @@ class Taught:
 
     @property
     def beside(self) -> tuple[nn.Module, ...]:
-        """Models that run inside of the student's step."""
+        """Models that run in the student's step."""
         return () if self.teacher is None else (self.teacher,)
 
     def rows(self, plan: Plan, sharding: ShardConfig) -> tuple[MemoryRow, ...]:
-        """What the teacher keeps beside a student of this plan and configuration."""
+        """Memory of the teacher next to a student with this plan and sharding."""
         if self.teacher is None:
             return ()
         config = self.config.model_copy(update={"sharding": sharding})
@@ -88,7 +88,7 @@ class Taught:
         return tuple(replace(row, name=TEACHER + row.name) for row in found.memory if row.num_bytes)
 
     def work(self, samples: int, length: int) -> Callable[..., torch.Tensor]:
-        """Forward and loss of a micro-batch of full rows, as the recipe has them."""
+        """Forward and loss of a micro-batch of full rows, as in training."""
         s = self.settings
 
         def work(student: nn.Module, *teachers: nn.Module) -> torch.Tensor:

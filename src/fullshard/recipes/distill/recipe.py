@@ -1,10 +1,10 @@
-"""The recipe of distillation: a teacher, or the logits that one left, beside the batches."""
+"""The recipe of distillation: batches, and a teacher or its cached logits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -32,7 +32,7 @@ def _uses_chats(config: RunConfig) -> bool:
 
 
 def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
-    """Logits that a teacher left are those of this data."""
+    """Checks that cached logits belong to this data."""
     cache = settings_of(config).cache
     if cache:
         check_facts(Path(cache), facts)
@@ -41,7 +41,7 @@ def _check_data(config: RunConfig, facts: DatasetFacts) -> None:
 def _build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, folder: Path
 ) -> nn.Module:
-    """The teacher is built first: the student may be cut out of it."""
+    """Builds the teacher, then the student, which may be cut out of the teacher."""
     settings = settings_of(config)
     if settings.cache is not None:
         teacher = TopK.load(Path(settings.cache))
@@ -58,24 +58,11 @@ def _build(
     return student
 
 
-def _xla_shapes(config: RunConfig, width: int) -> Any:
-    from fullshard.recipes.distill.xla import projection_shapes
-
-    return projection_shapes(config, width)
-
-
-def _on_xla(config: RunConfig, student: Any) -> Any:
-    from fullshard.recipes.distill.xla import XlaTeaching
-
-    return XlaTeaching.of(config, student)
-
-
 _CACHE = RecipeKind(_build, _uses_chats, check_teacher, write=write_cache)
 _DISTILL = replace(
     _CACHE,
     check_data=_check_data,
     write=None,
-    xla_shapes=_xla_shapes,
-    on_xla=_on_xla,
+    xla="fullshard.recipes.distill.xla",
 )
 KINDS = {"distill": _DISTILL, "distill-cache": _CACHE}

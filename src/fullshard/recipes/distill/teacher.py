@@ -1,4 +1,4 @@
-"""Distillation on one rank: the teacher, the student that is cut out of it, the loss."""
+"""Distillation on one rank: the teacher, a student cut out of it, the loss, the cache."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COUNTED_STEPS = 8  # of training data, on which the use of experts is measured
+COUNTED_STEPS = 8  # steps of training data on which the use of experts is measured
 
 
 def settings_of(config: RunConfig) -> DistillConfig:
-    """The section, or its defaults, complete."""
+    """The distill section, or its defaults, with its chunk size filled in."""
     found = config.distill or DistillConfig()
     if found.chunk_size is not None:
         return found
@@ -46,7 +46,7 @@ def settings_of(config: RunConfig) -> DistillConfig:
 
 
 def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raises ConfigError where a student cannot learn from its teacher."""
+    """Raises ConfigError if a student cannot learn from its teacher."""
     teacher, settings = config.teacher, config.distill or DistillConfig()
     if teacher is None:
         return
@@ -74,18 +74,18 @@ def check_teacher(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) 
 def build_student(
     config: RunConfig, teacher: Teacher | TopK, model_config: PretrainedConfig, seat: Seat
 ) -> tuple[nn.Module, Distillation]:
-    """The sharded student and its loss, which its head makes. A collective."""
+    """The sharded student and its loss, which its head computes. A collective."""
     model = build_sharded(config, model_config, seat.device, Head)
     return model, Distillation(Head.of(model), teacher, settings_of(config))
 
 
 def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
-    """The teacher, sharded for forwards alone, in its own dtype and strategy.
+    """The teacher, sharded for forward passes only, in its own dtype and strategy.
 
     Args:
         config: Configuration of the run.
         seat: Rank and world size.
-        run: The run's folder, where a teacher that is streamed from disk has its bytes.
+        run: Folder of the run, for the files of a teacher that is offloaded to disk.
     """
     settings = settings_of(config)
     assert config.teacher is not None, "checked before"
@@ -103,7 +103,7 @@ def build_teacher(config: RunConfig, seat: Seat, run: Path) -> Teacher:
 
 
 def teacher_dtype(settings: DistillConfig, *, on_gpu: bool) -> torch.dtype:
-    """Of its weights."""
+    """The dtype of the teacher's weights."""
     default = DType.BFLOAT16 if on_gpu else DType.FLOAT32
     return getattr(torch, settings.teacher_dtype or default)
 
@@ -111,13 +111,13 @@ def teacher_dtype(settings: DistillConfig, *, on_gpu: bool) -> torch.dtype:
 def teacher_sharding(
     config: RunConfig, settings: DistillConfig, dtype: torch.dtype, run: Path
 ) -> ShardConfig:
-    """The student's, but for what concerns training, and where state lives."""
+    """The sharding of the teacher: the student's, except for training and offload."""
     own = ("mesh", "transport", "forward_prefetch", "wrap", "replicate", "shard")
     shared = {
         name: getattr(config.sharding, name) for name in own if hasattr(config.sharding, name)
     }
     if settings.teacher_offload is not None:
-        if config.sharding.transport is Transport.SHARED:  # it would be in the ranks' memory
+        if config.sharding.transport is Transport.SHARED:  # which keeps weights in memory
             del shared["transport"]
         folder = str(run) if settings.teacher_offload is Home.NVME else None
         shared["offload"] = Offload(parameters=settings.teacher_offload, folder=folder)
@@ -129,7 +129,7 @@ def teacher_sharding(
 def cut_student(
     config: RunConfig, teacher: Teacher, data: Recipe, student: Path, seat: Seat
 ) -> None:
-    """Measure the use of experts and write the student's folder, unless it is there."""
+    """Measures the use of experts and writes the student's folder, unless it exists."""
     settings, engine = settings_of(config), engine_of(teacher.model)
     team = RankTeam(engine.transport, seat)
     if all(there for (there,) in team.exchange([(student / "config.json").is_file()])):
@@ -151,7 +151,7 @@ def cut_student(
         write_student(origin, student, given_model_config(config), kept)
         for line in kept.lines():
             logger.info("student: %s", line)
-    team.exchange([0.0])  # nobody reads before it is there
+    team.exchange([0.0])  # no rank reads before it is written
 
 
 # ---- logits for runs without the teacher ---------------------------------------------------------
@@ -159,7 +159,7 @@ def cut_student(
 
 @torch.no_grad()
 def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
-    """Keeps the teacher's largest logits of every training token. A collective."""
+    """Writes the teacher's largest logits of every training token. A collective."""
     settings, facts = settings_of(config), data.data.facts
     folder = cache_folder(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
     lengths = data.data.lengths
     if seat.is_first:
         TopK.create(folder, lengths, min(settings.top_k, facts.vocab_size))
-    team.exchange([0.0])  # nobody opens it before it is there
+    team.exchange([0.0])  # no rank opens it before it is created
     kept = TopK.load(folder, "r+")
     per_device = config.training.per_device_eval_batch_size
     for chosen in evaluation_samples(len(lengths), per_device, seat.world_size)[:, seat.rank]:
@@ -192,6 +192,6 @@ def write_cache(config: RunConfig, data: RowBatches, seat: Seat) -> None:
 
 
 def cache_folder(config: RunConfig) -> Path:
-    """Where `distill cache` writes."""
+    """The folder that `distill cache` writes."""
     default = Path(config.training.output_dir or f"runs/{Command.CACHE}", "logits")
     return Path(settings_of(config).cache or default)

@@ -1,4 +1,4 @@
-"""Distillation on XLA, on one rank: the teacher beside the student, or the logits that it left."""
+"""Distillation on XLA: the teacher next to the student, or its cached logits."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from fullshard.recipes.base import Batch
 from fullshard.recipes.distill.logits import TopK, with_logits
 from fullshard.recipes.distill.teacher import settings_of
 from fullshard.xla.decoder import DecoderConfig
-from fullshard.xla.distill import PROJECTION, distillation
+from fullshard.xla.distill import PROJECTION, distillation, teacher_table
 from fullshard.xla.head import Decoder, next_token
-from fullshard.xla.losses import LossFn
 from fullshard.xla.plan import Tree, XlaPlan
-from fullshard.xla.step import Given
-from fullshard.xla.teacher import teacher_table
+from fullshard.xla.step import Given, LossFn
 from fullshard.xla_state import read
 
 
 @dataclass(frozen=True)
 class XlaTeaching:
-    """What a run learns from.
+    """The teacher of a run on XLA.
 
     Attributes:
         settings: Settings of the loss.
-        student: The model that is trained.
-        teacher: None where a cache stands for it.
-        folder: The teacher's weights, or the cache.
+        student: The trained model.
+        teacher: The teacher; None if a cache replaces it.
+        folder: Folder of the teacher's weights, or of the cache.
     """
 
     settings: DistillConfig
@@ -45,42 +43,24 @@ class XlaTeaching:
     teacher: Decoder | None
     folder: Path
 
-    @classmethod
-    def of(cls, config: RunConfig, student: Decoder) -> XlaTeaching:
-        """Where the student's plan is made.
-
-        Raises:
-            ConfigError: The teacher's strategy wants another mesh.
-        """
-        settings = settings_of(config)
-        if settings.cache is not None:
-            return cls(settings, student, None, Path(settings.cache))
-        assert config.teacher is not None, "checked before"
-        default = DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16
-        decoder, table = _decoder(config), _table(config, student.plan.table, default)
-        structure = jax.tree.structure(_shapes(decoder, settings))
-        folder = Path(config.teacher.name_or_path or "")
-        placed = XlaPlan(table, student.plan.mesh, structure)
-        return cls(settings, student, Decoder(decoder, placed), folder)
-
     @property
     def loss(self) -> LossFn:
-        """What a step minimises."""
+        """The loss that a step minimises."""
         return distillation(self.student, self.teacher, self.settings)
 
     @property
     def told(self) -> LossFn:
-        """What evaluation says: the student's cross-entropy alone."""
+        """The loss of an evaluation: the student's cross-entropy."""
         return next_token(self.student, self.settings.tokens_at_once)
 
     def given(self) -> Given | None:
-        """The teacher's arrays, each process the bytes of its devices. A collective."""
+        """The teacher's arrays; each process reads its devices' bytes. A collective."""
         if self.teacher is None:
             return None
         return Given(self.teacher.plan, read.load(self.teacher.plan, self.folder)[0].params)
 
     def beside(self, batch: Batch) -> Batch:
-        """A batch with the logits that a teacher left for it."""
+        """The batch with cached logits, if there is a cache."""
         return batch if self._kept is None else with_logits(batch, self._kept)
 
     @cached_property
@@ -88,7 +68,7 @@ class XlaTeaching:
         return None if self.teacher is not None else TopK.load(self.folder)
 
     def lines(self, num_micro_batches: int) -> Iterator[tuple[str, str]]:
-        """For the banner."""
+        """Labelled lines of the banner."""
         if self.teacher is None:
             yield "teacher", f"its logits in {self.folder}"
             return
@@ -102,11 +82,29 @@ class XlaTeaching:
         )
 
 
-def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
-    """Refuse, before a rank starts, a teacher that cannot be computed here.
+def teaching(config: RunConfig, student: Decoder) -> XlaTeaching:
+    """The teacher of a run, given the student with its plan.
 
     Raises:
-        ConfigError: The decoder does not know it, or its strategy wants another mesh.
+        ConfigError: The teacher's strategy needs another mesh.
+    """
+    settings = settings_of(config)
+    if settings.cache is not None:
+        return XlaTeaching(settings, student, None, Path(settings.cache))
+    assert config.teacher is not None, "checked before"
+    default = DType.FLOAT32 if jax.default_backend() == "cpu" else DType.BFLOAT16
+    decoder, table = _decoder(config), _table(config, student.plan.table, default)
+    structure = jax.tree.structure(_shapes(decoder, settings))
+    placed = XlaPlan(table, student.plan.mesh, structure)
+    folder = Path(config.teacher.name_or_path or "")
+    return XlaTeaching(settings, student, Decoder(decoder, placed), folder)
+
+
+def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
+    """Refuses, before a rank starts, a teacher that XLA cannot compute.
+
+    Raises:
+        ConfigError: The decoder does not support it, or its strategy needs another mesh.
     """
     if config.teacher is None or settings_of(config).cache is not None:
         return
@@ -120,8 +118,8 @@ def check_teacher(config: RunConfig, student: ArraysPlan) -> None:
     _table(config, student, DType.FLOAT32)
 
 
-def projection_shapes(config: RunConfig, width: int) -> Tree:
-    """A student's further arrays: a projection where hidden states have another width.
+def more_shapes(config: RunConfig, width: int) -> Tree:
+    """The projection of a student, needed if the teacher's hidden states have another width.
 
     Args:
         config: Configuration of the run.

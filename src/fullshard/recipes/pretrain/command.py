@@ -1,4 +1,4 @@
-"""`fullshard train`: what it refuses."""
+"""`fullshard train`: the configurations that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _check(config: RunConfig, _: Command) -> Iterator[Problem]:
     sft = config.sft
     asked = sft.model_dump(exclude_none=True, exclude_defaults=True) if sft else {}
     for key, value in asked.items():
-        if value is not (key == "packing"):  # running text is packed, and all of it is learned
+        if value is not (key == "packing"):  # text is always packed, and all of it is learned
             yield of_other(f"sft.{key}", show(value), Command.SFT)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def build(
     config: RunConfig, model_config: PretrainedConfig, data: RowBatches, seat: Seat, _: Path
 ) -> nn.Module:
-    """The sharded model; the batches have its objective. A collective."""
+    """Builds the sharded model and sets the objective of the batches. A collective."""
     model, data.objective = sharded(config, model_config, seat.device)
     return model
 
@@ -34,7 +34,7 @@ def build(
 def sharded(
     config: RunConfig, model_config: PretrainedConfig, device: torch.device
 ) -> tuple[nn.Module, Objective]:
-    """The sharded model, and its loss: its head makes it where it can. A collective."""
+    """The sharded model and its loss, which its head computes if it can. A collective."""
 
     def before(model: nn.Module) -> object:
         return whole_logits(model, config) or Head(model)

@@ -22,6 +22,8 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
+from itertools import product
 
 from fullshard.errors import EngineError, HangError
 from fullshard.transport.shared.segment import Segment
@@ -60,7 +62,7 @@ class Peers:
 
     Args:
         ranks: Global ranks, by part.
-        pids: Their processes, by part.
+        pids: Process ids, by part.
         part: This process's.
     """
 
@@ -134,49 +136,35 @@ class Board:
         for part in self._others:
             counter = self._counters[part][mark]
             if counter.value < value:
-                counter.wait(value, _Watch(self, (mark, value), part, doing))
+                until = time.monotonic() + TIMEOUT_S
+                counter.wait(value, partial(self._check_peers, (mark, value), part, doing, until))
 
-    def elsewhere(self, goal: Mark) -> tuple[int, Mark] | None:
-        """A part that is further than this one in something other than what is waited for."""
-        own = self._counters[self.part]
-        return next(
-            (
-                (part, mark)
-                for part in self._others
-                for mark in _PLACES
-                if mark is not goal and self._counters[part][mark].value > own[mark].value
-            ),
-            None,
-        )
+    def value(self, mark: Mark) -> int:
+        """How far this part is."""
+        return self._counters[self.part][mark].value
 
-    def has(self, part: int, mark: Mark, value: int) -> bool:
-        """Whether a part has counted to `value`."""
-        return self._counters[part][mark].value >= value
+    def _check_peers(self, goal: tuple[Mark, int], awaited: int, doing: str, until: float) -> None:
+        """Raise if a part that is waited for will never come."""
+        mark, value = goal
 
+        def is_late(part: int) -> bool:
+            return self._counters[part][mark].value < value
 
-class _Watch:
-    """Looks after the peers while one of them is waited for."""
-
-    def __init__(self, board: Board, goal: tuple[Mark, int], part: int, doing: str) -> None:
-        self._board, self._goal, self._part, self._doing = board, goal, part, doing
-        self._peers = board.peers
-        self._until = time.monotonic() + TIMEOUT_S
-
-    def __call__(self) -> None:
-        for part in self._peers.ended():
-            if not self._board.has(part, *self._goal):  # one that came, and then ended, is fine
-                raise self._peers.refuse(part, self._doing)
-        strange = self._board.elsewhere(self._goal[0])
-        if strange is not None and not self._board.has(strange[0], *self._goal):
-            raise EngineError(
-                f"{self._doing}: expected rank {self._peers.ranks[strange[0]]} to come here; it "
-                f"waits at {_PLACES[strange[1]]}, where this rank has not been. One of them left "
-                "out a backward, a forward or a question that spans all ranks (p.norm(), "
-                "p.grad.mean()), or asked one alone: all ranks must make the same calls."
-            )
-        if time.monotonic() > self._until:
+        for part in self.peers.ended():
+            if is_late(part):  # one that came, and then ended, is fine
+                raise self.peers.refuse(part, doing)
+        for part, other in product(self._others, _PLACES):
+            is_further = self._counters[part][other].value > self.value(other)
+            if other is not mark and is_further and is_late(part):
+                raise EngineError(
+                    f"{doing}: expected rank {self.peers.ranks[part]} to come here; it "
+                    f"waits at {_PLACES[other]}, where this rank has not been. One of them left "
+                    "out a backward, a forward or a question that spans all ranks (p.norm(), "
+                    "p.grad.mean()), or asked one alone: all ranks must make the same calls."
+                )
+        if time.monotonic() > until:
             raise HangError(
-                f"{self._doing}: expected rank {self._peers.ranks[self._part]} within "
+                f"{doing}: expected rank {self.peers.ranks[awaited]} within "
                 f"{TIMEOUT_S:.0f} s; it did not come. It waits for something else, or computes."
             )
 

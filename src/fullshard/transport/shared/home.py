@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from mmap import PAGESIZE
 from typing import Any
 
@@ -36,37 +37,39 @@ import torch
 from fullshard.planner.layout import align
 from fullshard.planner.slots import Ring
 from fullshard.planner.units import UnitPlan
-from fullshard.transport.base import Axes, Fetch, Home, Reduction, Slots, Weights, torch_dtype
-from fullshard.transport.direct import (
-    DirectTransport,
+from fullshard.transport.base import (
+    Axes,
+    Home,
+    Reduction,
+    Slots,
+    Weights,
     combine_in_order,
-    sum_in_order,
+    torch_dtype,
 )
+from fullshard.transport.direct import DirectTransport
 from fullshard.transport.shared.board import CACHE_LINE, Board, Mark, Peers
 from fullshard.transport.shared.segment import TellAll, share_segment
 
 
-class SharedHome:
+class SharedHome(Home):
     """Memory of all ranks of one host. See [Note: who may write when].
 
     Args:
         board: Tells how far the ranks are.
-        num_parts: How many they are.
+        num_parts: Number of ranks that share memory.
         tell_all: Lets them hear each other while segments are made.
     """
 
     def __init__(self, board: Board, num_parts: int, tell_all: TellAll) -> None:
+        super().__init__()
         self._board, self._num_parts, self._tell_all = board, num_parts, tell_all
         self._part = board.part
         self._weights: dict[tuple[int, int], Weights] = {}
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._forward = 0
         self._reading = False
-        self._pulled = 0
         self.wrote = False
-        self.num_writes, self.place = 0, ""
-        self._gradients: GradientSlots | None = None
-        self._shown = 0
+        self.gradients: GradientSlots | None = None
 
     # ---- weights
 
@@ -114,8 +117,8 @@ class SharedHome:
             self._await_readers()
             for part, master in self._casts:
                 part.copy_(master)
-        if self._gradients is not None:
-            self._gradients.give_back_overflows()
+        if self.gradients is not None:
+            self.gradients.give_back_overflows()
         self._board.tell(Mark.DONE, self._forward)
         self._forward += 1
         self._board.tell(Mark.BEGUN, self._forward)
@@ -126,8 +129,8 @@ class SharedHome:
         self._board.tell(Mark.DONE, self._forward)
         if settled:
             self._reading = False
-            if self._gradients is not None:
-                self._gradients.give_back_overflows()
+            if self.gradients is not None:
+                self.gradients.give_back_overflows()
 
     def before_write(self) -> None:
         self.wrote = True
@@ -143,38 +146,14 @@ class SharedHome:
     # ---- gradients
 
     def open_slots(self, units: Sequence[UnitPlan], rings: Sequence[Ring]) -> Slots:
-        self._gradients = None  # earlier ones are freed before new ones are made
+        self.gradients = None  # earlier ones are freed before new ones are made
         most = max([1, *(len(unit.groups) for unit in units)])  # all may be left out of sharding
-        self._gradients = GradientSlots(self._board, self._num_parts, most, rings, self._tell_all)
-        return self._gradients.slots
+        self.gradients = GradientSlots(self._board, self._num_parts, most, rings, self._tell_all)
+        return self.gradients.slots
 
     def claim(self, slot: torch.Tensor) -> None:
-        assert self._gradients is not None
-        self._gradients.claim(slot)
-
-    def show(self, fulls: Sequence[torch.Tensor]) -> int:
-        """Tell the others where this rank's gradients are.
-
-        Args:
-            fulls: (numel,) each; what is not in a slot is copied to where all can read it.
-
-        Returns:
-            The reduction's number.
-        """
-        assert self._gradients is not None
-        self._shown += 1
-        self._gradients.show(self._shown, fulls)
-        return self._shown
-
-    def pull(self, number: int, fulls: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """This rank's part of every rank's gradients, in rank order, for each buffer."""
-        assert self._gradients is not None
-        return self._gradients.pull(number, fulls)
-
-    def let_go(self, number: int) -> None:
-        """This rank has read what it needs of a reduction."""
-        self._pulled = max(self._pulled, number)  # a reset lands them in no order
-        self._board.tell(Mark.PULLED, self._pulled)
+        assert self.gradients is not None
+        self.gradients.claim(slot)
 
 
 # ---- gradient slots, and where each rank's last reductions lie
@@ -200,6 +179,7 @@ class GradientSlots:
         tell_all: TellAll,
     ) -> None:
         self._board = board
+        self._shown, self._pulled = board.value(Mark.READY), board.value(Mark.PULLED)
         ours = [ring for ring in rings if ring.name.endswith(".grad")]
         header = align(DEPTH * most_groups * WORD_BYTES, PAGESIZE)
         starts, end = {}, header
@@ -244,7 +224,16 @@ class GradientSlots:
         """Where the slot begins that a place lies in."""
         return self._starts[bisect_right(self._starts, place) - 1]
 
-    def show(self, number: int, fulls: Sequence[torch.Tensor]) -> None:
+    def show(self, fulls: Sequence[torch.Tensor]) -> int:
+        """Tell the others where this rank's gradients are.
+
+        Args:
+            fulls: (numel,) each; what is not in a slot is copied to where all can read it.
+
+        Returns:
+            The number of the reduction.
+        """
+        number = self._shown = self._shown + 1
         if number > DEPTH:
             self._board.await_all(Mark.PULLED, number - DEPTH, "a reduction")
         places = []
@@ -257,14 +246,21 @@ class GradientSlots:
             places.append(place)
         self._where[self._board.part][number % DEPTH, : len(places)] = torch.tensor(places)
         self._board.tell(Mark.READY, number)
+        return number
 
     def pull(self, number: int, fulls: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """This rank's part of every rank's gradients, in rank order, for each buffer."""
         self._board.await_all(Mark.READY, number, "a reduction")
         places = [where[number % DEPTH].tolist() for where in self._where]
         return [
             [self._view(i, at[group], full) for i, at in enumerate(places)]
             for group, full in enumerate(fulls)
         ]
+
+    def release(self, number: int) -> None:
+        """This rank has read what it needs of a reduction."""
+        self._pulled = max(self._pulled, number)  # a reset lands them in no order
+        self._board.tell(Mark.PULLED, self._pulled)
 
     def _view(self, part: int, place: int, like: torch.Tensor) -> torch.Tensor:
         """(part_numel,): what this rank needs of a buffer of another."""
@@ -310,24 +306,19 @@ LANE_BYTES = 65536  # that a small sum moves at once
 SAID_BYTES = 1024  # of an address or of an error, while segments are made
 
 
-class SharedTransport:
-    """Pulls gradients out of peers' slots.
+class SharedTransport(DirectTransport):
+    """Pulls gradients out of peers' slots; what is not in shared memory travels directly.
 
     Args:
-        axes: All ranks of the shard axis are on one host.
-        direct: For all that is not in shared memory.
+        axes: This rank's place; all ranks of the shard axis are on one host.
         peers: The other ranks of the shard axis.
-        tell_all: Lets the ranks of the shard axis hear each other until they share memory.
+        tell_all: Exchanges values between the ranks of the shard axis until they share memory.
     """
 
     name = "shared"
 
-    def __init__(
-        self, axes: Axes, direct: DirectTransport, peers: Peers, tell_all: TellAll
-    ) -> None:
-        self._axes, self._direct = axes, direct
-        self.rank = axes.rank
-        self.scratch = direct.scratch
+    def __init__(self, axes: Axes, peers: Peers, tell_all: TellAll) -> None:
+        super().__init__(axes)
         parts, part = axes.mesh.shard, axes.shard_index
         lanes = align(Board.bytes_of(parts), CACHE_LINE)
         own = (lanes + part * 2 * LANE_BYTES, 2 * LANE_BYTES)
@@ -339,25 +330,25 @@ class SharedTransport:
             for i in range(parts)
         ]
         self._summed = 0
-        self._gradients = SharedHome(self._board, parts, self._tell_all)
-        self.home: Home = self._gradients
-
-    def fetch(self, fulls: Sequence[torch.Tensor]) -> Fetch:
-        return self._direct.fetch(fulls)
+        self.home = self._shared = SharedHome(self._board, parts, self._tell_all)
 
     def reduce(self, fulls: Sequence[torch.Tensor]) -> Reduction:
-        return _PulledReduction(self._gradients, fulls)
-
-    def sum_replicas(self, values: torch.Tensor) -> Iterator[None]:
-        return self._direct.sum_replicas(values)
+        """This rank's part of every rank's slot, read in place."""
+        slots = self._shared.gradients
+        assert slots is not None
+        number = slots.show(fulls)
+        return Reduction(partial(slots.pull, number, fulls), partial(slots.release, number))
 
     def all_reduce(self, values: torch.Tensor, *, maximum: bool = False) -> None:
-        if self._axes.mesh.replicate > 1:
-            self._direct.all_reduce(values, maximum=maximum)
+        if self.axes.mesh.replicate > 1:
+            super().all_reduce(values, maximum=maximum)
             return
         for chunk in values.view(-1).split(LANE_BYTES // values.element_size()):
             vectors = [lane.view(chunk.dtype) for lane in self._meet(chunk.view(torch.uint8))]
             combine_in_order(vectors, chunk, maximum=maximum)
+
+    def _compare_places(self, ranks: Sequence[int]) -> None:
+        """The board finds ranks that are elsewhere."""
 
     def _tell_all(self, value: Any) -> list[Any]:
         """What every part says, while segments are made."""
@@ -378,19 +369,3 @@ class SharedTransport:
         self._board.tell(Mark.SUMMED, self._summed)
         self._board.await_all(Mark.SUMMED, self._summed, "a sum over all ranks")
         return lanes
-
-
-class _PulledReduction:
-    """This rank's part of every rank's slot, read in place."""
-
-    __slots__ = ("_fulls", "_home", "_number")
-
-    def __init__(self, home: SharedHome, fulls: Sequence[torch.Tensor]) -> None:
-        self._home, self._fulls = home, fulls
-        self._number = home.show(fulls)
-
-    def land(self, outs: Sequence[torch.Tensor]) -> None:
-        pulled = self._home.pull(self._number, self._fulls)
-        for out, parts in zip(outs, pulled, strict=True):
-            sum_in_order(parts, out)
-        self._home.let_go(self._number)

@@ -122,8 +122,8 @@ def share_segment(
         tell_all: Lets all parts hear what each says.
 
     Raises:
-        OutOfMemoryError: In every part, where the host has not so much memory.
-        EngineError: In every part, where one could not map it.
+        OutOfMemoryError: The host has too little memory; raised in every part.
+        EngineError: A part could not map the segment; raised in every part.
     """
     made, failure = _attempt(_create, num_bytes) if part == 0 else (None, None)
     descriptor, listener = made or (None, None)

@@ -1,19 +1,19 @@
 """Shards that are cut before there is an engine, and cut anew when the model changes between steps.
 
-    cut_early      parameters become shards at once, by arithmetic alone: no plan, no collective
-    reclaim        parameters that users made of shards are shards
-    heal           what was moved but still is this rank's part goes back where the engine has it
-    adopt          the engines in a model end; one new engine takes over values, gradients, states
+    cut_early         turns parameters into shards by arithmetic alone: no plan, no collective
+    reclaim           turns parameters that users made of shards into shards
+    put_back_shards   copies shards that the user moved back into the flat buffers
+    replace_engines   one new engine takes over values, gradients and optimizer states
 
-`fs.shard` refuses what changed behind its back. Interfaces whose users rely on such changes (a
-dtype, another Parameter object, `requires_grad`) set `Engine.on_change` and adopt.
+`fs.shard` raises an error if parameters changed between steps. The interfaces of this package allow
+such changes (a dtype, another Parameter object, `requires_grad`) through `Engine.on_change`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +25,15 @@ from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import ATTRIBUTE, Engine
 from fullshard.engine.model_spec import param_spec
 from fullshard.engine.norms import GradientNorms
-from fullshard.engine.optimizers import watched_states
+from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor
+from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.record import ShardRecord
-from fullshard.engine.unit import Group, Member, address_of, present, shard_shape
-from fullshard.planner.layout import Slice
+from fullshard.engine.unit import Group, Member, address_of, gather_piece
+from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
-from fullshard.transport import Transport, copy_from_first, make_transport
+from fullshard.transport import copy_from_first, make_transport
 from fullshard.transport.base import torch_dtype
 
 Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name
@@ -62,7 +63,7 @@ def cut_early(
             local.copy_(param.detach().reshape(-1)[piece.start : piece.stop])
             hooks = getattr(param, "_post_accumulate_grad_hooks", None)
             sharded = present(param, local, piece, whole=mesh.shard == 1)
-            gather = _early_gather(mesh, piece, placement.offset, group.layout.numel)
+            gather = partial(_early_gather, mesh, group.layout, piece)
             sharded.record = ShardRecord(
                 piece=piece,
                 unit="(not yet run)",
@@ -99,51 +100,42 @@ def _nothing() -> None:
 
 
 class _EarlyNorms(GradientNorms):
-    """Norms before there is an engine: its transport is made when one is asked for."""
+    """Norms before there is an engine: the transport is made when one is asked for."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         super().__init__(None, device)  # type: ignore[arg-type]
         self._mesh = mesh
 
-    @cached_property
-    def transport(self) -> Transport:  # type: ignore[override]
-        return make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
+    def all_reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.transport = make_transport(ShardConfig(transport=TransportKind.DIRECT), self._mesh)
+        return super().all_reduce(*args, **kwargs)
 
 
 def _early_gather(
-    mesh: Mesh, piece: Slice, offset: int, numel: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def gather(local: torch.Tensor) -> torch.Tensor:
-        kind = TransportKind.DIRECT if local.device.type == "cpu" else TransportKind.C10D
-        transport = make_transport(ShardConfig(transport=kind), mesh)
-        full = torch.zeros(numel, dtype=local.dtype, device=local.device)
-        own = full.chunk(mesh.shard)[mesh.coordinates(transport.rank)[1]]
-        own[piece.offset : piece.offset + piece.numel].copy_(local)
-        transport.fetch([full]).wait()
-        stop = offset + torch.Size(piece.shape).numel()
-        return full[offset:stop].view(piece.shape).clone()
-
-    return gather
+    mesh: Mesh, layout: FlatLayout, piece: Slice, local: torch.Tensor
+) -> torch.Tensor:
+    kind = TransportKind.DIRECT if local.device.type == "cpu" else TransportKind.C10D
+    return gather_piece(make_transport(ShardConfig(transport=kind), mesh), layout, piece, local)
 
 
 # ---- what changed
 
 
-def heal(engine: Engine) -> None:
-    """Put back what was moved (`p.data = ...` of the shard's size). No collective."""
+def put_back_shards(engine: Engine) -> None:
+    """Copy shards that were moved (`p.data = ...` of the shard's size) back. No collective."""
     with no_guard():
-        for group in (group for unit in engine.units for group in unit.groups):
+        for group in engine.groups:
             if not group.is_in_place():
                 for member in group.members:
-                    _heal(engine, group, member)
+                    _put_back(engine, group, member)
 
 
-def _heal(engine: Engine, group: Group, member: Member) -> None:
+def _put_back(engine: Engine, group: Group, member: Member) -> None:
     param, piece = member.param, member.piece
-    home = group.master[piece.offset : piece.offset + piece.numel]
+    home = member.local(group.master)
     if param.numel() != piece.numel or param.dtype is not group.master.dtype:
         return
-    if address_of(param) != member.address and param.device == home.device:
+    if address_of(param) != address_of(home) and param.device == home.device:
         engine.home.before_write()
         home.copy_(param.detach().reshape(-1))
         param.data = home.view(shard_shape(piece, whole=group.plan.layout.num_parts == 1))
@@ -152,13 +144,11 @@ def _heal(engine: Engine, group: Group, member: Member) -> None:
 def needs_new_plan(engine: Engine) -> bool:
     """Whether the model holds what this plan has no place for. The same on all ranks."""
     with no_guard():
-        for unit in engine.units:
-            if any(table.get(name) is not param for table, name, param, _ in unit.places):
-                return True
-            for group in unit.groups:
-                if not group.is_in_place() and any(_misfits(group, m) for m in group.members):
-                    return True
-    return False
+        places = (place for unit in engine.units for place in unit.places)
+        return any(table.get(name) is not param for table, name, param, _ in places) or any(
+            not group.is_in_place() and any(_misfits(group, m) for m in group.members)
+            for group in engine.groups
+        )
 
 
 def _misfits(group: Group, member: Member) -> bool:
@@ -174,11 +164,10 @@ def _misfits(group: Group, member: Member) -> bool:
 # ---- a new engine from old shards
 
 
-def adopt(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
-    """End the engines in a model and let one new engine take over. A collective.
+def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
+    """Replace the engines in a model by one new engine. A collective.
 
-    Values, gradients and states of optimizers that have stepped go along, cut as the new plan has
-    it.
+    Values, gradients and states of optimizers that have stepped are cut as the new plan has them.
 
     Args:
         model: Holds engines, shards that were cut early, or whole parameters.
@@ -187,7 +176,7 @@ def adopt(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
     old = [_close(module) for module in model.modules() if hasattr(module, ATTRIBUTE)]
     kept = [_Kept(param) for param in _shards(model)]
     engine = shard()
-    states = {id(param): state for param, state in watched_states()}
+    states = {id(param): state for param, state in WATCHED.states()}
     for one in kept:
         one.restore(engine, states.get(id(one.param), {}))
     del old  # alive until here: its records gather what lies elsewhere now
@@ -225,10 +214,7 @@ class _Kept:
 
 
 def _gradient_of(engine: Engine, param: ShardedParameter) -> Any:
-    for member in (member for unit in engine.units for member in unit.trainees):
-        if member.param is param:
-            return member.grad
-    return None
+    return next((member.grad for member in engine.members if member.param is param), None)
 
 
 def recut(local: torch.Tensor, record: ShardRecord, piece: Slice) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.optimizers import cut_state, look_at
+from fullshard.engine.optimizers import WATCHED, cut_state
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import tied_names
 from fullshard.errors import CheckpointError, EngineError
@@ -87,11 +87,11 @@ def load_full_state(
                     value = cut_state(param, value, sliced=value.dim() > 0)
             states.setdefault(number, {})[key] = value
     optimizer.load_state_dict({**shown, "state": states})
-    look_at(optimizer)
+    WATCHED.look(optimizer)
 
 
 def _of_first(engine: Engine, tree: Any) -> Any:
-    """Rank 0's states on every rank, with tensors on meta."""
+    """Rank 0's states on every rank, with meta tensors in place of values."""
     own = _without_values(tree) if engine.rank == 0 else None
     return tell(engine, own)[0]
 
@@ -105,7 +105,7 @@ def _without_values(tree: Any) -> Any:
 
 
 def _whole(engine: Engine, like: Any, own: Any, from_rank0: bool) -> Any:  # noqa: FBT001
-    """A value of this rank's own, or of rank 0's."""
+    """This rank's own value, or rank 0's by broadcast."""
     if not from_rank0 or not isinstance(like, torch.Tensor):
         return like
     value = own if engine.rank == 0 else torch.empty_like(like, device=engine.device)

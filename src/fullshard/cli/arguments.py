@@ -1,4 +1,4 @@
-"""What commands have in common: `CONFIG key=value --name value`, --dry-run.
+"""Arguments that several commands have: `CONFIG key=value --name value`, --dry-run.
 
     app = typer.Typer()
 
@@ -31,7 +31,7 @@ OPEN_WORDS: dict[Any, Any] = {"ignore_unknown_options": True}
 
 
 def _checked(ctx: typer.Context, words: list[str] | None) -> list[str] | None:
-    """The words, of which none is nearly a flag of the command."""
+    """The words; a word that looks like a misspelt flag is an error."""
     check_flags(words or (), [name for one in ctx.command.params for name in one.opts])
     return words
 
@@ -70,12 +70,12 @@ def load(
     """Read the configuration that a command line means.
 
     Args:
-        words: what stands behind the command.
-        config: what --config said.
-        config_file: what --config_file said; the other file replaces keys of this one.
-        accept_model: whether CONFIG may also be a Hugging Face folder or its config.json.
-        explaining: no run follows, so that a model may be missing.
-        default: the job of ours where no file is named; None: the main one.
+        words: the words after the command.
+        config: the value of --config.
+        config_file: the value of --config_file; the other file replaces keys of this one.
+        accept_model: CONFIG may also be a Hugging Face folder or its config.json.
+        explaining: no run follows, so the model may be missing.
+        default: the shipped job if no file is named; None: the main job.
 
     Raises:
         ConfigError: a word, the file or a value in it cannot be used.
@@ -97,7 +97,7 @@ def load(
 
 
 def _say_lost(resolved: Resolved) -> None:
-    """What a file of another tool asks for and will not get."""
+    """Print what a file of another tool asks for and does not get."""
     from fullshard.config.dialects.rules import Status
     from fullshard.config.environment import read_launch_environment
 
@@ -110,9 +110,9 @@ def _say_lost(resolved: Resolved) -> None:
 
 
 def placed(resolved: Resolved, error: ConfigError) -> ConfigError:
-    """An error of a later check, under the key and the place that it has in the configuration.
+    """An error of a later check, with the key and the place in the configuration.
 
-    The planner knows ShardConfig's fields by their bare names, which stand below `sharding`.
+    The planner names ShardConfig's fields without `sharding.`.
     """
     from fullshard.config.schema import ShardConfig
 
@@ -141,7 +141,7 @@ def split_config(words: Sequence[str], config: Path | None) -> tuple[Path | None
 
 
 def check_flags(words: Sequence[str], flags: Sequence[str]) -> None:
-    """Refuse `--dryrun`: no key, and nearly one of the command's own flags.
+    """Refuse `--dryrun`: it is no key, and close to one of the command's flags.
 
     Raises:
         ConfigError: with the flag that was meant.

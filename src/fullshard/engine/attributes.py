@@ -1,13 +1,12 @@
-"""Tensors that a unit's modules keep: losses that leave a forward by no output.
+"""Tensors that a unit's modules keep as attributes, such as a loss that no output returns.
 
     def forward(self, x):
         self.aux_loss = balance(self.router(x))     # whoever sums the losses finds it there
 
-A gradient that comes by such a tensor enters the unit as one of an output does, so it is watched
-as outputs are (see [Note: watched outputs]). Looked at are attributes that hold tensors or small
-containers; which may is asked once, and again when a module gets another attribute. One that holds
-None or a number may hold a tensor later (`self.aux_loss = 0.0` in an evaluation), unless its class
-names it as a constant.
+The gradient of such a tensor enters the unit like the gradient of an output, so it is watched (see
+[Note: watched outputs]). Attributes that may hold tensors or small containers are scanned; the list
+is cached until a module gets another attribute. An attribute that is None or a number may hold a
+tensor later (`self.aux_loss = 0.0` in an evaluation), unless its class lists it as a constant.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_DEEP = 8  # containers in containers
-MOST_ITEMS = 64  # of a container that is looked into: a longer one is a history
+MAX_DEPTH = 8  # containers in containers
+MAX_ITEMS = 64  # of a container that is looked into: a longer one is a history
 # Holder, key, what was there, what is there now.
 Undo = list[tuple[Any, Any, Any, Any]]
 _Container = list | tuple | dict | deque | set | frozenset
@@ -34,11 +33,11 @@ _NUMBERS = {bool, int, float}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class Kept:
-    """What the modules of one unit keep.
+class ModuleTensors:
+    """Tensors that the modules of one unit keep as attributes.
 
     Args:
-        modules: The unit's own, without those of units in it.
+        modules: Modules of the unit, without the modules of inner units.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -48,11 +47,11 @@ class Kept:
         self._candidates: list[tuple[dict[str, Any], str]] = []
 
     def values(self) -> list[Any]:
-        """Tensors, and containers of at most MOST_ITEMS items, that are there now."""
+        """Current attributes: tensors, and containers of at most MAX_ITEMS items."""
         return [table[name] for table, name in self._places()]
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Undo:
-        """Change the tensors where they are kept; says how to put them back."""
+        """Replace the tensors in the attributes; returns what `put_back` needs to undo it."""
         undo: Undo = []
         for table, name in self._places():
             _set(table, name, _change(table[name], change, Walk(undo=undo)), undo)
@@ -76,14 +75,14 @@ class Kept:
             if type(value) in _NUMBERS or value is None:
                 continue
             if isinstance(value, torch.Tensor) or (
-                isinstance(value, _Container) and 0 < len(value) <= MOST_ITEMS
+                isinstance(value, _Container) and 0 < len(value) <= MAX_ITEMS
             ):
                 found.append((table, name))
         return found
 
 
 def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
-    """The module and all in it, without those whose id is among the others and what is in these."""
+    """A module and its descendants, without the modules with these ids and their descendants."""
     found = [module]
     for child in module.children():
         if id(child) not in others:
@@ -93,12 +92,12 @@ def own_modules(module: nn.Module, others: set[int]) -> list[nn.Module]:
 
 @dataclass
 class Walk:
-    """One walk through an output.
+    """State of one traversal of an output.
 
     Attributes:
-        seen: Ids of what was looked into.
-        undo: Where each change is noted; None: nowhere.
-        depth: How many containers deep the walk is.
+        seen: Ids of the objects visited so far.
+        undo: List that each change is appended to; None if changes are permanent.
+        depth: Number of containers around the current object.
     """
 
     seen: set[int] = field(default_factory=set[int])
@@ -107,7 +106,7 @@ class Walk:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an output; see `change_tensors`."""
+    """The tensors of an output, as `change_tensors` finds them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if type(value) in (list, tuple) and all(isinstance(x, torch.Tensor) for x in value):
@@ -123,17 +122,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def change_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An output whose tensors are changed; in place, except that tuples and sets are new.
+    """Replace the tensors of an output in place; tuples and sets are rebuilt.
 
-    Looked into are tuples, lists, sets, mappings (ModelOutput) and objects with attributes or slots
-    (dataclasses, torch.distributions), each once, down to a depth of MOST_DEEP. A container of more
-    than MOST_ITEMS items that begins with something else than these or a tensor is left out.
+    Visits tuples, lists, sets, mappings (ModelOutput) and objects with attributes or slots
+    (dataclasses, torch.distributions), each once, down to a depth of MAX_DEPTH. Skips a container
+    of more than MAX_ITEMS items unless its first item is a tensor or a container.
     """
     return _change(value, change, Walk())
 
 
 def put_back(undo: Undo) -> None:
-    """Put back what `Kept.change` changed, where it still stands."""
+    """Undo changes of `ModuleTensors.change` that nobody has overwritten."""
     for holder, key, was, now in reversed(undo):
         if _get(holder, key) is now:
             _set(holder, key, was, None)
@@ -144,7 +143,7 @@ def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Wa
         return change(value)
     if value is None or isinstance(value, _LEAVES) or id(value) in walk.seen:
         return value
-    if walk.depth == MOST_DEEP or _is_long(value):
+    if walk.depth == MAX_DEPTH or _is_long(value):
         return value
     walk.seen.add(id(value))
     walk.depth += 1
@@ -164,7 +163,7 @@ def _change(value: Any, change: Callable[[torch.Tensor], torch.Tensor], walk: Wa
 
 
 def _is_long(value: Any) -> bool:
-    if not isinstance(value, _Container) or len(value) <= MOST_ITEMS:
+    if not isinstance(value, _Container) or len(value) <= MAX_ITEMS:
         return False
     first = next(iter(value.values() if isinstance(value, dict) else value))
     return not isinstance(first, torch.Tensor | _Container)

@@ -1,14 +1,14 @@
-"""Where every rank is, and what is wrong when one stays there: records and judgement, no processes.
+"""Positions of the ranks, and the decision which rank causes a hang. Pure: no processes.
 
     rank 0   step 412   waits in reduce of layers.17        61 s
     rank 3   step 412   data loading (corpus.py:57 in read) 61 s   <- named
 
 [Note: who waits for whom]
-A stream is what a rank issued of one kind (gathers, reductions) in one step of one model, in order.
-Streams of two ranks must be equal as far as both go: the n-th gather of one meets the n-th gather
-of the other. Ranks that stand still disagree if their streams differ, or if each waits for a
-collective that the other has not issued, which no patience heals. Any other wait may be a slow
-peer and counts as stuck after the timeout alone.
+A stream is the sequence of collectives of one kind (gathers, reductions) that a rank issued in one
+step of one model. The n-th gather of one rank runs with the n-th gather of the other, so one of two
+streams must be a prefix of the other. Ranks that do not move disagree if their streams differ, or
+if each waits for a collective that the other has not issued; waiting longer cannot help. In any
+other wait the peer may only be slow, and a rank counts as stuck after the timeout.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from itertools import combinations
 
 from fullshard.planner.events import Event, EventKind
 
-SETTLED_S = 3.0  # ranks that stood still for so long are compared
-MAX_STREAM = 256  # names of a stream that are kept, the last ones
+SETTLED_S = 3.0  # ranks that have not moved for so long are compared
+MAX_STREAM = 256  # only the last names of a stream are published
 
 GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
 
-# What a rank waits for while an event is under way: the kind, and how it is said.
+# What a rank waits for during an event: kind and text.
 _WAITS = {
     EventKind.PUBLISH: (EXCHANGE, "beginning of a forward"),
     EventKind.GATHER: (GATHER, "gather of {}"),
@@ -47,22 +47,22 @@ Entry = tuple[Event, int, float]  # an event, its step, when
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank says that it is.
+    """Where a rank is, as it publishes it.
 
     Attributes:
-        beat: Grows with every message: a rank whose beat stands is silent.
-        step: As users count: the first is 1.
-        doing: In words: "data loading", or what it waits in: "reduce of layers.17".
-        where: The line of the user's code, or the innermost one.
-        since_s: For how long, when this was sent.
-        kind: Kind of the collective that it waits in; "" where it does not wait.
-        stream: Where the awaited one is issued: "model/step/kind"; "" where unknown.
-        number: Its place in that stream.
-        limited: Whether the timeout holds for what it does; user code between steps may take long.
-        ended: The rank has left in order.
-        digests: Digests of the last complete steps' streams.
-        streams: The names that were issued, by stream: [how many before, names ...].
-        events: The last ones, in words.
+        beat: Number of the message; a rank whose number does not grow is silent.
+        step: Step, counted from 1.
+        doing: Current activity: "data loading", or the awaited collective: "reduce of layers.17".
+        where: Line of the user's code, or the innermost line.
+        since_s: Seconds since the position changed.
+        kind: Kind of the awaited collective; "" if the rank does not wait.
+        stream: Stream of the awaited collective: "model/step/kind"; "" if unknown.
+        number: Index of the awaited collective in its stream.
+        limited: Whether the timeout applies; user code between steps may take long.
+        ended: Whether the rank ended without a failure.
+        digests: Digests of the streams of the last complete steps.
+        streams: Issued names by stream: [number of names left out before, names ...].
+        events: Descriptions of the last events.
     """
 
     rank: int
@@ -83,12 +83,12 @@ class Position:
     events: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """For the side channel."""
+        """Serializes the position for the store."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Position | None:
-        """What another rank sent; None for garbage, which anybody may have put into the store."""
+        """Parses what another rank published; None if the store holds anything else."""
         try:
             found = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
@@ -104,7 +104,7 @@ class Position:
 
     @property
     def words(self) -> str:
-        """One phrase."""
+        """The position as one phrase."""
         return f"{'waits' if self.kind else 'is'} in {self.place}"
 
 
@@ -113,8 +113,9 @@ class Seen:
     """A rank as the judge sees it.
 
     Attributes:
-        silent_s: Since its last message, by the judge's clock.
-        gone: Its process does not exist any more.
+        position: Its last published position.
+        silent_s: Seconds since its last message, by the judge's clock.
+        gone: Whether its process no longer exists.
     """
 
     position: Position
@@ -123,12 +124,12 @@ class Seen:
 
     @property
     def stands_s(self) -> float:
-        """For how long nothing changed there."""
+        """Seconds since its position changed."""
         return self.position.since_s + self.silent_s
 
     @property
     def words(self) -> str:
-        """Where it is, and whether it answers."""
+        """Its position, and whether it answers."""
         if self.gone:
             return f"is gone: its process has died (last seen in {self.position.place})"
         if self.silent_s > SETTLED_S:
@@ -141,17 +142,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, and with which rank."""
+    """The rank that causes a hang, and why."""
 
     rank: int
     message: str
 
 
-# ---- what a rank says of itself
+# ---- what a rank publishes
 
 
 def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model: int) -> dict:
-    """Fields of a Position for an event that has begun and not ended."""
+    """Returns the fields of a Position for an event that has begun and not ended."""
     event, step, _ = open_
     kind, words = _WAITS.get(event.kind, ("", event.kind.value + " of {}"))
     title = titles[event.unit] if event.unit >= 0 else "the model"
@@ -169,7 +170,7 @@ def awaited(open_: Entry, entries: Sequence[Entry], titles: Sequence[str], model
 def streams(
     entries: Iterable[Entry], titles: Sequence[str], model: int, step: int
 ) -> dict[str, list[str | int]]:
-    """What was issued in a step, by stream. Only what travels: the rest concerns no other rank."""
+    """Returns the collectives of a step that move bytes between ranks, by stream."""
     found: dict[str, list[str | int]] = {}
     for of, kind in _STREAMS.items():
         names = [
@@ -183,19 +184,19 @@ def streams(
 
 
 class Digests:
-    """A number for all that travelled in each complete step of a model.
+    """A digest of the collectives of each complete step of a model.
 
-    Ranks look at their rings at different times. So that they speak of the same steps, each tells
-    the newest complete step, and the newest that 2, 4, 8 ... divide.
+    Ranks sample their rings at different times. So that they publish digests of the same steps,
+    each publishes the newest complete step and the newest ones divisible by 2, 4, 8 ...
     """
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, str], int] = {}
         self._last: Entry | None = None
-        self._begin = 0  # the first step that was seen whole
+        self._begin = 0  # the first step that was seen completely
 
     def feed(self, entries: Sequence[Entry]) -> None:
-        """Take what is new among a ring's entries."""
+        """Adds the new entries of a ring."""
         new: list[Entry] = []
         for entry in reversed(entries):
             if entry == self._last:  # events come at different times
@@ -211,8 +212,8 @@ class Digests:
         if new:
             self._last = new[0]
 
-    def tell(self, model: int) -> dict[str, int]:
-        """By stream."""
+    def of_steps(self, model: int) -> dict[str, int]:
+        """Returns the digests to publish, by stream."""
         if self._last is None:
             return {}
         newest = self._last[1] - 1
@@ -225,15 +226,6 @@ class Digests:
         }
 
 
-def last_words(entries: Sequence[Entry], titles: Sequence[str], count: int = 16) -> list[str]:
-    """The last events in words."""
-    return [
-        f"step {step + 1}: {event.kind.value} "
-        f"{titles[event.unit] if event.unit >= 0 else 'the model'}"
-        for event, step, _ in entries[-count:]
-    ]
-
-
 def _stream(model: int, step: int, kind: str) -> str:
     return f"{model}/{step}/{kind}"
 
@@ -242,11 +234,11 @@ def _stream(model: int, step: int, kind: str) -> str:
 
 
 def judge(seen: Mapping[int, Seen], timeout_s: float) -> Verdict | None:
-    """The first thing that is wrong, or None."""
+    """Returns the first problem that it finds, or None."""
     here = [seen[rank] for rank in sorted(seen)]
     for one in here:
         if one.gone and not one.position.ended:
-            return _verdict("every rank to live", [one], here)
+            return _verdict("every rank to be alive", [one], here)
     disagreement = _different_streams(here) or _left_early(here) or _deadlock(here)
     if disagreement is not None:
         return disagreement
@@ -264,11 +256,11 @@ def _verdict(expected: str, named: Sequence[Seen], all_: Sequence[Seen]) -> Verd
     culprits = "; ".join(f"rank {one.position.rank} {one.words}" for one in named)
     rest = [one for one in all_ if one not in named and not one.position.ended]
     groups = Counter(one.position.words for one in rest)
-    others = "".join(f"; {_told(rest, words, alone=len(groups) == 1)}" for words in groups)
+    others = "".join(f"; {_others_at(rest, words, alone=len(groups) == 1)}" for words in groups)
     return Verdict(named[0].position.rank, f"run: expected {expected}, but {culprits}{others}.")
 
 
-def _told(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
+def _others_at(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
     """`rank 2 waits in ...`, or `the others wait in ...`."""
     ranks = [one.position.rank for one in rest if one.position.words == words]
     if len(ranks) == 1:
@@ -280,7 +272,7 @@ def _told(rest: Sequence[Seen], words: str, *, alone: bool) -> str:
 
 
 def unequal_digests(seen: Iterable[Seen]) -> set[str]:
-    """Streams of complete steps that differ between ranks."""
+    """Returns the streams of complete steps that differ between ranks."""
     found: dict[str, set[int]] = {}
     for one in seen:
         for key, value in one.position.digests.items():
@@ -291,8 +283,11 @@ def unequal_digests(seen: Iterable[Seen]) -> set[str]:
 def _different_streams(here: Sequence[Seen]) -> Verdict | None:
     complete = unequal_digests(here)
     for key in sorted({key for one in here for key in one.position.streams}):
-        told = {one.position.rank: one.position.streams.get(key) for one in here}
-        lists = {rank: stream for rank, stream in told.items() if stream is not None}
+        lists = {
+            one.position.rank: one.position.streams[key]
+            for one in here
+            if key in one.position.streams
+        }
         whole = key in complete and len(lists) == len(here)
         place = _first_difference(list(lists.values()), whole=whole)
         if place is None and not whole:
@@ -341,7 +336,7 @@ def _name_at(stream: Sequence[str | int], place: int | None) -> str:
 
 
 def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:
-    """Whether a rank has left while another still waits for it."""
+    """Returns a verdict if a rank has ended while another still waits for it."""
     left = [one.position for one in seen.values() if one.position.ended]
     if not left:
         return None
@@ -354,15 +349,15 @@ def left_early(seen: Mapping[int, Seen], waiting: Position) -> Verdict | None:
 
 
 def fallen_silent(seen: Iterable[Seen], silent_s: float) -> Verdict | None:
-    """The rank that has not answered for so long, after a collective has failed: no proof alone."""
+    """Names a rank that has been silent for `silent_s`; call it after a failed collective only."""
     silent = [one for one in seen if one.silent_s >= silent_s and not one.position.ended]
     if not silent:
         return None
     rank, place = silent[0].position.rank, silent[0].position.place
     return Verdict(
         rank,
-        f"run: expected every rank to live, but rank {rank} does not answer any more "
-        f"(last seen in {place}). Its own log says why.",
+        f"run: expected every rank to be alive, but rank {rank} no longer answers "
+        f"(last seen in {place}). Its own log contains the reason.",
     )
 
 
@@ -386,13 +381,13 @@ def _deadlock(here: Sequence[Seen]) -> Verdict | None:
                 second.rank,
                 f"run: expected all ranks to issue the same collectives, but rank {second.rank} "
                 f"waits in {second.doing}, step {second.step}, which rank {first.rank} has not "
-                f"come to; that one waits in {first.doing}, step {first.step}. {_ADVICE}",
+                f"issued; that rank waits in {first.doing}, step {first.step}. {_ADVICE}",
             )
     return None
 
 
 def _lacks(one: Position, other: Position) -> bool:
-    """Whether `other` has not issued what `one` waits in (see the note at the top)."""
+    """Whether `other` has not issued the collective in which `one` waits (see the note)."""
     if one.kind == EXCHANGE or not one.stream:
         return (one.kind, one.doing) != (other.kind, other.doing)
     model, step, _ = one.stream.split("/")

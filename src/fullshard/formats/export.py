@@ -1,10 +1,10 @@
-"""A source as a Hugging Face folder that `from_pretrained` opens.
+"""Exports a source, or a sharded model, as a Hugging Face folder that `from_pretrained` opens.
 
     tensors by the model's names ---> by the names of files ---> model-00001-of-00003.safetensors
                                       (experts one by one)      model.safetensors.index.json
 
-transformers says what a file names things, asked of a model without storage. Files are written one
-tensor at a time, in a folder aside that gets its name when it is whole.
+transformers gives the names in files, from a model without storage. Files are written one tensor at
+a time, in a temporary folder that is renamed once it is complete.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.files import write_tensors, write_text
-from fullshard.config.values import nearest
+from fullshard.checkpoint.files import sync_folder, write_tensors, write_text
+from fullshard.config.values import DType, nearest, parse
+from fullshard.engine.agreement import agree, tell
+from fullshard.engine.engine import Engine
 from fullshard.engine.folder import INDEX, ONE_FILE
 from fullshard.engine.hugging_face import build_on_meta, read_config
+from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.state import tied_names
 from fullshard.errors import CheckpointError, ConfigError, untrusted
+from fullshard.formats.detect import open_source
+from fullshard.formats.hugging_face import companions_of
 from fullshard.formats.ours import piece_of
-from fullshard.formats.place import check_empty, whole_or_nothing
-from fullshard.formats.source import Entry, Source
+from fullshard.formats.source import Entry, Source, check_empty, whole_or_nothing
+from fullshard.transport.base import torch_dtype
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class Format(StrEnum):
+    """Format of an exported folder."""
+
+    HUGGING_FACE = "hf"
+    DCP = "dcp"
 
 
 @dataclass(frozen=True)
@@ -40,17 +55,31 @@ class ExportSettings:
     """How a folder is written.
 
     Attributes:
-        dtype: Dtype of floating point tensors; None: as they are.
-        max_shard_bytes: Largest file, unless one tensor is larger.
-        on_bytes: Hears how many bytes were written.
-        writes: Whether this process writes the file of that number; of the others it reads the
-            tensors all the same, because reading may be a collective.
+        dtype: Dtype of floating point tensors; None keeps each tensor's own.
+        max_shard_bytes: Maximum size of a file that holds more than one tensor.
+        on_bytes: Called with the number of bytes after each write.
+        writes: Whether this process writes the file of this number. It reads the tensors of the
+            other files too, because reading may be a collective.
+        format: Format of the folder.
     """
 
     dtype: torch.dtype | None = None
     max_shard_bytes: int = 5 * 10**9
     on_bytes: Callable[[int], None] = lambda _count: None
     writes: Callable[[int], bool] = lambda _file: True
+    format: Format = Format.HUGGING_FACE
+
+    @classmethod
+    def of(cls, format_: str, dtype: str | None, max_shard_size: str) -> ExportSettings:
+        """Parses the options of `ckpt export`.
+
+        Raises:
+            ConfigError: One of them is unknown.
+        """
+        known = None if dtype is None else torch_dtype(parse(DType, dtype, "--dtype"))
+        if format_ not in list(Format):
+            raise ConfigError(f"--format: expected {' or '.join(Format)}; got '{format_}'.")
+        return cls(known, parse_size(max_shard_size), format=Format(format_))
 
 
 def parse_size(text: str) -> int:
@@ -68,12 +97,16 @@ def parse_size(text: str) -> int:
 
 
 def export_folder(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
-    """Write weights, configuration and tokenizer; returns notes on what was left out.
+    """Writes a source as a folder; returns notes on what was left out.
 
     Raises:
         CheckpointError: The source has no config.json, its tensors are not those of that model, or
             the folder cannot be written.
     """
+    if settings.format is Format.DCP:
+        from fullshard.formats.dcp import write_dcp  # importing it takes half a second
+
+        return write_dcp(source, folder, settings.dtype, settings.on_bytes)
     if CONFIG not in source.companions:
         raise CheckpointError(
             f"export: expected {source.what} with {CONFIG}, which says what model this is; it has "
@@ -88,7 +121,7 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
 
 
 def write_model(source: Source, folder: Path, settings: ExportSettings) -> list[str]:
-    """Write weights into a folder that has config.json, which is told their dtype."""
+    """Writes weights into a folder with config.json, and sets their dtype there."""
     with untrusted(folder / CONFIG, "the configuration of a model"):
         shell = model_of(folder)
         if shell is None:
@@ -103,7 +136,7 @@ def write_model(source: Source, folder: Path, settings: ExportSettings) -> list[
 
 
 def as_files_have(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], list[str]]:
-    """The model's tensors under the names that files have, and what the source has beside them.
+    """The model's tensors under their names in files, and a list of what else the source contains.
 
     Raises:
         CheckpointError: One is missing, or of another shape.
@@ -132,10 +165,10 @@ def model_of(folder: Path) -> nn.Module | None:
 
 
 def converted(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Entries under the names that files of such a model have: transformers 5 joins experts.
+    """Renames entries to the names in files of such a model: transformers 5 joins experts.
 
-    Each is converted alone; where a conversion needs several at once the model's own names stay,
-    which `from_pretrained` reads too.
+    Each entry is converted by itself. If a conversion needs several at once, the model's own names
+    are kept, which `from_pretrained` reads too.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -161,14 +194,14 @@ def converted(shell: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry
 
 
 class _Once:
-    """What one tensor becomes, kept until all of its parts were read."""
+    """The parts of one converted tensor, kept until all of them were read."""
 
     def __init__(self, convert: Callable[[], dict[str, torch.Tensor]]) -> None:
         self._convert = convert
         self._parts: dict[str, torch.Tensor] = {}
 
     def read(self, part: str) -> torch.Tensor:
-        """One of the parts; reading it again converts anew."""
+        """Reads one of the parts; reading it a second time converts again."""
         if part not in self._parts:
             self._parts = self._convert()
         return self._parts.pop(part)
@@ -177,10 +210,10 @@ class _Once:
 def write_weights(
     entries: Mapping[str, Entry], folder: Path, settings: ExportSettings
 ) -> list[str]:
-    """Write tensors into as many files as the cap asks for; returns those written here.
+    """Writes tensors into files of limited size; returns the files written by this process.
 
     Raises:
-        OSError: The disk is full; raised once every tensor was read, for the other ranks' sake.
+        OSError: The disk is full; raised after every tensor was read, which is a collective.
     """
     files = split(entries, settings.max_shard_bytes)
     written: list[str] = []
@@ -271,7 +304,7 @@ def _as_the_model_has(source: Source, shell: nn.Module) -> tuple[dict[str, Entry
 
 
 def complete_config(folder: Path, shell: nn.Module | None, named: Mapping[str, Entry]) -> None:
-    """config.json says the dtype that a reader loads in: the one that the weights have."""
+    """Sets the dtype in config.json to that of the weights, because readers load in that dtype."""
     with untrusted(folder / CONFIG, "the configuration of a model"):
         config: dict[str, Any] = dict(json.loads((folder / CONFIG).read_bytes()))
     dtypes = [entry.dtype for entry in named.values() if entry.dtype.is_floating_point]
@@ -284,3 +317,84 @@ def complete_config(folder: Path, shell: nn.Module | None, named: Mapping[str, E
         if settings is not None and not (folder / GENERATION).is_file():
             settings.save_pretrained(folder)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def live_source(model: nn.Module) -> Source:
+    """The tensors of a sharded model. Reading an entry is a collective."""
+    tied = tied_names(model)
+    return Source(
+        what="this model",
+        tensors={
+            name: _entry(value)
+            for name, value in model.state_dict(keep_vars=True).items()
+            if name not in tied and isinstance(value, torch.Tensor)
+        },
+        tied=tied,
+    )
+
+
+def _entry(value: torch.Tensor) -> Entry:
+    if not isinstance(value, ShardedParameter):
+        return Entry(value.dtype, tuple(value.shape), lambda: value.detach().cpu())
+    return Entry(value.dtype, tuple(value.record.piece.shape), partial(_gathered, value))
+
+
+def _gathered(param: ShardedParameter) -> torch.Tensor:
+    with torch.no_grad():
+        return param.full_tensor().detach().cpu()
+
+
+def export_together(
+    engine: Engine, source: Source, shell: nn.Module, folder: Path, max_shard_bytes: int
+) -> list[str]:
+    """Writes the weights of a sharded model; the ranks that see the folder write files in turn.
+
+    No rank holds more than one whole tensor. A collective.
+
+    Args:
+        engine: Engine of the model.
+        source: Its tensors.
+        shell: A model of these tensors without storage.
+        folder: Folder with config.json, if this rank sees it.
+        max_shard_bytes: Largest file, unless one tensor is larger.
+
+    Returns:
+        The files that this rank wrote.
+
+    Raises:
+        CheckpointError: On every rank, if any could not write.
+    """
+    named, _ = as_files_have(source, shell)
+    sees = tell(engine, folder.is_dir())
+    writers = [rank for rank, there in enumerate(sees) if there]
+    settings = ExportSettings(
+        max_shard_bytes=max_shard_bytes,
+        writes=lambda file: writers[file % len(writers)] == engine.rank,
+    )
+    written = agree(engine, partial(write_weights, named, folder, settings))
+
+    def complete() -> None:
+        if engine.rank == writers[0]:
+            complete_config(folder, shell, named)
+            sync_folder(folder)
+
+    agree(engine, complete)
+    return written
+
+
+@contextmanager
+def opened(path: Path, config: Path | None) -> Generator[Source]:
+    """Opens a path of any known format, with the configuration to export.
+
+    Args:
+        path: Path of a checkpoint of any tool.
+        config: Folder with config.json and tokenizer; None: those of the path itself.
+
+    Raises:
+        ConfigError: `config` has no config.json.
+        CheckpointError: The format of the path is unknown.
+    """
+    if config is not None and not (config / "config.json").is_file():
+        raise ConfigError(f"--config: expected a folder with config.json; got '{config}'.")
+    with open_source(path) as source:
+        yield source if config is None else replace(source, companions=companions_of(config))

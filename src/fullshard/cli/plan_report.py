@@ -1,0 +1,287 @@
+"""What `fullshard plan` prints: tables for people, one object for programs, for each engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from fullshard.cli.outcome import Outcome, print_table
+
+if TYPE_CHECKING:
+    from fullshard.config.schema import RunConfig
+    from fullshard.outlook.devices import Gpus
+    from fullshard.outlook.memory import Fit
+    from fullshard.outlook.predict import Machine, Outlook
+    from fullshard.outlook.search import Study
+    from fullshard.planner.mesh import Topology
+    from fullshard.run.outlook import Lack
+    from fullshard.run.xla_outlook import XlaOutlook
+    from fullshard.xla.aot import Compiled
+
+
+def to_dict(study: Study) -> dict[str, Any]:
+    """What --json prints."""
+    from fullshard.outlook.memory import checkpoint_bytes
+
+    reserve = study.outlook.overhead()
+    cached = sum(one.num_bytes for one in reserve if one.is_cached)
+    outlook, made = study.outlook, study.outlook.plan
+    return {
+        "fits": outlook.fit,
+        "peak_bytes": dict(outlook.peak_bytes),
+        "reserved_bytes": max(outlook.reserved_bytes, outlook.peak_bytes["device"] + cached),
+        "step_time_s": outlook.step_time_s,
+        "rows": [{"name": row.name, "bytes": row.num_bytes} for row in outlook.rows],
+        "advice": [
+            {
+                "changes": one.changes,
+                "text": one.sentence(outlook),
+                "fits": one.outlook.fit,
+                "peak_bytes": one.outlook.peak_bytes["device"],
+                "step_time_s": one.outlook.step_time_s,
+            }
+            for one in study.advice
+        ],
+        "reserve": [{"name": one.name, "bytes": one.num_bytes, "why": one.why} for one in reserve],
+        "phases": [dataclasses.asdict(one) for one in outlook.phases(study.storage)],
+        "checkpoint_bytes": checkpoint_bytes(made),
+        "scaling": [dataclasses.asdict(point) for point in study.scaling],
+        "memory_bytes": study.outlook.machine.memory_bytes,
+        "plan": {
+            "model": made.model_kind,
+            "num_parameters": made.num_parameters,
+            "strategy": made.strategy,
+            "per_device_train_batch_size": round(outlook.job.batch.micro_batch),
+            "gradient_accumulation_steps": round(outlook.job.batch.accumulation),
+            "mesh": {"replicate": made.mesh.replicate, "shard": made.mesh.shard},
+            "digest": made.digest(),
+            "units": [
+                {
+                    "name": unit.name,
+                    "kind": unit.kind,
+                    "role": unit.role,
+                    "numel": unit.numel,
+                    "padding": unit.padding,
+                    "trainable": unit.trainable,
+                }
+                for unit in made.units
+            ],
+        },
+    }
+
+
+def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
+    """What people read."""
+    from fullshard.outlook.memory import Fit
+    from fullshard.planner.text import human_bytes
+
+    outlook = study.outlook
+    print(outlook.plan.tree().partition("\nmemory of a rank")[0])
+    _print_memory(outlook)
+    how = "traced on the model" if outlook.is_traced else "counted from shapes"
+    print(
+        f"Activations, logits and gradients on their way are {how}, libraries' workspaces are "
+        "estimated; everything else is exact."
+    )
+    _print_reserve(study)
+    _print_phases(study)
+    if outlook.step_time_s is not None and outlook.tokens_per_s is not None:
+        how = ", as this machine was calibrated" if outlook.is_calibrated else ""
+        speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
+        print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
+    memory = study.outlook.machine.memory_bytes
+    name = "a rank's part of this machine" if hardware is None else hardware.name or "GPU"
+    if lack is not None:
+        sentence = Fit.NO.sentence(lack.needed, lack.memory)
+        print(f"{name} ({human_bytes(lack.memory)}): {sentence}")
+    elif outlook.fit is not None and memory is not None:
+        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], memory)
+        print(f"{name} ({human_bytes(memory)}): {sentence}")
+    if hardware is not None and hardware.name and study.outlook.machine.device is None:
+        print(f"{hardware.name}: its speed is not known. Describe it in a file (--devices).")
+    for one in study.advice:
+        print(f"  {one.sentence(outlook)}")
+
+
+def _print_memory(outlook: Outlook) -> None:
+    from fullshard.planner.text import human_bytes
+
+    totals = {place: size for place, size in outlook.peak_bytes.items() if size}
+    rows = [(row.name, row.num_bytes, row.place) for row in outlook.rows]
+    parts = [rows, [("together", size, place) for place, size in totals.items()]]
+    is_split = len(totals) > 1  # offloaded
+    shown = [
+        (name, f"{size:,}", human_bytes(size), *([place] if is_split else []))
+        for name, size, place in itertools.chain(*parts)
+    ]
+    columns = ("name", "bytes", "", *(["where"] if is_split else []))
+    title = "memory of the largest rank"
+    print_table(columns, shown, title, numbers=("bytes", ""), line_after=len(rows))
+
+
+def _print_reserve(study: Study) -> None:
+    from fullshard.planner.text import human_bytes
+
+    rows = [(one.name, human_bytes(one.num_bytes), one.why) for one in study.outlook.overhead()]
+    if rows:
+        print_table(("name", "", "why"), rows, "overhead (estimates)", numbers=("",))
+
+
+def _print_phases(study: Study) -> None:
+    from fullshard.outlook.memory import checkpoint_bytes
+    from fullshard.planner.text import human_bytes
+
+    phases = study.outlook.phases(study.storage)
+    places = [
+        place for place in ("device", "host", "disk") if any(getattr(one, place) for one in phases)
+    ]
+    rows = [(one.name, *(human_bytes(getattr(one, place)) for place in places)) for one in phases]
+    print_table(("phase", *places), rows, "peak of each phase", numbers=places)
+    size = checkpoint_bytes(study.outlook.plan)
+    kept, sentence = study.storage.keep, f"A checkpoint takes {human_bytes(size)} of disk"
+    if kept is not None:
+        sentence += (
+            f"; the {kept} that are kept {human_bytes(kept * size)}, and "
+            f"{human_bytes((kept + 1) * size)} while one more is written"
+        )
+    print(f"{sentence}.")
+
+
+def print_choice(outlook: Outlook) -> None:
+    """The values that `auto` stands for."""
+    batch = outlook.job.batch
+    print(
+        f"auto is strategy={outlook.config.strategy} "
+        f"per_device_train_batch_size={batch.micro_batch:.12g} "
+        f"gradient_accumulation_steps={batch.accumulation:.12g} here."
+    )
+
+
+# ---- XLA -----------------------------------------------------------------------------------------
+
+
+def plan_on_xla(
+    config: RunConfig,
+    world: Topology,
+    machine: Machine,
+    *,
+    exact: bool,
+    topology: str | None,
+) -> Outcome:
+    """Show the plan of the XLA engine; with `exact`, compile the step and show XLA's figures.
+
+    Args:
+        config: the run's configuration.
+        world: the devices, if no topology is named.
+        machine: the machine whose memory the plan must fit.
+        exact: compile the step with XLA.
+        topology: the TPUs or GPUs to compile for; None: CPUs.
+
+    Raises:
+        ConfigError: the decoder does not support this model, or the devices are not available.
+    """
+    from fullshard.launch.exit_codes import ExitCode
+    from fullshard.models.build import model_config_of
+    from fullshard.models.config import quiet_libraries
+    from fullshard.outlook.memory import Fit, judge_fit
+    from fullshard.run.xla_outlook import compiled_step, look
+
+    quiet_libraries()
+    model_config = model_config_of(config)
+    found, world_size = None, world.world_size
+    if exact:
+        found, world_size = compiled_step(config, model_config, topology, world_size)
+    on_cpu = topology is None and (exact or machine.is_host)
+    outlook = look(config, model_config, world_size, on_cpu=on_cpu)
+    fit: Fit | None = None
+    needed = found.peak if found is not None else outlook.peak_bytes
+    memory = None if topology is not None and machine.is_host else machine.memory_bytes
+    if memory is not None:
+        fit = judge_fit(needed, memory)
+    _print_xla(outlook)
+    if fit is not None and memory is not None:
+        whose = "by XLA's figure" if found is not None else "by the plan"
+        print(f"{whose}: {fit.sentence(needed, memory)}")
+    if found is not None:
+        target = topology or f"{world_size} CPU device(s) of this process"
+        _print_exact(outlook, found, target)
+    code = ExitCode.WILL_NOT_FIT if fit is Fit.NO else ExitCode.OK
+    return Outcome(_xla_to_dict(outlook, found, fit), code)
+
+
+def _xla_to_dict(outlook: XlaOutlook, exact: Compiled | None, fit: Fit | None) -> dict[str, Any]:
+    """What --json prints: the keys of a plan for torch, and `exact`."""
+    table = outlook.plan
+    result: dict[str, Any] = {
+        "fits": fit,
+        "peak_bytes": {**table.peak_bytes, "device": outlook.peak_bytes},
+        "reserved_bytes": None,
+        "step_time_s": None,
+        "rows": [{"name": row.name, "bytes": row.num_bytes} for row in outlook.rows],
+        "advice": [],
+        "plan": {
+            "model": table.model_kind,
+            "num_parameters": table.num_parameters,
+            "strategy": table.strategy,
+            "mesh": {"replicate": table.mesh.replicate, "shard": table.mesh.shard},
+            "digest": table.digest(),
+            "num_units": table.num_units,
+            "collectives": _moved(table.collectives(outlook.num_micro_batches)),
+        },
+    }
+    if exact is not None:
+        result["exact"] = {
+            "arguments_bytes": exact.arguments,
+            "in_place_bytes": exact.in_place,
+            "temporary_bytes": exact.temporary,
+            "peak_bytes": exact.peak,
+            "collectives": None if exact.collectives is None else _moved(exact.collectives),
+            "compile_s": exact.compile_s,
+            "error": outlook.errors(exact),
+        }
+    return result
+
+
+def _moved(collectives: Any) -> dict[str, dict[str, int]]:
+    return {
+        kind: {"count": c.count, "bytes": c.num_bytes} for kind, c in collectives.items() if c.count
+    }
+
+
+def _print_xla(outlook: XlaOutlook) -> None:
+    from fullshard.planner.text import human_bytes
+
+    table = outlook.plan
+    print(table.tree().partition("\na step's collectives")[0])
+    print("memory of a device:")
+    for row in outlook.rows:
+        print(f"  {row.name:28s} {human_bytes(row.num_bytes):>12s}")
+    print(f"  {'together':28s} {human_bytes(outlook.peak_bytes):>12s}")
+    print("Activations and what follows are estimates; everything above them is exact.")
+    print("collectives of a step, whole tensors:")
+    for kind, c in _moved(table.collectives(outlook.num_micro_batches)).items():
+        print(f"  {kind:28s} {c['count']:5d} x, {human_bytes(c['bytes'])} in all")
+
+
+def _print_exact(outlook: XlaOutlook, exact: Compiled, target: str) -> None:
+    from fullshard.planner.text import human_bytes
+
+    error = outlook.errors(exact)
+    print(f"XLA's own figures, compiled for {target} in {exact.compile_s:.0f} s:")
+    rows = [
+        ("state and batch", exact.arguments, f"{error['state_bytes']:,} bytes above the plan's"),
+        ("temporary", exact.temporary, ""),
+        ("peak", exact.peak, f"the plan says {error['peak']:+.1%}"),
+    ]
+    for name, num_bytes, said in rows:
+        print(f"  {name:28s} {human_bytes(num_bytes):>12s}  {said}".rstrip())
+    if exact.collectives is None:
+        print("  its collectives are not known: this jaxlib cannot read what the plugin compiled")
+        return
+    if error["collectives"]:
+        print("  its collectives are the plan's, in number and bytes")
+        return
+    print("  its collectives are not the plan's:")
+    for kind, c in _moved(exact.collectives).items():
+        print(f"  {kind:28s} {c['count']:5d} x, {human_bytes(c['bytes'])} in all")

@@ -1,0 +1,615 @@
+"""The watchdog: every rank publishes its position, and one rank finds who is to blame for a hang.
+
+    rank k   thread, twice per second:  position --> TCPStore (not the training's process group)
+    judge    the lowest rank that answers reads all positions and decides (see judge.py)
+    verdict  --> every rank publishes its Python stacks --> the judge writes them into a file
+             --> every rank ends with code 5
+
+Nothing is added to the training: the thread reads the event ring, the phase set by the loop, and
+the stacks of the other threads, which also show a wait in any collective of torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+
+from fullshard.config.environment import LaunchEnvironment, read_launch_environment
+from fullshard.errors import HangError, PreemptedError
+from fullshard.observe.hang.judge import (
+    EXCHANGE,
+    SETTLED_S,
+    Digests,
+    Entry,
+    Position,
+    Seen,
+    Verdict,
+    awaited,
+    fallen_silent,
+    judge,
+    left_early,
+    streams,
+    unequal_digests,
+)
+from fullshard.observe.trace import EventRing, in_words
+from fullshard.planner.events import EventKind
+
+DEFAULT_TIMEOUT_S = 600.0
+POLL_S = 0.5
+STACKS_S = 3.0  # for all ranks to publish their stacks
+EXPLAIN_S = 2.0  # for all ranks to publish what they issued, after an error in a collective
+# Raised if the store is gone, or never existed.
+_STORE_GONE = (RuntimeError, AttributeError)
+_VERDICT = 1_000_000  # added to the alarm by a verdict; a question adds 1
+
+
+STANDS_S = 1.0  # a rank that has not moved for so long publishes what it has issued
+MOVED_S = 0.002  # CPU time between two samples below which a thread counts as waiting
+LAST_EVENTS = 16
+
+_PACKAGE = str(Path(__file__).parents[2])
+_COLLECTIVES = f"{_PACKAGE}/transport/"
+_RUNTIME = f"{_PACKAGE}/engine/step.py"
+_LIBRARIES = (_PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+@dataclass(frozen=True)
+class WatchdogSettings:
+    """Settings of a rank's watchdog.
+
+    Attributes:
+        address: Host of the store of the rendezvous.
+        port: Port of that store.
+        attempt: Distinguishes launches that share a store.
+        timeout_s: A rank that waits longer is stuck.
+        hang_file: File of the report.
+        stacks_file: File to which a rank's faulthandler writes on SIGUSR2; None: no such file.
+        kept_file: File with this rank's last events, for the launcher; None: no such file.
+        supervised: Whether a launcher of ours sees which rank dies, and shows the report.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    attempt: str
+    timeout_s: float
+    hang_file: Path
+    stacks_file: Callable[[int], Path] | None = None
+    kept_file: Path | None = None
+    supervised: bool = False
+
+    @classmethod
+    def of(
+        cls, launch: LaunchEnvironment, timeout_s: float, run_dir: Path | None
+    ) -> WatchdogSettings | None:
+        """Settings of a launched rank; None if its launch has no store."""
+        if launch.master_addr is None or launch.master_port is None:
+            return None
+        folder = run_dir or launch.run_dir
+        file = Path("hang.txt") if folder is None else folder / "logs" / "hang.txt"
+        attempt = f"{launch.run_id}.{launch.attempt}"
+        return cls(
+            launch.rank,
+            launch.world_size,
+            launch.master_addr,
+            launch.master_port,
+            attempt,
+            timeout_s,
+            file,
+        )
+
+
+class Watchdog:
+    """The watchdog of this process. It publishes positions once the process group exists."""
+
+    def __init__(self, settings: WatchdogSettings) -> None:
+        self.settings = settings
+        self.on_hang: list[Callable[[Verdict], None]] = []
+        self._channel: Any = None
+        self.sampler = PositionSampler(settings.rank, os.getpid())
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._asked: list[int] | None = None  # steps for which all ranks publish what they issued
+        self._shown = sys.excepthook
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Starts the watchdog's thread, which runs until the process ends."""
+        self._thread.start()
+        sys.excepthook = self._on_exception
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Publishes that this rank ended without a failure."""
+        if os.getpid() != self.sampler.last.pid:
+            return  # a forked child
+        self._stop.set()
+        self._thread.join(2.0)
+        last = self.sampler.last
+        if self._channel is not None:
+            with suppress(*_STORE_GONE):
+                self._publish(replace(last, beat=last.beat + 1, ended=True))
+
+    def explain(self, error: BaseException) -> Verdict | None:
+        """Finds the rank that caused an error of a collective or a launcher's SIGTERM.
+
+        Call it in the main thread of a process that will end.
+        """
+        frame = self._frame_of(error)
+        if frame is None:
+            return None
+        preempted = isinstance(error, PreemptedError)
+        self.sampler.fail(frame)
+        with suppress(*_STORE_GONE):
+            self._publish(self.sampler.sample(()))
+            self._ask(())
+            deadline = time.monotonic() + (0.0 if preempted else EXPLAIN_S)
+            while True:
+                seen = self._read()
+                verdict = judge(seen, float("inf"))
+                late = time.monotonic() >= deadline
+                if verdict is None and not preempted:
+                    verdict = left_early(seen, self.sampler.last)
+                if verdict is None and late:  # the supervisor sees ranks of this machine die
+                    others = filter(self._is_unknown, seen.values())
+                    verdict = fallen_silent(others, EXPLAIN_S - POLL_S)
+                if verdict is not None:
+                    self._write(verdict, {}, seen)
+                if verdict is not None or late:
+                    return verdict
+                time.sleep(POLL_S / 2)
+        return Verdict(0, "run: expected rank 0 to be alive, but the store that it serves is gone.")
+
+    def _frame_of(self, error: BaseException) -> FrameType | None:
+        """Frame of an error that another rank may have caused; ignores SIGTERM from then on."""
+        frame = _last_frame(error.__traceback__) if os.getpid() == self.sampler.last.pid else None
+        preempted = isinstance(error, PreemptedError)
+        if frame is None or self._channel is None or (self.settings.supervised and preempted):
+            return None
+        if not preempted and not (isinstance(error, RuntimeError) and is_collective(frame)):
+            return None
+        if not self.settings.supervised:
+            # torchrun sends SIGTERM to all ranks once one has died; the report comes first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return frame
+
+    def _is_unknown(self, one: Seen) -> bool:
+        """Whether the rank is on another machine, so that no supervisor here sees it die."""
+        return one.position.host != self.sampler.last.host
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        """Hook for an uncaught exception, for ranks that our launcher did not start."""
+        self._frame_of(error)  # before torchrun's SIGTERM arrives
+        self._shown(kind, error, trace)
+        verdict = self.explain(error)
+        if verdict is not None:
+            sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.settings.hang_file}\n")
+            _exit()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            if self._channel is None and not self._connect():
+                continue
+            self.sampler.sample(self._asked)
+            try:
+                self._beat()
+            except RuntimeError:  # the store is gone
+                alone = {self.settings.rank: Seen(self.sampler.last)}
+                verdict = judge(alone, self.settings.timeout_s)
+                if verdict is not None:
+                    self._end(verdict, {self.settings.rank: stacks()}, alone)
+
+    def _connect(self) -> bool:
+        dist = sys.modules.get("torch.distributed")
+        ready = getattr(dist, "is_initialized", None)
+        if ready is None or not ready():
+            return False
+        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        settings = self.settings
+        try:
+            store = TCPStore(
+                settings.address, settings.port, is_master=False, timeout=timedelta(seconds=30)
+            )
+        except RuntimeError:
+            self._stop.set()  # the ranks used another rendezvous
+            return False
+        self._channel = PrefixStore(f"fullshard/watchdog/{settings.attempt}", store)
+        return True
+
+    def _beat(self) -> None:
+        self._publish(self.sampler.last)
+        alarm = self._channel.add("alarm", 0)
+        if alarm > 0:
+            self._asked = _steps_of(self._channel.get("asked"))
+        if alarm >= _VERDICT:
+            self._end_with_judge()
+        if not self._is_judge():
+            return
+        seen = self._read()
+        unequal = unequal_digests(seen.values())
+        if unequal and not self._asked:
+            self._ask(unequal)  # decided once all ranks have published what they issued
+            return
+        verdict = judge(seen, self.settings.timeout_s)
+        if verdict is not None:
+            self._report(verdict, seen)
+
+    def _ask(self, streams: Iterable[str]) -> None:
+        """Asks all ranks to publish what they issued in the steps of these streams and lately."""
+        steps = sorted({int(stream.split("/")[1]) for stream in streams})
+        self._channel.set("asked", json.dumps(steps[-3:]))
+        self._channel.add("alarm", 1)
+
+    def _publish(self, position: Position) -> None:
+        self._channel.set(str(self.settings.rank), position.to_json())
+
+    def _is_judge(self) -> bool:
+        """Whether no lower rank answers. Usually rank 0 does, so this asks once."""
+        for rank in range(self.settings.rank):
+            seen = self._read(only=rank).get(rank)
+            if seen is None or (seen.silent_s <= SETTLED_S and not seen.position.ended):
+                return False
+        return True
+
+    def _read(self, only: int | None = None) -> dict[int, Seen]:
+        """All ranks that have published a position, as seen from here."""
+        ranks = range(self.settings.world_size) if only is None else (only,)
+        keys = [str(r) for r in ranks if r in self._heard or self._channel.check([str(r)])]
+        texts = self._channel.multi_get(keys) if keys else []
+        positions = filter(None, map(Position.from_json, texts))
+        return {position.rank: self._see(position) for position in positions}
+
+    def _see(self, position: Position) -> Seen:
+        now = time.monotonic()
+        beat, heard = self._heard.get(position.rank, (-1, now))
+        if beat != position.beat:
+            heard = now
+        self._heard[position.rank] = position.beat, heard
+        local = position.host == self.sampler.last.host and not self.settings.supervised
+        gone = local and not position.ended and not _lives(position.pid)
+        return Seen(position, now - heard, gone)
+
+    # ---- the end
+
+    def _report(self, verdict: Verdict, seen: dict[int, Seen]) -> None:
+        """Collects the stacks of all ranks, writes the report and ends."""
+        self._channel.set("asked", "[]")
+        self._channel.add("alarm", _VERDICT)
+        texts = {self.settings.rank: stacks()}
+        deadline = time.monotonic() + STACKS_S
+        answer = {rank for rank, one in seen.items() if one.silent_s <= SETTLED_S}
+        while answer - texts.keys() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            for rank in answer - texts.keys():
+                if self._channel.check([f"stacks/{rank}"]):
+                    texts[rank] = self._channel.get(f"stacks/{rank}").decode()
+        for rank in seen.keys() - texts.keys():
+            texts[rank] = self._ask_by_signal(seen[rank].position)
+        self._end(verdict, texts, seen)
+
+    def _end(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
+        self._write(verdict, texts, seen)
+        if not self.settings.supervised:
+            sys.stderr.write(f"HangError: {verdict.message}\nMore: {self.settings.hang_file}\n")
+        with suppress(*_STORE_GONE):
+            self._channel.set("written", "")
+        _exit()
+
+    def _end_with_judge(self) -> None:
+        """Publishes this rank's stacks, and ends once the judge has written the report."""
+        self._channel.set(f"stacks/{self.settings.rank}", stacks())
+        deadline = time.monotonic() + STACKS_S + 2.0
+        with suppress(*_STORE_GONE):
+            while time.monotonic() < deadline and not self._channel.check(["written"]):
+                time.sleep(0.1)
+        _exit()
+
+    def _ask_by_signal(self, at: Position) -> str:
+        """Stacks of a rank of this machine whose watchdog cannot run."""
+        if (
+            self.settings.stacks_file is None
+            or at.host != self.sampler.last.host
+            or not _lives(at.pid)
+        ):
+            return "(none: the rank does not answer)\n"
+        if psutil.Process(at.pid).status() == psutil.STATUS_STOPPED:
+            return "(none: the process is stopped, by SIGSTOP or a debugger)\n"
+        os.kill(at.pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        file = self.settings.stacks_file(at.rank)
+        return (file.read_text() if file.exists() else "") or "(none: the rank does not answer)\n"
+
+    def _write(self, verdict: Verdict, texts: dict[int, str], seen: dict[int, Seen]) -> None:
+        lines = [verdict.message, "", *describe(seen)]
+        for rank in sorted(texts):
+            lines += ["", f"---- stacks of rank {rank} ----", texts[rank].rstrip()]
+        self.settings.hang_file.parent.mkdir(parents=True, exist_ok=True)
+        self.settings.hang_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for call in self.on_hang:
+            call(verdict)
+
+
+def describe(seen: dict[int, Seen]) -> list[str]:
+    """One line per rank, and its last events."""
+    lines: list[str] = []
+    for rank in sorted(seen):
+        lines.append(f"rank {rank}: {seen[rank].words}")
+        events = seen[rank].position.events
+        if events:
+            lines.append(f"    last events: {'; '.join(events)}")
+    return lines
+
+
+def read_positions(store: Any, attempt: str, world_size: int) -> dict[int, Seen]:
+    """Last positions of the ranks of a launch, for the launcher, which serves the store."""
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    channel = PrefixStore(f"fullshard/watchdog/{attempt}", store)
+    keys = [str(rank) for rank in range(world_size) if channel.check([str(rank)])]
+    texts = channel.multi_get(keys) if keys else []
+    return {place.rank: Seen(place) for place in filter(None, map(Position.from_json, texts))}
+
+
+_current: list[Watchdog] = []
+
+
+def start(settings: WatchdogSettings) -> Watchdog:
+    """Starts the watchdog of this process, or returns the running one."""
+    if not _current:
+        _current.append(Watchdog(settings))
+        _current[0].start()
+    return _current[0]
+
+
+def phase(name: str, step: int = 0) -> None:
+    """Sets what this process does now; "" for work to which the timeout does not apply."""
+    if _current:
+        _current[0].sampler.phase(name, step)
+
+
+def on_hang(call: Callable[[Verdict], None]) -> None:
+    """Adds a function that the judging rank calls before all ranks end."""
+    if _current:
+        _current[0].on_hang.append(call)
+
+
+def current() -> Watchdog | None:
+    """The watchdog of this process, if it has one."""
+    return _current[0] if _current else None
+
+
+def watch(ring: EventRing, titles: Sequence[str]) -> None:
+    """Adds a model's events to the positions; starts the watchdog in a launched process.
+
+    Args:
+        ring: Event ring of the model's engine.
+        titles: Titles of its units, in plan order.
+    """
+    dist = sys.modules.get("torch.distributed")
+    launch = read_launch_environment() if dist is not None and dist.is_initialized() else None
+    if not _current and launch is not None:
+        settings = WatchdogSettings.of(launch, launch.timeout_s or DEFAULT_TIMEOUT_S, None)
+        if settings is not None:
+            start(settings)
+    if not _current:
+        return
+    _current[0].sampler.watch(ring, titles)
+    file = _current[0].settings.kept_file
+    if file is not None and not file.exists():  # a second model's events stay in memory
+        ring.keep_in(file, titles)
+
+
+def _steps_of(text: bytes) -> list[int]:
+    """Steps that a rank asked for; empty if the store holds anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return [step for step in found if type(step) is int] if isinstance(found, list) else []
+
+
+def _last_frame(trace: TracebackType | None) -> FrameType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _exit() -> None:
+    """Ends at once; flushes the output unless a stuck thread holds the stream."""
+    flush = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
+    flush.start()
+    flush.join(0.5)
+    os._exit(HangError.exit_code)
+
+
+# ---- sampling
+
+
+class PositionSampler:
+    """Samples where this process is: its event rings, its phase, the stacks of its threads.
+
+    Nothing is added to the training. A wait in a collective is an event that has begun and not
+    ended, or an innermost frame in our transports or in torch.distributed.
+    """
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.last = Position(rank, pid, _host())
+        self._phase = ("", 0)
+        self._models: list[_ModelEvents] = []
+        self._key: Any = None
+        self._since = time.perf_counter()
+        self._cpu_s = 0.0
+        self._failed_at: str | None = None
+        self._main = threading.main_thread().ident or 0
+
+    def phase(self, name: str, step: int = 0) -> None:
+        """Sets what the training loop does now; "" for work to which the timeout does not apply."""
+        self._phase = (name, step)
+
+    def watch(self, ring: EventRing, titles: Sequence[str]) -> None:
+        """Adds the events of a model.
+
+        Args:
+            ring: Event ring of the model's engine.
+            titles: Titles of its units, in plan order.
+        """
+        self._models.append(_ModelEvents(len(self._models), weakref.ref(ring), tuple(titles)))
+
+    def fail(self, frame: FrameType) -> None:
+        """Fixes the position at this frame: an error has unwound the main thread's stack."""
+        self._failed_at = _line_of(frame)
+
+    def sample(self, steps: Sequence[int] | None = None) -> Position:
+        """Takes a new sample.
+
+        Args:
+            steps: Include what was issued in these steps and the last two; None: include the last
+                two if this rank is not moving.
+        """
+        threads = sys._current_frames()
+        threads.pop(threading.get_ident(), None)
+        blocked = any(map(is_collective, threads.values()))
+        in_engine = self._failed_at is not None or any(map(_in_engine, threads.values()))
+        rings = [model.ring() for model in self._models]
+        begun = [ring.open if ring and in_engine else None for ring in rings]
+        where = self._failed_at or _line_of(threads.get(self._main))
+        del threads
+        name, step = self._phase
+        now, cpu_s = time.perf_counter(), time.clock_gettime(time.pthread_getcpuclockid(self._main))
+        key = (tuple(ring.count if ring else 0 for ring in rings), begun, name, step, blocked)
+        moved = blocked and not any(begun) and cpu_s - self._cpu_s > MOVED_S
+        if key != self._key or moved:
+            self._key, self._since = key, now
+        self._cpu_s = cpu_s
+        since_s = now - self._since
+        position = Position(
+            rank=self.last.rank,
+            pid=self.last.pid,
+            host=self.last.host,
+            beat=self.last.beat + 1,
+            step=step,
+            doing=f"a collective of {name or where}" if blocked else name or "the user's code",
+            where=where,
+            since_s=since_s,
+            kind=EXCHANGE if blocked else "",
+            limited=blocked or bool(name),
+        )
+        if steps is not None or since_s > STANDS_S:
+            steps = (*(steps or ()), -1, 0)
+        for model, entry in zip(self._models, begun, strict=True):
+            position = model.add_to(position, entry, steps or ())
+        self.last = position
+        return position
+
+
+class _ModelEvents:
+    """Adds the events of one model to a position."""
+
+    def __init__(self, index: int, ring: weakref.ref[EventRing], titles: tuple[str, ...]) -> None:
+        self.ring = ring
+        self._index = index
+        self._titles = titles
+        self._digests = Digests()
+
+    def add_to(self, position: Position, begun: Entry | None, steps: Sequence[int]) -> Position:
+        """The position with the awaited event, what was issued in some steps, and the last events.
+
+        Args:
+            position: Position without events.
+            begun: Event that has begun and not ended.
+            steps: Steps; 0 and -1 are the current one and the one before it.
+        """
+        ring, titles = self.ring(), self._titles
+        entries = ring.copy() if ring is not None else []
+        if not entries and begun is None:
+            return position
+        self._digests.feed(entries)
+        step = begun[1] if begun is not None else entries[-1][1]
+        settled = begun is None and entries[-1][0].kind is EventKind.SETTLE
+        changes: dict[str, Any] = {"step": position.step or step + 1 + settled}
+        if begun is not None:
+            waits = awaited(begun, entries, titles, self._index)
+            changes = waits | changes | {"limited": True}
+        issued = dict(position.streams)
+        for at in steps:
+            issued |= streams(entries, titles, self._index, at if at > 0 else step + at)
+        return replace(
+            position,
+            **changes,
+            streams=issued,
+            digests=position.digests | self._digests.of_steps(self._index),
+            events=[in_words(e, at, titles) for e, at, _ in entries[-LAST_EVENTS:]],
+        )
+
+
+def is_collective(frame: FrameType) -> bool:
+    """Whether the innermost frame waits for other ranks."""
+    file = frame.f_code.co_filename
+    return file.startswith(_COLLECTIVES) or "/torch/distributed/" in file
+
+
+def _in_engine(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != _RUNTIME:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """`corpus.py:57 in read`: the innermost line of the user's code, or the innermost of all."""
+    innermost = frame
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and not file.startswith("<"):
+            break
+        frame = frame.f_back
+    at = frame or innermost
+    if at is None:
+        return ""
+    return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} in {at.f_code.co_name}"
+
+
+def stacks() -> str:
+    """Python stacks of all threads except this one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            stack = "".join(traceback.format_stack(frame))
+            parts.append(f"Thread {names.get(ident, ident)}:\n{stack}")
+    return "\n".join(parts)
+
+
+def _host() -> str:
+    """Hash that is equal for processes that share process ids; does not identify the machine."""
+    name = f"{socket.gethostname()}{Path('/proc/self/ns/pid').readlink()}"
+    return f"{zlib.crc32(name.encode()):08x}"
