@@ -28,16 +28,16 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_931,
-    "config": 3_795,
-    "cli": 1_886,
-    "engine + transport": 6_993,
-    "planner + outlook": 4_292,
-    "data + models + recipes + run + verify": 8_290,
-    "observe + launch": 3_005,
+    "config": 3_797,
+    "cli": 1_896,
+    "engine + transport": 7_012,
+    "planner + outlook": 4_290,
+    "data + models + recipes + run + verify": 8_304,
+    "observe + launch": 3_011,
     "compat + integrations": 2_690,
     "xla + jax + xla_state": 2_496,
     "checkpoint + formats": 2_323,
-    "in all": 38_752,
+    "in all": 38_800,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -181,37 +181,3 @@ def said_of_shapes() -> list[str]:
 def test_a_whole_shape_is_refused_where_one_rank_holds_every_element(ranks):
     for said in ranks(2)(said_of_shapes):
         assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]
-
-
-KEPT: list[Any] = []
-
-
-def keeps(layer: Any, x: torch.Tensor) -> None:
-    KEPT.append(layer.linear.weight)
-
-
-def used_after_its_unit(model: Any) -> None:
-    """A weight that a forward kept is read when its slot contains another unit."""
-    KEPT.clear()
-    loss = model(batch()).square().mean()
-    (loss + sum(weight.square().sum() for weight in KEPT)).backward()
-
-
-def said_of_kept() -> list[str]:
-    said = []
-    for settings in SETTINGS.values():
-        model = fs.shard(made(keeps), wrap=("Layer",), **settings)
-        for _ in range(2):
-            try:
-                used_after_its_unit(model)
-                said.append("nothing")
-            except RuntimeError as error:
-                said.append(str(error))
-    KEPT.clear()
-    return said
-
-
-def test_a_weight_that_is_used_after_its_unit_gives_no_gradient(ranks):
-    for said in ranks(2)(said_of_kept):
-        assert all("modified by an inplace operation" in text for text in said[:4]), said
-        assert said[4:] == ["nothing"] * 4  # nothing is gathered there

@@ -71,3 +71,17 @@ def test_what_was_made_of_a_thawed_parameter_keeps_no_model_alive(backward: bool
     engine = _thawed(backward=backward)
     gc.collect()
     assert engine() is None
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bf16"])
+def test_a_transport_that_refers_to_the_engine_keeps_no_model_alive(param_dtype: Any) -> None:
+    """As copies of offloaded shards do on a device with streams."""
+    model = fs.shard(nn.Linear(8, 8), param_dtype=param_dtype)
+    engine = engine_of(model)
+    engine.home.await_reads = lambda engine=engine: None
+    model(torch.randn(2, 8)).sum().backward()
+    model.zero_grad()
+    alive = weakref.ref(engine)
+    del model, engine
+    gc.collect()
+    assert alive() is None

@@ -112,13 +112,18 @@ def refused() -> list[str]:
             fs.load_full_state(model, state, optimizer, states)
         said.append(str(error.value))
     assert same(fs.full_state_dict(model, rank0_only=False), before) == []
-    with pytest.raises(CheckpointError) as error:
-        fs.load_full_state(model, before, optimizer, broken)
-    return [*said, str(error.value)]
+    short = {**given, "state": {1: {"exp_avg": torch.zeros(3)}}}
+    for states in (broken, short):
+        with pytest.raises(CheckpointError) as error:
+            fs.load_full_state(model, whole, optimizer, states)
+        said.append(str(error.value))
+    assert same(fs.full_state_dict(model, rank0_only=False), before) == []
+    return said
 
 
 def test_states_of_another_model_or_optimizer_are_refused(ranks):
-    for missing, unknown, sizes in ranks(2)(refused):
+    for missing, unknown, sizes, shapes in ranks(2)(refused):
         assert "missing: ['head.weight', 'inner.0.weight', 'inner.1.bias']" in missing
         assert "unknown: ['late']" in unknown
         assert "expected groups of [4, 1] parameters" in sizes
+        assert "expected exp_avg of parameter 1 in the shape of the parameter" in shapes

@@ -149,13 +149,14 @@ def run(words: Sequence[str]) -> int:
     """
     as_json = "--json" in _own_words(words)
     _install_logging()
+    outcome = None
     try:
         with quiet_stdout(as_json) as stdout:
             outcome = invoke(words)
             if as_json and outcome.result is not None:
                 write_json(outcome.result, stdout)
     except BrokenPipeError:  # the reader has seen enough
-        return outcome.exit_code or ExitCode.UNEXPECTED
+        return (outcome and outcome.exit_code) or ExitCode.UNEXPECTED
     except OSError as error:  # nothing can be written where standard output leads
         return error_outcome(error).exit_code
     return outcome.exit_code

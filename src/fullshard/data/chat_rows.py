@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,7 @@ class ChatDataset(PreparedData):
         """Tokens of held-out prompts, which are answered at evaluations."""
         return self.samples
 
-    @cached_property
+    @property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return self.train.lengths

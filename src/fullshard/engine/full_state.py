@@ -14,6 +14,7 @@ from torch import nn
 from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, cut_state
+from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import tied_names
 from fullshard.errors import CheckpointError, EngineError
@@ -62,18 +63,15 @@ def load_full_state(
     """Load whole states; each rank keeps its part, one unit at a time. A collective."""
     engine = engine_of(model)
     named = _of_first(engine, dict(state)) if from_rank0 else dict(state)
+    given = optimizer_state or {"state": {}, "param_groups": []}
+    shown = _of_first(engine, given) if from_rank0 else given
     agree(engine, lambda: _check_names(model, named))
+    param_of = agree(engine, lambda: _checked_params(optimizer, shown))
     for names in _by_unit(engine, named):
         part = {name: _whole(engine, named[name], state.get(name), from_rank0) for name in names}
         model.load_state_dict(part, strict=False)
     if optimizer is None:
         return
-    given = optimizer_state or {"state": {}, "param_groups": []}
-    shown = _of_first(engine, given) if from_rank0 else given
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    agree(engine, lambda: _check_groups(optimizer, shown))
-    numbers = [number for group in shown["param_groups"] for number in group["params"]]
-    param_of = dict(zip(numbers, params, strict=True))
     states: dict[Any, States] = {}
     for number, values in shown["state"].items():
         for key, like in values.items():
@@ -138,11 +136,33 @@ def _check_names(model: nn.Module, state: Mapping[str, Any]) -> None:
         )
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, state: States) -> None:
+def _checked_params(
+    optimizer: torch.optim.Optimizer | None, state: States
+) -> dict[Any, torch.Tensor]:
+    """The optimizer's parameters by their number in whole states that fit them."""
+    if optimizer is None:
+        return {}
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in state["param_groups"]]
-    if sizes != found:
+    given = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != given:
         raise CheckpointError(
             f"fs.load_full_state: expected groups of {sizes} parameters, as "
-            f"{type(optimizer).__name__} has; got {found}. Make the optimizer as the saved one."
+            f"{type(optimizer).__name__} has; got {given}. Make the optimizer as the saved one."
         )
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    param_of = dict(zip(numbers, params, strict=True))
+    for number, values in state["state"].items():
+        param = param_of[number]
+        shape = param.record.piece.shape if isinstance(param, ShardedParameter) else param.shape
+        for key, value in values.items():
+            found = tuple(getattr(value, "shape", ()))
+            if (
+                found not in (tuple(shape), tuple(param.shape), (), (1,))
+                and holds_whole(optimizer, param) is None
+            ):
+                raise CheckpointError(
+                    f"fs.load_full_state: expected {key} of parameter {number} in the shape of the "
+                    f"parameter, {tuple(shape)}, got {found}. Give its whole state."
+                )
+    return param_of

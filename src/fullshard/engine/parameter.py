@@ -559,8 +559,9 @@ def _as_shard(result: Any, like: Any, name: str) -> Any:
     made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
     if not made or not isinstance(like, Guarded):
         return result
-    cut, fits = like.record.is_cut, result.numel() == like.numel()  # type: ignore[attr-defined]
-    if not fits or (cut and result.shape[1:].numel() != 1):  # which a rank without elements tells
+    own: Any = like
+    cut, fits = own.record.is_cut, result.numel() == own.numel()  # 0 fits a rank without elements
+    if result.shape != own.shape and (not fits or (cut and result.shape[1:].numel() != 1)):
         if not cut:
             return result
         raise misfit(name, like, f"the result would be {tuple(result.shape)}")

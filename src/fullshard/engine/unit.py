@@ -5,9 +5,7 @@ Autograd notes the version of every tensor that it keeps for backward, and refus
 has changed. The weights that forward sees are refilled and updated behind its back, so their
 counters are set here, and every wrong read is autograd's own error:
 
-    slot may hold another unit    somewhere else, until the unit is gathered again; and again
-                                  somewhere else in each backward: a weight that was used while it
-                                  was away (kept in a list, a closure) gives no gradient
+    slot may hold another unit    somewhere else, until the unit is gathered again
     shard was written             one further: graphs from before read weights that are gone, as
                                   a second backward after optimizer.step() does in one process
 """
@@ -345,7 +343,7 @@ class Unit:
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []
-        self.on_gradient: Callable[[Member], None]  # of a bound unit
+        self.on_gradient: Callable[[Member], None]  # set when it is bound
 
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that every rank asks for the whole of something here. A collective."""
@@ -403,8 +401,9 @@ class Unit:
         """Let the modules see the compute parameters. Counted: forwards and backwards nest."""
         self.swapped += 1
         if self.swapped == 1:
-            for table, name, _, compute in self.places:
+            for table, name, param, compute in self.places:
                 table[name] = compute
+                compute.__dict__ = param.__dict__  # what the user sets on one is seen on the other
 
     def check_writes(self) -> None:
         """A forward may not write into parameters: the slot's next fill would undo it.
@@ -441,6 +440,7 @@ class Unit:
         for table, name, param, compute in self.places:
             if table.get(name) is compute:
                 table[name] = param
+            compute.__dict__ = {}  # autograd's node keeps it, and must not keep the record
 
     def unbind(self) -> None:
         """Drop all views of slots."""
@@ -457,13 +457,9 @@ class Unit:
             (swap.module._parameters, swap.name, swap.member.param, swap.member.compute)
             for swap in self.swaps
         ]
-        for member in self.members:  # attributes that the user sets on one are seen on the other
-            compute: Any = member.compute
-            vars(member.param).update(vars(compute))
-            compute.__dict__ = vars(member.param)
-        self._bound = [
-            (m, view, view.data_ptr()) for m in self.members for view in m.tensors()[-1:]
-        ]
+        for member in self.members:
+            vars(member.param).update(vars(member.compute))  # a DTensor's mark of parameters
+        self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
         pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
         self.versions = Versions(
             [(shard, tensor) for shard, tensor, gathers in pairs if gathers],
@@ -586,7 +582,7 @@ class Versions:
         self._slots = tuple(compute for _, compute in slots)
         self._own = tuple(compute for _, compute in own)
         self._checked = self._slots if may_write_own else (*self._slots, *self._own)
-        self._is_open, self._away = True, AWAY
+        self._is_open = True
         self._expect([tensor._version for tensor in (*self._slots, *self._own)])
 
     def mark(self, *, is_open: bool) -> None:
@@ -596,18 +592,13 @@ class Versions:
             set_versions(self._slots, self._marks[is_open])
 
     def see_writes(self) -> None:
-        """Refuse graphs from before the last writes into shards. Outside of the guard.
-
-        What a forward kept of a slot that was another's is refused too: the version of such slots
-        moves on whenever a backward begins.
-        """
+        """Refuse graphs from before the last writes into shards. Outside of the guard."""
         written = [shard._version for shard in self._shards]
         if written != self._written:
             wrote = [new != old for new, old in zip(written, self._written, strict=True)]
             self._written = written
-            self._expected = [at + new for at, new in zip(self._expected, wrote, strict=True)]
-        self._away += 1
-        self._expect(self._expected)
+            self._expect([at + is_new for at, is_new in zip(self._expected, wrote, strict=True)])
+            self._restore()
 
     def unexpected(self) -> set[int]:
         """Ids of the compute parameters that a forward wrote into, each reported once."""
@@ -622,10 +613,10 @@ class Versions:
 
     def _expect(self, versions: list[int]) -> None:
         """The versions of all tensors while autograd may read them."""
-        self._expected, self._at_own = versions, tuple(versions[len(self._slots) :])
-        open_ = tuple(versions[: len(self._slots)])
-        self._marks = {True: open_, False: tuple(at + self._away for at in open_)}
-        self._restore()
+        at = len(self._slots)
+        self._expected = versions
+        self._at_own = tuple(versions[at:])
+        self._marks = {True: tuple(versions[:at]), False: tuple(v + AWAY for v in versions[:at])}
 
     def _restore(self) -> None:
         set_versions(self._slots, self._marks[self._is_open])

@@ -50,8 +50,7 @@ def as_ours(error: BaseException) -> BaseException:
     way_out = "Raise that limit" if limited else "Free space"
     typed = WillNotFitError(
         f"{'ulimit -f' if limited else 'disk'}: expected room to write {place}, got none "
-        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME, "
-        "and start again."
+        f"({error}). {way_out}, or choose another training.output_dir, TMPDIR or XDG_CACHE_HOME."
     )
     return typed.with_traceback(error.__traceback__)
 

@@ -349,11 +349,12 @@ def check_reaches(host: str, port: int) -> None:
     """
     try:
         socket.create_connection((host, port), timeout=5.0).close()
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
+    except (OSError, UnicodeError) as error:  # of a name that no host can have
         raise ConfigError(
             f"MASTER_ADDR: expected the address of rank 0's machine, which is this one "
             f"({socket.gethostname()}), got {host}: port {port} cannot be reached there "
-            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or launch.main_process_ip."
+            f"({getattr(error, 'strerror', None) or error}). Correct MASTER_ADDR or "
+            "launch.main_process_ip."
         ) from error
 
 
