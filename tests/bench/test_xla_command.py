@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from benchmarks import xla
@@ -29,7 +30,8 @@ def results(slow_down=1.0, other_loss=2.0):
 
 def page(found):
     job = xla.Job(xla.find_shape("tiny"), 3)
-    return xla.page_of(job, found, {}, (0.0, True), "python -m benchmarks.xla")
+    idle = SimpleNamespace(share=0.0, became_idle=True)
+    return xla.page_of(job, found, {}, idle, "python -m benchmarks.xla")
 
 
 def test_rows_have_paired_ratios_to_one_process_and_to_auto():

@@ -16,7 +16,7 @@ from fullshard.outlook.calibration import (
     FILE_NAME,
     Calibration,
     Ceilings,
-    Host,
+    HostOverhead,
     Table,
     to_json,
 )
@@ -40,7 +40,7 @@ def calibration(*, ranks=(2,), machine=None, scale=1.0):
         ("attention causal float32", "attention causal backward float32"), heads
     )
     operations["add float32"] = flat
-    found = {count: Ceilings(count, operations, {}, Host()) for count in ranks}
+    found = {count: Ceilings(count, operations, {}, HostOverhead()) for count in ranks}
     return to_json(Calibration(machine or describe_machine(), found), {})
 
 
@@ -110,7 +110,7 @@ def test_the_calibration_of_this_machine_is_found_where_it_is_written(plan, file
 def test_ranks_that_were_not_measured_have_no_time_and_that_is_said(plan, file):
     found, said, code = plan("--calibration", file, "launch.num_processes=3")
     assert (found["step_time_s"], code) == (None, 0)
-    assert "has no measurement of 3 ranks (but of 2)" in said
+    assert "has measurements of 2 ranks, not of 3" in said
     assert "bench calibrate --ranks 3" in said
 
 
@@ -132,7 +132,7 @@ def test_the_page_draws_the_schedule_of_the_calibrated_step(plan, file, tmp_path
     page = tmp_path / "plan.html"
     _, _, code = plan("--calibration", file, "--out", page)
     assert code == 0
-    assert "The schedule of a micro-batch" in page.read_text()
+    assert "Schedule of a micro-batch" in page.read_text()
     assert "calibrated" in page.read_text()
 
 

@@ -129,7 +129,7 @@ def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatc
     monkeypatch.setattr(host_memory, "total_bytes", lambda: limit)
     output = place / f"refused-{limit}"
     words = ("data.path=text.txt", f"output_dir={output}")
-    monkeypatch.setattr("fullshard.run.start.prepare", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr("fullshard.run.start.make_data", lambda *_: pytest.fail("data was read"))
     dry, code = said("train", *words, "--dry-run")
     assert (code, output.exists()) == (3, False)
     found, code = said("train", *words)

@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -432,13 +431,14 @@ def _read_list(file: Path) -> list[Any]:
         ) from error
 
 
-def _library(name: str, file: Path) -> Any:
-    """A library that reading a file needs; raises DataError where it is not installed."""
+@contextmanager
+def _needing(name: str, file: Path) -> Iterator[None]:
+    """Raises DataError if a library that reading a file needs is not installed."""
     try:
-        return import_module(name)
+        yield
     except ImportError as error:
         raise DataError(
-            f"data.path: reading '{file}' needs {name.partition('.')[0]}, which is not installed. "
+            f"data.path: reading '{file}' needs {name}, which is not installed. "
             "Run pip install 'fullshard[data]'."
         ) from error
 
@@ -450,7 +450,8 @@ def open_parquet(file: Path) -> Iterator[Any]:
     Raises:
         DataError: It is none, or pyarrow is missing.
     """
-    parquet = _library("pyarrow.parquet", file)
+    with _needing("pyarrow", file):
+        from pyarrow import parquet
     with _reading(file, "a parquet file"), parquet.ParquetFile(file) as reader:
         yield reader
 
@@ -479,7 +480,8 @@ def _read_parquet(span: Span, columns: Sequence[str] | None) -> Iterator[Any]:
 
 def _open_datasets(folder: Path) -> Any:
     """The mapped rows of a folder that `save_to_disk` wrote; of several splits, `train`."""
-    datasets = _library("datasets", folder)
+    with _needing("datasets", folder):
+        import datasets
     with _reading(folder, "a folder that save_to_disk of datasets wrote"):
         found: Any = datasets.load_from_disk(str(folder))
     if isinstance(found, dict):

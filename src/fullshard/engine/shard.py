@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -116,7 +117,8 @@ def shard_model(
     if given.recut is not None:
         shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())
         parts.update({name: partial(shards.pop, name) for name in shards})
-    engine = Engine(model, plan, config, transports, recorder, parts)
+    with _parts_of_no_model(model):
+        engine = Engine(model, plan, config, transports, recorder, parts)
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
@@ -127,6 +129,17 @@ def shard_model(
     engine.handles += hook_loading(model, engine)
     WATCHED.add(engine)
     return engine
+
+
+@contextmanager
+def _parts_of_no_model(model: nn.Module) -> Iterator[None]:
+    """If cutting fails, shards lose their records, so that `_refuse_nested_engine` finds them."""
+    try:
+        yield
+    except BaseException:
+        for param in model.parameters():
+            vars(param).pop("record", None)
+        raise
 
 
 class _NoDDP:

@@ -75,8 +75,8 @@ def test_what_is_no_collective_of_torch_is_left_alone(source: str):
 
 def test_code_above_a_budget_is_found_and_tests_do_not_count():
     most = check_sizes.BUDGETS["in all"]
-    assert check_sizes.check_budgets({"observe": most, "tests": most}) == []
-    assert len(check_sizes.check_budgets({"observe": most, "launch": 1})) == 1
+    assert check_sizes.check_budgets({"errors": most, "tests": most}) == []
+    assert len(check_sizes.check_budgets({"errors": most, "launch": 1})) == 1
 
 
 CODE = "LIMIT = 3\n\nclass Unit:\n    plan: int\n\n    def gather(self):\n        self.fetch = 1\n"
