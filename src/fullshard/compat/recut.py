@@ -29,7 +29,7 @@ from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import Guarded, ShardedParameter, ShardedTensor
 from fullshard.engine.placing import present, shard_shape
 from fullshard.engine.record import ShardRecord
-from fullshard.engine.unit import Group, Member, gather_piece
+from fullshard.engine.unit import Group, Member, address_of, gather_piece
 from fullshard.planner.layout import FlatLayout, Slice
 from fullshard.planner.mesh import Mesh, Topology
 from fullshard.planner.units import ContractRule, UnitSettings, group_params
@@ -133,9 +133,9 @@ def put_back_shards(engine: Engine) -> None:
 def _put_back(engine: Engine, group: Group, member: Member) -> None:
     param, piece = member.param, member.piece
     home = member.local(group.master)
-    if param.numel() != piece.numel or param.dtype is not group.master.dtype or not piece.numel:
+    if param.numel() != piece.numel or param.dtype is not group.master.dtype:
         return
-    if param.data_ptr() != home.data_ptr() and param.device == home.device:
+    if address_of(param) != address_of(home) and param.device == home.device:
         engine.home.before_write()
         home.copy_(param.detach().reshape(-1))
         param.data = home.view(shard_shape(piece, whole=group.plan.layout.num_parts == 1))

@@ -47,7 +47,7 @@ from fullshard.engine.record import ShardRecord
 from fullshard.engine.replicas import STEPS, check_replicas
 from fullshard.engine.step import Runtime
 from fullshard.engine.streamed import StreamedRuntime
-from fullshard.engine.unit import Group, Member, Swap, Unit, alive
+from fullshard.engine.unit import Group, Member, Swap, Unit, address_of, alive
 from fullshard.errors import EngineError, ShardedTensorError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
 from fullshard.planner.mesh import Mesh
@@ -312,8 +312,7 @@ class Engine:
         follow_freezing(group)
         for member, address in zip(group.members, group.addresses, strict=True):
             param = member.param
-            was_moved = param.numel() > 0 and param.data_ptr() != address
-            if was_moved or param.dtype is not group.master.dtype:
+            if address_of(param) != address or param.dtype is not group.master.dtype:
                 raise EngineError(
                     f"{member.piece.name}: expected its shard where fs.shard put it; it was "
                     "moved or converted (.to, .double, .data = ...). Convert the model before "

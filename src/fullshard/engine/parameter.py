@@ -426,7 +426,7 @@ def _make(func: Any, name: str, like: Any, args: Any, kwargs: dict[str, Any]) ->
         raise refusal(name, like)  # p.new_tensor(p)
     with no_guard():
         result = func(*args, **kwargs)
-    is_like = result.dim() > 1 and result.numel() == like.numel()
+    is_like = result.dim() > 1 and result.shape == like.shape  # on all ranks alike
     return _as_shard(result, like, name) if is_like else result
 
 
@@ -440,6 +440,8 @@ def _assign(_func: Any, _name: str, _like: Any, args: Any, _kwargs: dict[str, An
         if isinstance(value, PendingGradient) and value is not before:
             raise value.refusal("p.grad = ...")
         if isinstance(value, torch.Tensor) and not isinstance(value, ShardedGradient):
+            if value.shape != param.shape:
+                raise misfit("p.grad = ...", param, f"{tuple(value.shape)}")
             value = value.as_subclass(ShardedGradient)
             value.record = param.record
         param.grad = value
@@ -555,13 +557,14 @@ def _as_shards(results: Any, sources: Any, like: Any, name: str) -> Any:
 def _as_shard(result: Any, like: Any, name: str) -> Any:
     """Turn the result of an elementwise function into a shard."""
     made = isinstance(result, torch.Tensor) and not isinstance(result, Guarded)
-    guarded = isinstance(like, Guarded)
-    if not made or not guarded:
+    if not made or not isinstance(like, Guarded):
         return result
-    if result.numel() != like.numel():  # type: ignore[attr-defined]
-        if not like.record.is_cut:
+    own: Any = like
+    cut, fits = own.record.is_cut, result.numel() == own.numel()  # 0 fits a rank without elements
+    if result.shape != own.shape and (not fits or (cut and result.shape[1:].numel() != 1)):
+        if not cut:
             return result
-        raise misfit(name, like, f"they broadcast to {tuple(result.shape)}")
+        raise misfit(name, like, f"the result would be {tuple(result.shape)}")
     kind = ShardedGradient if isinstance(like, ShardedGradient) else ShardedTensor
     with no_guard():
         shard: Any = result.as_subclass(kind)

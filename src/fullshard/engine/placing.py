@@ -13,7 +13,7 @@ from fullshard.engine._torch_compat import is_distributed, no_guard, plain
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import PlacedParameter, ShardedParameter
-from fullshard.engine.unit import GradientShard, Group, Member
+from fullshard.engine.unit import GradientShard, Group, Member, address_of
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring
@@ -117,7 +117,7 @@ def cut_group(
     if plan.trainable:
         group.grads = GradientShard(layout.part_numel, dtypes, homes)
     with no_guard():
-        group.addresses = [member.param.data_ptr() for member in members]
+        group.addresses = [address_of(member.param) for member in members]
     return group
 
 

@@ -338,6 +338,7 @@ class Runtime:
 
     def _open(self, unit: Unit) -> None:
         if not unit.in_backward:
+            unit.check_params()
             unit.in_backward = True
             unit.swap_in()
 

@@ -46,6 +46,15 @@ LARGE_NUMEL = 16_384
 T = TypeVar("T")
 
 
+class Computed(nn.Parameter):
+    """The full parameter that forward sees. What is written into its `.data` counts as written.
+
+    torch's own `.data` has a version of its own, which `Unit.check_writes` would miss.
+    """
+
+    data = property(torch.Tensor.detach, torch.Tensor.data.__set__)  # type: ignore[assignment]
+
+
 @dataclass(eq=False)
 class Member:
     """One parameter of a group.
@@ -85,7 +94,7 @@ class Member:
         compute = view.new_empty(0)
         if self.cut is not None:
             compute = self.cut.show(view.new_empty(1).expand(view.shape))
-        self.compute = nn.Parameter(compute, requires_grad=trainable)
+        self.compute = Computed(compute, requires_grad=trainable)
         self.tensors()[-1].data = view
         if trainable:
             self.node = get_gradient_edge(self.compute).node
@@ -211,7 +220,7 @@ class Group:
         gaps: Parts of the gradient slot that belong to no parameter.
         grad_full: (numel,): where gradients are collected now.
         deferred: (numel,), accumulate dtype: unreduced gradients kept under `no_sync`.
-        addresses: Where each shard was placed.
+        addresses: Where each shard was placed; see `address_of`.
         views: What `p.grad` shows of the reduced gradients, parameter by parameter.
     """
 
@@ -234,7 +243,7 @@ class Group:
         """Whether all shards are where they were cut, and train as they did. Outside the guard."""
         members, dtype = self.members, self.master.dtype
         return (
-            [m.param.data_ptr() for m in members] == self.addresses
+            [address_of(m.param) for m in members] == self.addresses
             and all(m.param.dtype is dtype for m in members)
             and all(m.param.requires_grad is m.compute.requires_grad for m in members)
         )
@@ -327,14 +336,14 @@ class Unit:
         self.reduction: Reduction | None = None
         self.swaps: list[Swap] = []
         self.places: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._dtypes: list[torch.dtype] = []
+        self._bound: list[tuple[Member, torch.Tensor, int]] = []  # views of slots, and where
         self._spans: list[tuple[int, int]] = []  # addresses that are not this rank's alone
         self.swapped = 0
         self.in_backward = False
         self.versions = Versions()
         self.num_expected = 0
         self.waiting: list[Member] = []
-        self.on_gradient: Callable[[Member], None] = _unbound
+        self.on_gradient: Callable[[Member], None]  # set when it is bound
 
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that every rank asks for the whole of something here. A collective."""
@@ -402,25 +411,19 @@ class Unit:
         Raises:
             EngineError: It did.
         """
-        if (
-            not (written := self.versions.unexpected())
-            and [compute.dtype for _, _, _, compute in self.places] == self._dtypes
-        ):
+        written = self.versions.unexpected()
+        if not written and all(view.data_ptr() == address for _, view, address in self._bound):
             return
-        for member in self.members:
-            if member.compute.dtype is not member.group.full.dtype:
+        for member, view, address in self._bound:
+            if view.data_ptr() != address or any(id(t) in written for t in member.tensors()):
                 raise EngineError(
-                    f"{member.piece.name}: expected a forward that leaves its parameters "
-                    f"alone; it converted this one to {member.compute.dtype} (module.to, "
-                    ".float()), while its slot stays as it is. Name its module in "
-                    "fp32_modules, or leave param_dtype out."
-                )
-            if any(id(tensor) in written for tensor in member.tensors()):
-                raise EngineError(
-                    f"{member.piece.name}: expected a forward that leaves its parameters "
-                    "alone; it wrote into this one in place (max_norm, clamp_, weight "
-                    "averaging ...), which the next gather would undo, or other ranks "
-                    "would see or miss. Write into the shards between steps."
+                    f"{member.piece.name}: expected a forward that leaves its parameters alone; it "
+                    "wrote into this one (max_norm, clamp_, weight averaging, p.data.copy_ ...), "
+                    "which the next gather would undo, or other ranks would see or miss; or it "
+                    f"gave it other memory, of {view.dtype} now (p.data = ..., module.to, "
+                    ".float()), while its slot stays as it is. Write into the shards between "
+                    "steps; for another dtype name its module in fp32_modules, or leave "
+                    "param_dtype out."
                 )
 
     def swap_out(self) -> None:
@@ -430,9 +433,13 @@ class Unit:
             self.show_shards()
 
     def show_shards(self) -> None:
-        """Put the user's parameters back, whatever is open."""
+        """Put the user's parameters back, whatever is open.
+
+        What a forward put in their place stays there, for `check_params` to find.
+        """
         for table, name, param, compute in self.places:
-            table[name] = param
+            if table.get(name) is compute:
+                table[name] = param
             compute.__dict__ = {}  # autograd's node keeps it, and must not keep the record
 
     def unbind(self) -> None:
@@ -452,7 +459,7 @@ class Unit:
         ]
         for member in self.members:
             vars(member.param).update(vars(member.compute))  # a DTensor's mark of parameters
-        self._dtypes = [swap.member.group.full.dtype for swap in self.swaps]
+        self._bound = [(m, m.tensors()[-1], m.tensors()[-1].data_ptr()) for m in self.members]
         pairs = [(m.param, tensor, m.group.gathers) for m in self.members for tensor in m.tensors()]
         self.versions = Versions(
             [(shard, tensor) for shard, tensor, gathers in pairs if gathers],
@@ -475,10 +482,6 @@ def is_reached(member: Member) -> bool:
             "torch.autograd.grad: expected inputs that are not parameters; got the compute "
             f"parameter of {member.piece.name!r}. Call backward() and read p.grad."
         ) from error
-
-
-def _unbound(_: Member) -> None:
-    raise AssertionError("a unit that is not bound to slots gets no gradients")
 
 
 def alive(weak: weakref.ref[T], what: str) -> T:
@@ -513,6 +516,14 @@ def _gradient_hook(member: Member) -> Callable[..., None]:
         member.group.unit.on_gradient(member)
 
     return hook
+
+
+def address_of(shard: torch.Tensor) -> int:
+    """Where a shard's elements lie; where a rank has none, its storage does. Outside the guard.
+
+    So what moves a parameter is noticed on all ranks, also on those that hold no element of it.
+    """
+    return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 
 def gather_piece(

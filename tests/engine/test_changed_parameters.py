@@ -1,0 +1,183 @@
+"""A program that changes its parameters where the change would be lost is refused on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.errors import EngineError, ShardedTensorError
+from support.models import perturbed
+
+WIDTH = 6
+SETTINGS: dict[str, dict[str, Any]] = {
+    "c10d": {"transport": "c10d"},
+    "direct": {"transport": "direct"},
+    "shared": {"transport": "shared"},
+    "no_shard": {"strategy": "no_shard"},
+}
+Change = Callable[[Any, torch.Tensor], Any]  # of a layer and what comes in
+
+
+class Layer(nn.Module):
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed = self.change(self, x)
+        return x + torch.tanh(self.linear(x)) + (0.0 if changed is None else changed)
+
+
+class Chain(nn.Module):
+    def __init__(self, change: Change) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer(change) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def nothing(layer: Any, x: torch.Tensor) -> None: ...
+
+
+def clamps(layer: Any, x: torch.Tensor) -> None:
+    layer.linear.weight.data.clamp_(-0.05, 0.05)
+
+
+def normalises(layer: Any, x: torch.Tensor) -> None:
+    layer.linear.weight.data = nn.functional.normalize(layer.linear.weight.data)
+
+
+def initialises(layer: Any, x: torch.Tensor) -> None:
+    """A data-dependent initialisation, as ActNorm makes it."""
+    layer.linear.bias.data.copy_(-x.detach().mean(0))
+
+
+def follows(layer: Any, x: torch.Tensor) -> None:
+    """Moves a frozen parameter, as codebooks and power iterations do."""
+    layer.frozen.data = 0.9 * layer.frozen.data
+
+
+def assigns(layer: Any, x: torch.Tensor) -> None:
+    layer.linear.bias = nn.Parameter(-x.detach().mean(0))
+
+
+def converts(layer: Any, x: torch.Tensor) -> None:
+    layer.linear.half().double()
+
+
+IN_FORWARD = {
+    clamps: "layers.0.linear.weight: expected a forward that leaves its parameters alone",
+    normalises: "layers.0.linear.weight: expected a forward that leaves its parameters alone",
+    initialises: "layers.0.linear.bias: expected a forward that leaves its parameters alone",
+    follows: "layers.0.frozen: expected a forward that leaves its parameters alone",
+    converts: "layers.0.linear.weight: expected a forward that leaves its parameters alone",
+    assigns: "layers.2.linear.bias: expected the parameter that fs.shard cut",
+}
+
+
+def made(change: Change) -> Any:
+    torch.manual_seed(0)
+    return perturbed(Chain(change).double())
+
+
+def batch() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def said_of(work: Callable[[Any], Any], change: Change) -> list[str]:
+    said = []
+    for settings in SETTINGS.values():
+        model = fs.shard(made(change), wrap=("Layer",), poison=True, **settings)
+        try:
+            work(model)
+            said.append("nothing")
+        except EngineError as error:
+            said.append(str(error))
+    return said
+
+
+def trains(model: Any) -> None:
+    model(batch()).square().mean().backward()
+
+
+@pytest.mark.parametrize("change", IN_FORWARD, ids=lambda change: change.__name__)
+def test_a_forward_that_changes_its_parameters_is_refused(ranks, change):
+    for said in ranks(2)(said_of, trains, change):
+        for text in said:
+            assert text.startswith(IN_FORWARD[change])
+
+
+def gives_other_memory(model: Any) -> None:
+    """To a parameter of which one rank holds every element, and the other none."""
+    model.head.bias.data = model.head.bias.data.clamp(-0.1, 0.1)
+    trains(model)
+
+
+def test_other_memory_is_noticed_where_a_rank_holds_no_element(ranks):
+    for said in ranks(2)(said_of, gives_other_memory, nothing):
+        for text in said:
+            assert text.startswith("head.bias: expected its shard where fs.shard put it")
+
+
+def reads(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.linear.weight.data.t() + layer.linear.bias.data.norm()
+
+
+def read_everywhere() -> list[bool]:
+    one = made(reads)(batch())
+    found = []
+    for settings in SETTINGS.values():
+        model = fs.shard(made(reads), wrap=("Layer",), poison=True, **settings)
+        found.append(torch.allclose(model(batch()), one, rtol=1e-11))
+    return found
+
+
+def test_a_forward_may_read_the_data_of_its_parameters(ranks):
+    assert ranks(2)(read_everywhere) == [[True] * len(SETTINGS)] * 2
+
+
+def put_as_gradient(weight: Any) -> None:
+    weight.grad = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+
+
+WHOLE_SHAPES: dict[str, Callable[[Any], Any]] = {
+    "a view": lambda weight: weight.view(WIDTH, WIDTH),
+    "a reshape": lambda weight: weight.detach().reshape(WIDTH, -1),
+    "a row": lambda weight: weight * torch.ones(WIDTH, dtype=torch.float64),
+    "a gradient": put_as_gradient,
+    "a new tensor": lambda weight: weight.new_zeros(WIDTH, WIDTH).record,
+}
+
+
+def said_of_shapes() -> list[str]:
+    """Of a parameter that rank 0 holds whole, and rank 1 not at all."""
+    said = []
+    weight = fs.shard(made(nothing), wrap=("Layer",), transport="direct").first.weight
+    assert weight.numel() == (0 if dist.get_rank() else WIDTH * WIDTH)
+    for call in WHOLE_SHAPES.values():
+        try:
+            call(weight)
+            said.append("nothing")
+        except (ShardedTensorError, AttributeError) as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_a_whole_shape_is_refused_where_one_rank_holds_every_element(ranks):
+    for said in ranks(2)(said_of_shapes):
+        assert said == ["ShardedTensorError"] * 4 + ["AttributeError"]
