@@ -157,7 +157,7 @@ class ChatDataset(PreparedData):
         """Tokens of held-out prompts, which are answered at evaluations."""
         return self.samples
 
-    @cached_property
+    @property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return self.train.lengths

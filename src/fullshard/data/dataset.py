@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +83,10 @@ class PreparedData(ABC):
         """Tokens of held-out prompts, which are answered at evaluations."""
         return ()
 
-    @cached_property
+    @property
+    @abstractmethod
     def lengths(self) -> Indices:
         """Tokens of each training row."""
-        raise NotImplementedError
 
     def dealt(self, chosen: Indices) -> Indices:
         """The rows of a step, (accumulation, world_size, per_device), perhaps in another order."""

@@ -25,7 +25,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +131,7 @@ class Dataset(PreparedData):
         """A sequence predicts all its tokens but the first."""
         return self.train.length - 1
 
-    @cached_property
+    @property
     def lengths(self) -> Indices:
         """Tokens of each training row."""
         return np.full(len(self.train), self.train.length, dtype=np.int64)
