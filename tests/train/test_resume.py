@@ -206,7 +206,7 @@ def test_a_finished_run_is_moved_and_a_changed_model_is_refused(calm, tmp_path):
         ),
         ((), 0, "begins at step 0; the run there is moved aside"),
         (("max_steps=26", "optim=sgd"), 7, "expected the states of SGD; it has AdamW"),
-        (("model.config.num_hidden_layers=3", "max_steps=26"), 2, "model: expected what it was"),
+        (("model.config.num_hidden_layers=3", "max_steps=26"), 2, "model: expected the value of the run that resumes"),
         (("max_steps=26", "freeze=*.layers.0.*"), 2, "freeze: expected the value of the run"),
         (("--resume", "RUN", "output_dir=NEW"), 0, "a new run begins with the model and optimizer"),
         (("--resume", "RUN", "model.config.num_hidden_layers=3"), 7, "it has no such tensor"),
@@ -237,7 +237,7 @@ def test_a_run_that_goes_on_keeps_its_tokens_and_reads_its_record(calm, tmp_path
     text.write_text(text.read_text().replace("1 and 1 is 2", "1 and 1 is 3", 1))  # as many tokens
     changed = fullshard(*words)
     assert changed.exit_code == 2
-    assert "data.path: expected the tokens of the run that goes on" in changed.err
+    assert "data.path: expected the tokens of the run that resumes" in changed.err
     for wrong in ({"planned": "x"}, {"planned": {"samples_per_step": -4}}, {"measured": None}):
         record = json.loads((calm.parent / "run" / "run.json").read_text())
         (tmp_path / "run" / "run.json").write_text(json.dumps({**record, **wrong}))

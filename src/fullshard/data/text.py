@@ -255,10 +255,10 @@ def _cut(span: Span, place: int, *, first: bool) -> int:
     if place == 0 and not first:
         return 0
     match span.kind:
-        case Kind.TEXT | Kind.JSONL:
-            within = LINE_BYTES if span.kind is Kind.TEXT else None
-            place = line_start(span.file, place, within=within)
-            return place or (next_line(span.file, 0) if first else 0)
+        case Kind.TEXT:
+            return line_start(span.file, place, within=LINE_BYTES)
+        case Kind.JSONL:
+            return line_start(span.file, place) or (next_line(span.file, 0) if first else 0)
         case _:
             return max(place, int(first))
 

@@ -23,7 +23,6 @@ from torch import nn
 from fullshard.config.schema import ShardConfig
 from fullshard.config.values import Transport, nearest
 from fullshard.engine.engine import engine_of
-from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 
@@ -192,14 +191,13 @@ class _StaleSlot(Injection):
         chosen = _middle(units)
         kept: dict[str, torch.Tensor] = {}
 
-        def before_forward(module: nn.Module, *_: Any) -> None:
-            for name, param in module.named_parameters():
-                if isinstance(param, ShardedParameter):
-                    continue  # belongs to an inner unit, which is not gathered now
+        def before_forward(*_: Any) -> None:
+            for member in chosen.members:  # in the slot, since writes into parameters raise errors
+                name, weights = member.piece.name, member.view(member.group.full)
                 if self.step == 0:
-                    kept[name] = param.detach().clone()
+                    kept[name] = weights.clone()
                 elif name in kept:
-                    param.data.copy_(kept[name])
+                    weights.copy_(kept[name])
 
         model.get_submodule(chosen.plan.name).register_forward_pre_hook(before_forward)
 
