@@ -444,7 +444,7 @@ class Unit:
 
     def unbind(self) -> None:
         """Drop all views of slots."""
-        self.places, self.versions = [], Versions()
+        self.places, self._bound, self.versions = [], [], Versions()
         for group in self.groups:
             group.unbind()
 
