@@ -194,9 +194,10 @@ def make_dataset(
         DataError: A source cannot be used, or has fewer tokens than one sequence in either part.
     """
     parts = [split(source.files.spans(settings.dtype), settings) for source in sources]
-    for source, (train, _) in zip(sources, parts, strict=True):
+    for source, (train, rest) in zip(sources, parts, strict=True):
         if not train:
-            raise _nothing_found(source.files)
+            none = _too_few(source.files, 0, settings.sequence_length)
+            raise none if rest else _nothing_found(source.files)
     notes: list[str] = []
     tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
@@ -204,7 +205,8 @@ def make_dataset(
     train, held_out = (Rows([both[part] for both in made], length) for part in (0, 1))
     for source, size, files in zip(sources, train.sizes, train.sources, strict=True):
         if not size:
-            raise _too_few(source.files, sum(file.count for file in files), length)
+            count = sum(file.count for file in files)
+            raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
     mixture = _mixture(sources, train.sizes)
@@ -421,8 +423,6 @@ def _too_few(files: Files | None, got: int, length: int) -> DataError:
     if files is not None:
         what = f"training tokens in '{files.path}'"
         way_out = "Give more text, or lower training.max_seq_length or data.validation_fraction."
-        if not got:
-            return _nothing_found(files)
     return DataError(
         f"data.path: expected at least {length:,} {what} (one sequence of "
         f"training.max_seq_length), got {got:,}. {way_out}"
