@@ -221,8 +221,10 @@ def test_the_main_job_runs_under_two_agents_of_torchrun(tmp_path, monkeypatch):
     assert [agent.returncode for agent in agents] == [0, 0], said
     record = json.loads((output / "run.json").read_text())
     assert (record["status"], record["planned"]["world_size"]) == ("finished", 4)
-    told = [line for line in said[1][1].splitlines() if not line.startswith("waiting ")]
-    assert (said[1][0], told) == ("", []), "the second node's ranks print nothing but waits"
+    # Only a slow machine prepares for longer than the ten seconds after which the others say so.
+    waits = re.compile(r"(waiting \d+0 s for rank 0, which prepares: .+\n)*")
+    assert said[1][0] == "", "the second node's ranks print nothing"
+    assert waits.fullmatch(said[1][1]), said[1][1]
     warnings = [line for line in said[0][1].splitlines() if "warn" in line.lower()]
     assert len(warnings) == len(set(warnings))
 

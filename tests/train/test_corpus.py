@@ -160,7 +160,7 @@ def test_weights_share_an_epoch_and_the_notes_say_how_often_a_source_is_seen(tmp
     assert [size_a, size_b] == made.train.sizes
     assert places_a + places_b == size_a + size_b == made.facts.num_train_sequences
     assert places_b == pytest.approx(3 * places_a, abs=3)
-    assert f"{places_b / size_b:.2f} times what it has" in made.facts.notes[1]
+    assert f"{places_b / size_b:.2f} passes over the source" in made.facts.notes[1]
     order = SampleOrder(len(made.train), BatchShape(4, 1, 1), 0, made.facts.mixture)
     rows = np.concatenate([order.of_step(step).ravel() for step in range(order.steps_per_epoch)])
     assert np.count_nonzero(rows < size_a) == pytest.approx(places_a, abs=4)

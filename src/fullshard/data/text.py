@@ -369,7 +369,7 @@ def _said(sources: Sequence[Source], mixture: tuple[tuple[int, int], ...]) -> It
     for source, (size, places) in zip(sources, mixture, strict=False):
         yield (
             f"{source.origin}: {places:,} of an epoch's sequences, "
-            f"{places / size:.2f} times what it has"
+            f"{places / size:.2f} passes over the source"
         )
 
 

@@ -62,7 +62,7 @@ _STORE_GONE = (RuntimeError, AttributeError)
 _VERDICT = 1_000_000  # added to the alarm by a verdict; a question adds 1
 
 
-STANDS_S = 1.0  # a rank that has not moved for so long publishes what it has issued
+STANDS_S = 1.0  # a rank at one position for this long publishes the collectives it issued
 MOVED_S = 0.002  # CPU time between two samples below which a thread counts as waiting
 LAST_EVENTS = 16
 
