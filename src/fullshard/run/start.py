@@ -25,7 +25,7 @@ from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
 from fullshard.errors import ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.machine import configured_topology
+from fullshard.launch.machine import configured_topology, existing_folder
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -144,13 +144,20 @@ def check(
         asked = asked or resolved.config.training.resume_from_checkpoint or "auto"
         resume = find_resume(asked, output_dir)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
+        training = view.config.training
         if leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
-            _say_chosen(view.config)
+            logger.info(
+                "auto is strategy %s, per_device_train_batch_size %d, "
+                "gradient_accumulation_steps %d here",
+                view.config.sharding.strategy,
+                training.per_device_train_batch_size,
+                training.gradient_accumulation_steps,
+            )
         _check_memory(view)
         check_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
-        training, facts = view.config.training, dataset.facts
+        facts = dataset.facts
         steps = plan_steps(training, facts, world_size, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, facts, world_size)
@@ -231,16 +238,6 @@ def record_refusal(error: WillNotFitError, output_dir: Path, command: Command) -
         folder.fail("WillNotFitError", str(error), error.exit_code)
 
 
-def _say_chosen(config: RunConfig) -> None:
-    training = config.training
-    logger.info(
-        "auto is strategy %s, per_device_train_batch_size %d, gradient_accumulation_steps %d here",
-        config.sharding.strategy,
-        training.per_device_train_batch_size,
-        training.gradient_accumulation_steps,
-    )
-
-
 def _check_memory(view: View | XlaOutlook) -> None:
     """Raises WillNotFitError, with the plan and advice, if a phase of the run does not fit."""
     lack = view.lack()
@@ -269,13 +266,12 @@ def _check_disk(
     kept = min(saves, (training.save_total_limit or saves) + 1)  # during a save, one more exists
     size = checkpoint_bytes(plan) if isinstance(plan, Plan) else plan.checkpoint_bytes
     needed = exported + kept * size
-    place = folder.path.absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing_folder(folder.path)
     disk = shutil.disk_usage(place)
     replaced = (folder.checkpoints, folder.model, folder.model_ema) if resume.in_place else ()
-    files = (path for part in replaced for path in part.rglob("*") if path.is_file())
-    old = sum(path.stat().st_size for path in files)
+    old = sum(
+        file.stat().st_size for part in replaced for file in part.rglob("*") if file.is_file()
+    )
     if disk.total == 0 or needed <= disk.free + old:  # a file system that reports no size
         return
     error = WillNotFitError(
@@ -306,17 +302,11 @@ def start_ranks(
         cause = result.failure.message.splitlines()[0] if result.failure else "stopped"
         launch = replace(launch, attempt=launch.attempt + 1)
         logger.warning("restart %d of %d after: %s", launch.attempt, max_restarts, cause)
-        _restart(folder)
+        cleared = dict.fromkeys(("exit_code", "error", "ended"))
+        resume = own_resume(folder).as_json()
+        folder.update_record(status=RunStatus.PREPARING, resume=resume, **cleared)
         result = launch_local_ranks(launch)
     return launch, result
-
-
-def _restart(folder: RunFolder) -> None:
-    """Records what the restarted ranks resume from."""
-    resume = own_resume(folder)
-    folder.update_record(
-        status=RunStatus.PREPARING, exit_code=None, error=None, ended=None, resume=resume.as_json()
-    )
 
 
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
