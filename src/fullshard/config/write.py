@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from fullshard.config.origins import Origin, OriginKind
+from fullshard.config.files import Origin, OriginKind
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
 

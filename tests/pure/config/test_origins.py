@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.config.files import Origin, OriginKind
 from fullshard.config.load import load_config
-from fullshard.config.origins import Origin, OriginKind
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.values import IntervalStrategy, LrSchedule, Strategy
 from fullshard.config.write import flatten, write_yaml
