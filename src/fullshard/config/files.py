@@ -153,6 +153,18 @@ def drop(values: dict[str, Any], key: str) -> None:
         cast("dict[str, Any]", section).pop(name, None)
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, for every value that is no mapping (an empty mapping is a value)."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = join_key(prefix, str(name))
+        if isinstance(value, dict) and value:
+            flat |= flatten(cast("dict[str, Any]", value), key)
+        else:
+            flat[key] = value
+    return flat
+
+
 def interpolated(
     values: dict[str, Any], section: str = "", names: Iterable[str] | None = None
 ) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fullshard.config.dialects.translate import (
     leaves,
 )
 from fullshard.config.environment import LaunchEnvironment
+from fullshard.config.explain import write_yaml
 from fullshard.config.files import (
     DEFAULT,
     File,
@@ -29,6 +30,7 @@ from fullshard.config.files import (
     OriginKind,
     drop,
     find,
+    flatten,
     interpolated,
     is_below,
     parse_value,
@@ -49,7 +51,6 @@ from fullshard.config.keys import (
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.write import flatten, write_yaml
 from fullshard.errors import FullshardError
 
 _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}

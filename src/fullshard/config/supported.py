@@ -12,8 +12,9 @@ from pathlib import Path
 
 from fullshard.config.environment import LaunchEnvironment
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
-from fullshard.config.schema import Offload, RunConfig, ShardConfig
+from fullshard.config.schema import RunConfig, ShardConfig
 from fullshard.config.section import Section
+from fullshard.config.sharding import Offload
 from fullshard.config.values import (
     BY_OWNER,
     Backend,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config.dialects.fsdp import FSDP
+from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.rules import Status
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.explain import text_of

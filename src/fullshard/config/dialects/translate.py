@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from fullshard.config.dialects.accelerate import ACCELERATE
+from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
 from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.fsdp import FSDP
 from fullshard.config.dialects.rules import (
     NOTHING,
     Meaning,
