@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.cli.app import invoke
-from fullshard.config.lint import findings
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
+from fullshard.config.supported import findings
 
 FSDP = """\
 distributed_type: FSDP

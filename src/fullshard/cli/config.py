@@ -48,7 +48,7 @@ def lint(
     The exit code is 2 if there are any.
     """
     from fullshard.config.dialects.rules import Status
-    from fullshard.config.lint import findings
+    from fullshard.config.supported import findings
     from fullshard.launch.exit_codes import ExitCode
 
     resolved = load(words, config, config_file, explaining=True)

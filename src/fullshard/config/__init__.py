@@ -8,14 +8,13 @@
     training     TrainingConfig, with the names of Hugging Face's TrainingArguments
     names        names of Hugging Face's that are no field, or whose meaning is another key
     schema       RunConfig, a whole file, and its other sections
-    supported    values that an engine does not support yet
+    supported    values that an engine does not support yet, or that are known to be bad
     keys         dotted keys: their names in other tools, and the key that a bare name means
     regular_files  regular files opened by name: no pipe can block, no device is endless
     files        a file as a tree of values, and the origin (file and line) of every key
     dialects/    a table per tool: the meaning of its keys
     load         files + command line (`key=value`, `--name value`) -> Resolved
     explain      Resolved -> YAML with origins as comments, notes of foreign keys; JSON Schemas
-    lint         combinations of values that are known to be bad
     environment  the only reader of os.environ
     host_memory  the memory of this host or container
     defaults/    main_job.yaml: what `fullshard train` does without arguments

@@ -17,7 +17,6 @@ from fullshard.config.fields import (
     Rejected,
     Share,
     Text,
-    Word,
     as_json,
 )
 from fullshard.config.names import apply_moves
@@ -92,7 +91,7 @@ class DataConfig(Section):
     mixture: tuple[SourceConfig, ...] = ()
     """Instead of path: a list of {path, weight}; an epoch's sequences are shared by weight."""
 
-    dtype: Word[TokenDType] | None = None
+    dtype: TokenDType | None = None
     """Dtype of .bin files of tokens without a header. None: uint16, as in nanoGPT."""
 
     text_column: Text = "text"
@@ -176,7 +175,7 @@ class DistillConfig(Section):
 
     ALIASES: ClassVar[Mapping[str, str]] = {"kd_ratio": "alpha", "loss_type": "loss"}
 
-    loss: Word[DistillLoss] = DistillLoss.FORWARD_KL
+    loss: DistillLoss = DistillLoss.FORWARD_KL
     """forward_kl | reverse_kl | jsd | hidden (mean square of projected hidden states)."""
 
     temperature: Positive = 2.0
@@ -191,13 +190,13 @@ class DistillConfig(Section):
     chunk_size: Count | None = None
     """Tokens whose logits are in memory at a time. None: training.loss_chunk_size."""
 
-    teacher_dtype: Word[DType] | None = None
+    teacher_dtype: DType | None = None
     """Dtype of the teacher's weights. None: bfloat16 on accelerators, else float32."""
 
-    teacher_strategy: Word[Strategy] | None = None
+    teacher_strategy: Strategy | None = None
     """Sharding strategy of the teacher. None: the student's."""
 
-    teacher_offload: Word[Home] | None = None
+    teacher_offload: Home | None = None
     """Where the teacher's weights are kept between forwards: cpu | nvme (files in the run's
     folder). None: on the device."""
 
@@ -302,7 +301,7 @@ class RunConfig(Section):
 
     ALIASES: ClassVar[Mapping[str, str]] = {"student": "model"}  # of a teacher
 
-    backend: Word[Backend] = Backend.TORCH
+    backend: Backend = Backend.TORCH
     """torch | jax: the engine that runs the plan."""
 
     model: Model
@@ -346,7 +345,7 @@ class RunConfig(Section):
         return [*super().known_names(), "strategy"]
 
     @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem:
+    def unknown(cls, key: str, value: Any) -> Problem | None:
         """A key of a section at the top level: the error names the section."""
         for name, section in (("sharding", ShardConfig), ("training", TrainingConfig)):
             if key in section.field_names() or key in section.ALIASES:
