@@ -3,7 +3,8 @@
     resolve world size -> check everything -> make the folder -> start local ranks, or be one
 
 The checks run in the command's own process (or on rank 0 under torchrun), so a mistake is reported
-once, in seconds. Nothing is written before all of them have passed.
+once, before any rank starts. The run's folder is created after all checks, unless the run does not
+fit: then its plan is recorded there.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
-# A restart would fail again, or somebody asked the run to stop.
+# Exit codes without a restart: the error would repeat, or the user stopped the run.
 FINAL = (
     ExitCode.CONFIG,
     ExitCode.WILL_NOT_FIT,
@@ -158,7 +159,7 @@ def check(
         if resume.path is not None and isinstance(view, View):
             model = model_on_meta(view.config, model_config)
             check_loads(newest_complete(resume.path), model, KINDS[training.optim])
-        _check_disk(view, steps, output_dir)
+        _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except ConfigError as error:
         raise resolved.located(error) from error
@@ -208,7 +209,7 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuses to train a tokenizer for weights that belong to another one, unless asked to."""
+    """Raises ConfigError for weights without a tokenizer, unless the user asks for a new one."""
     teacher = (config.teacher and config.teacher.name_or_path) or None
     weights = weights_folder(config) or (Path(teacher) if teacher else None)
     if tokenizer is not None or weights is None or config.data.vocab_size is not None:
@@ -253,23 +254,28 @@ def _check_memory(view: View | XlaOutlook) -> None:
     raise error
 
 
-def _check_disk(view: View | XlaOutlook, steps: StepPlan, output_dir: Path) -> None:
+def _check_disk(
+    view: View | XlaOutlook, steps: StepPlan, folder: RunFolder, resume: Resume
+) -> None:
     """Raises WillNotFitError if the disk has no room for the run's checkpoints and its model.
 
-    Old checkpoints in the folder count as free space, because new ones replace them.
+    The checkpoints and the model of a run that is resumed count as free space, because the resumed
+    run replaces them. A run that starts again moves the older one aside, which frees nothing.
     """
     plan, training = view.plan, view.config.training
     element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
     exported = plan.num_parameters * element * (2 if training.ema_decay is not None else 1)
     saves = -(-steps.num_steps // steps.save_every) if steps.save_every else 0
-    kept = min(saves, (training.save_total_limit or saves) + 1)  # one more while it is written
+    kept = min(saves, (training.save_total_limit or saves) + 1)  # during a save, one more exists
     size = checkpoint_bytes(plan) if isinstance(plan, Plan) else plan.checkpoint_bytes
     needed = exported + kept * size
-    place = output_dir.absolute()
+    place = folder.path.absolute()
     while not place.exists():
         place = place.parent
     disk = shutil.disk_usage(place)
-    old = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
+    replaced = (folder.checkpoints, folder.model, folder.model_ema) if resume.in_place else ()
+    files = (path for part in replaced for path in part.rglob("*") if path.is_file())
+    old = sum(path.stat().st_size for path in files)
     if disk.total == 0 or needed <= disk.free + old:  # a file system that reports no size
         return
     error = WillNotFitError(
@@ -314,7 +320,7 @@ def _restart(folder: RunFolder) -> None:
 
 
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
-    """Records the launcher's cause in place of a rank's: the launcher has seen all ranks end."""
+    """Replaces the error that a rank recorded by the cause that the launcher found."""
     cause = result.failure
     if cause is None:
         folder.fail("Interrupted", "stopped by a signal", result.exit_code, final=True)
