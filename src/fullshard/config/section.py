@@ -37,7 +37,8 @@ class Section(BaseModel):
         try:
             super().__init__(**prepared)
         except ValidationError as error:
-            problems += _problems(type(self), error)
+            for details in error.errors(include_url=False):
+                problems += _translate(type(self), details)
         found = (self.unknown(key, others[key]) for key in values if key in others)
         problems += [problem for problem in found if problem is not None]
         if problems:
@@ -121,16 +122,8 @@ def _disagreement(alias: str, value: object, name: str, other: object) -> Proble
     )
 
 
-def _problems(section: type[Section], error: ValidationError) -> list[Problem]:
-    """pydantic's errors, in our words, in the order of the input."""
-    return [
-        problem
-        for details in error.errors(include_url=False)
-        for problem in _translate(section, details)
-    ]
-
-
 def _translate(section: type[Section], details: ErrorDetails) -> list[Problem]:
+    """The problems of one of pydantic's errors, in our words."""
     key = join_key(*(str(part) for part in details["loc"]))
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, ConfigProblems):

@@ -172,10 +172,6 @@ def _read_offload(value: object) -> object:
     return Offload(parameters=home, gradients=home, optimizer=home)
 
 
-def _read_recompute(value: object) -> Recompute:
-    return parse_recompute(value, "")
-
-
 PrefetchDepth = Annotated[Depth, BeforeValidator(_read_depth)]
 
 _WRAP_SCHEMA = {
@@ -261,7 +257,7 @@ class ShardConfig(Section):
 
     activation_checkpointing: Annotated[
         Recompute,
-        PlainValidator(_read_recompute),
+        PlainValidator(parse_recompute),
         PlainSerializer(str),
         WithJsonSchema({"type": "string", "pattern": "^(none|block|selective|offload|every_.+)$"}),
     ] = Recompute(RecomputeKind.NONE)

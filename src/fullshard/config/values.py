@@ -277,8 +277,8 @@ def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
     raise ConfigProblems([Problem(key, expected, show(value), hint)])
 
 
-def parse_recompute(value: object, key: str) -> Recompute:
-    """`none | block | selective | offload | every_2 | every_3 ...`, or a flag, as data."""
+def parse_recompute(value: object) -> Recompute:
+    """Read `none | block | selective | offload | every_2 | every_3 ...`, or a flag."""
     if isinstance(value, Recompute):
         return value
     table = spellings(RecomputeKind)
@@ -290,7 +290,7 @@ def parse_recompute(value: object, key: str) -> Recompute:
             return Recompute(table[word])
     hint = did_you_mean(value, [*RecomputeKind, "every_2", "every_3"])
     expected = "one of none, block, selective, offload, every_2 (every_3 and so on)"
-    raise ConfigProblems([Problem(key, expected, show(value), hint)])
+    raise ConfigProblems([Problem("", expected, show(value), hint)])
 
 
 def spellings(enum_cls: type[ChoiceT]) -> dict[str, ChoiceT]:
