@@ -28,8 +28,8 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_931,
-    "config": 3_657,
-    "cli": 1_873,
+    "config": 3_656,
+    "cli": 1_870,
     "engine + transport": 7_022,
     "planner + outlook": 4_290,
     "data + models + recipes + run + verify": 8_302,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_690,
     "xla + jax + xla_state": 2_496,
     "checkpoint + formats": 2_323,
-    "in all": 38_647,
+    "in all": 38_643,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 
-from fullshard.config.dialects.translate import DIALECTS
+from fullshard.config.dialects.translate import Dialect
 from fullshard.config.files import Origin, OriginKind, flatten
 from fullshard.config.names import MOVED, NAMES
 from fullshard.config.problems import join_key
@@ -134,12 +134,11 @@ def schema() -> dict[str, Any]:
     return {"$schema": _DRAFT, **made, "title": "A configuration of fullshard"}
 
 
-def dialect_schema(name: str) -> dict[str, Any]:
-    """The JSON Schema of another tool's file: its keys, and what they may hold beside ours."""
-    dialect = next(dialect for dialect in DIALECTS if dialect.name == name)
+def dialect_schema(dialect: Dialect) -> dict[str, Any]:
+    """The JSON Schema of another tool's file: its keys beside ours."""
     own = schema()
     properties = {**own["properties"], **_keys_of(dialect.table)}
-    return {**own, "title": f"A file of {name}", "properties": properties, "required": []}
+    return {**own, "title": f"A file of {dialect.name}", "properties": properties, "required": []}
 
 
 def _keys_of(table: Mapping[str, object]) -> dict[str, Any]:
