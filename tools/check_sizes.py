@@ -28,7 +28,7 @@ EXEMPT = ("src/fullshard/compat/",)
 # Packages that share a budget are joined by " + ".
 BUDGETS = {
     "bench": 1_931,
-    "config": 3_656,
+    "config": 3_654,
     "cli": 1_870,
     "engine + transport": 7_022,
     "planner + outlook": 4_290,
@@ -37,7 +37,7 @@ BUDGETS = {
     "compat + integrations": 2_690,
     "xla + jax + xla_state": 2_496,
     "checkpoint + formats": 2_323,
-    "in all": 38_643,
+    "in all": 38_641,
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
