@@ -48,14 +48,14 @@ def lint(
     The exit code is 2 if there are any.
     """
     from fullshard.config.dialects.rules import Status
-    from fullshard.config.lint import findings
+    from fullshard.config.supported import findings
     from fullshard.launch.exit_codes import ExitCode
 
     resolved = load(words, config, config_file, explaining=True)
     found = _not_yet(resolved)
     found += [
-        {"key": advice.key, "place": resolved.place_of(advice.key), "why": advice.why}
-        for advice in findings(resolved.config)
+        {"key": key, "place": resolved.place_of(key), "why": why}
+        for key, why in findings(resolved.config)
     ]
     for one in found:
         print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
