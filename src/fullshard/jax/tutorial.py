@@ -36,8 +36,7 @@ def shard_fsdp(
     mesh: Mesh | None = None,
     rules: Mapping[str, Axes] | Sequence[tuple[str, Axes]] | None = None,
 ) -> Any:
-    """Shards large arrays over the axis `fsdp` (matrices also over `tensor`), replicates small
-    ones.
+    """Shards large arrays over `fsdp` (matrices also over `tensor`), replicates small ones.
 
     The largest divisible dimension is sharded. An array without one is replicated; `print_sharding`
     shows it. Only sizes matter, not names, so embeddings are sharded too.

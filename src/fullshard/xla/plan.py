@@ -196,8 +196,7 @@ def spec_of(array: ArrayPlan) -> PartitionSpec:
 
 
 def batch_spec(mesh: DeviceMesh, num_micro_batches: int) -> PartitionSpec:
-    """Returns the spec of a batch: samples over all devices, after an axis of micro-batches if
-    any."""
+    """Returns the spec of a batch: samples over all devices, after the micro-batch axis if any."""
     axes = live_axes(mesh) or None
     return PartitionSpec(axes) if num_micro_batches == 1 else PartitionSpec(None, axes)
 
