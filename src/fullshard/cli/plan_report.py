@@ -175,8 +175,9 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
         how = ", as this machine was calibrated" if outlook.is_calibrated else ""
         speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
         print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
-    memory = study.outlook.machine.memory_bytes
-    name = "a rank's part of this machine" if hardware is None else hardware.name or "GPU"
+    machine = study.outlook.machine
+    memory = machine.memory_bytes
+    name = f"a rank's part of {machine.limit}" if hardware is None else hardware.name or "GPU"
     if lack is not None:
         sentence = Fit.NO.sentence(lack.needed, lack.memory)
         print(f"{name} ({human_bytes(lack.memory)}): {sentence}")

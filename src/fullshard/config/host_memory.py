@@ -1,16 +1,18 @@
 """The memory of this host, or of the container around this process: the one reader of cgroups.
 
-    version 2   /sys/fs/cgroup/GROUP/memory.max                        memory.current
+    version 2   /sys/fs/cgroup/GROUP/memory.max, memory.high           memory.current
     version 1   /sys/fs/cgroup/memory/GROUP/memory.limit_in_bytes      memory.usage_in_bytes
 
-A limit counts for a group and for all groups inside of it, so every group from this process's own
-up to the root is read. Inside a container the root is the container's own group.
+A limit applies to a group and to all groups inside it, so every group from this process's own up to
+the root is read. Inside a container the root is the container's own group. The kernel kills a
+process of a group above memory.max, and stalls those of a group above memory.high.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,44 +20,89 @@ import psutil
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
-# Limit, use, what of the use the kernel takes back when memory is asked for, and its kills.
-_VERSION_2 = ("memory.max", "memory.current", ("inactive_file", "active_file"), "memory.events")
-_VERSION_1 = (
-    "memory.limit_in_bytes",
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Files of a group, and the reclaimable part of its use in memory.stat."""
+
+    limits: tuple[str, ...]
+    use: str
+    kills: str
+    reclaimable: tuple[str, str]
+
+
+_VERSION_2 = _Names(
+    ("memory.max", "memory.high"),
+    "memory.current",
+    "memory.events",
+    ("inactive_file", "active_file"),
+)
+_VERSION_1 = _Names(
+    ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
-    ("total_inactive_file", "total_active_file"),
     "memory.oom_control",
+    ("total_inactive_file", "total_active_file"),
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The memory that the processes of a run share.
+
+    Attributes:
+        num_bytes: Its size in bytes.
+        file: The file that sets it; None: it is the memory of the machine.
+    """
+
+    num_bytes: int
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        size = f"{self.num_bytes / 2**20:,.1f} MiB"
+        if self.file is None:
+            return f"the {size} of this machine"
+        return f"the container's memory limit of {size} ({self.file})"
+
+
+def limit() -> Limit:
+    """The least limit of the groups that this process is in, or the memory of the machine."""
+    found = [Limit(most, file) for most, file, _ in _limits()]
+    return min([Limit(psutil.virtual_memory().total), *found], key=lambda one: one.num_bytes)
+
+
 def total_bytes() -> int:
-    """Memory of the host, or the least limit of the groups that this process is in."""
-    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits())])
+    """Size of `limit()`."""
+    return limit().num_bytes
 
 
 def available_bytes() -> int:
     """Memory that this process and others of its groups may still allocate."""
-    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits())])
+    return min([psutil.virtual_memory().available, *(most - used for most, _, used in _limits())])
 
 
-def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, use) in bytes of every group with a limit; none where there are no cgroups."""
-    for folder, (limit, usage, given_back, _) in _groups():
-        with suppress(OSError, ValueError):  # "max": no limit
-            most = int((folder / limit).read_text())
-            used = int((folder / usage).read_text())
-            lines = (folder / "memory.stat").read_text().splitlines()
-            stat = dict(line.split() for line in lines)
-            yield most, used - sum(int(stat.get(name, 0)) for name in given_back)
+def _limits() -> Iterator[tuple[int, Path, int]]:
+    """(limit, its file, use) of every limit in bytes; none where there are no cgroups."""
+    for folder, names in _groups():
+        for name in names.limits:
+            with suppress(OSError, ValueError):  # "max": no limit
+                most = int((folder / name).read_text())
+                used = int((folder / names.use).read_text())
+                lines = (folder / "memory.stat").read_text().splitlines()
+                stat = dict(line.split() for line in lines)
+                yield (
+                    most,
+                    folder / name,
+                    used - sum(int(stat.get(n, 0)) for n in names.reclaimable),
+                )
 
 
 def kill_counters() -> list[Path]:
     """Files of this process's own groups that count what the kernel killed, `oom_kill N`."""
     own = {names: folder for folder, names in reversed(list(_groups()))}
-    return [folder / names[-1] for names, folder in own.items()]
+    return [folder / names.kills for names, folder in own.items()]
 
 
-def _groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, str], str]]]:
+def _groups() -> Iterator[tuple[Path, _Names]]:
     """Folders of the groups that this process is in, and the names of their files."""
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():

@@ -20,8 +20,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
 from fullshard.errors import ConfigError
@@ -152,12 +150,12 @@ def _accelerators() -> list[str]:
 def _memory(output_dir: Path) -> dict[str, int]:
     """Free bytes by place."""
     found = {
-        "host_bytes": psutil.virtual_memory().available,
+        "host_bytes": host_memory.available_bytes(),
         "disk_bytes": shutil.disk_usage(existing_folder(output_dir)).free,
     }
-    limit = host_memory.total_bytes()
-    if limit < psutil.virtual_memory().total:
-        found["cgroup_limit_bytes"] = limit
+    limit = host_memory.limit()
+    if limit.file is not None:
+        found["cgroup_limit_bytes"] = limit.num_bytes
     if Path("/dev/shm").is_dir():
         found["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").free
     return found
@@ -266,7 +264,7 @@ def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]
 
 
 def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]:
-    free = f"{memory['host_bytes'] / GIB:.1f} GiB of memory free"
+    free = f"{memory['host_bytes'] / GIB:.1f} GiB free of {host_memory.limit()}"
     low = memory["host_bytes"] < GIB
     do = "Stop other processes" if low else ""
     yield Finding("memory", Health.WARN if low else Health.OK, free, do)

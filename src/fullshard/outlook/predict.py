@@ -69,10 +69,14 @@ class Machine:
 
     Attributes:
         device: The device's speed; None if it is unknown.
-        memory_bytes: Memory of the device; None if it is unknown.
+        memory_bytes: Memory of the device for tensors; None if it is unknown. Negative if the
+            processes alone exceed it.
         calibration: Measurements of this machine, which give the time of a step.
-        host_bytes: The rank's part of the host's memory; None for a machine other than this one.
+        host_bytes: The rank's part of the host's memory, without the processes' own; None for a
+            machine other than this one.
         is_host: Whether the rank computes on the CPU, in the host's memory.
+        process_bytes: Memory of a rank's process without tensors, and its part of the launcher's.
+        limit: The host's memory or the container's limit, in words.
     """
 
     device: Device | None
@@ -80,6 +84,8 @@ class Machine:
     calibration: Calibration | None = None
     host_bytes: int | None = None
     is_host: bool = False
+    process_bytes: int = 0
+    limit: str = "this machine"
 
 
 RowsOf = Callable[[Plan, ShardConfig], tuple[MemoryRow, ...]]

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.config import host_memory
 from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import printable
@@ -152,7 +153,7 @@ def weights_line(config: RunConfig) -> str:
 
 def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tuple[str, str]]:
     """Labelled lines of the banner that both engines share: data, batch, steps."""
-    shape, training = steps.order.shape, config.training
+    shape, training, limit = steps.order.shape, config.training, host_memory.limit()
     dropped = ""
     if steps.order.num_dropped:
         dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
@@ -176,6 +177,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
             f"{training.learning_rate:g} {training.lr_scheduler_type} after "
             f"{steps.num_warmup_steps} steps of warm-up{dropped}",
         ),
+        *([("limit", str(limit))] if limit.file is not None else []),
     ]
 
 
