@@ -8,14 +8,15 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import resource
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from os import fstat
 from os.path import samestat
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+STATUS = Path("/proc/self/status")
+COUNTED = ("RssAnon:", "RssShmem:")
+SAMPLE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -171,18 +176,44 @@ def _keep(path: Path, done: int) -> list[dict[str, Any]]:
     return rows
 
 
-def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """In use now, and the most so far, in bytes.
+class ProcessMemory:
+    """Anonymous and shared memory of this process, in bytes: what the kernel cannot drop.
 
-    Args:
-        device: Where the model lives. On CUDA: what torch's allocator has given out; on the CPU:
-            the process's resident set, which counts its libraries too.
+    Pages of files (libraries, data, state on disk) do not count, because the kernel drops them when
+    memory is short. Linux keeps no peak without them, so a thread samples it.
     """
-    if device.type == "cuda":
-        import torch
 
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    now = psutil.Process().memory_info().rss
-    # The kernel counts both in batches a CPU, so that the peak may lag behind what is in use.
-    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    def __init__(self) -> None:
+        self._peak = 0
+        Thread(target=self._sample, name="fullshard memory", daemon=True).start()
+
+    def read(self) -> tuple[int, int]:
+        """Bytes now, and the peak so far."""
+        now = process_bytes()
+        self._peak = max(self._peak, now)
+        return now, self._peak
+
+    def _sample(self) -> None:
+        while True:
+            self.read()
+            time.sleep(SAMPLE_S)
+
+
+process_memory = cache(ProcessMemory)  # one thread a process
+
+
+def process_bytes() -> int:
+    """Anonymous and shared memory of this process; the resident set where there is no /proc."""
+    if not STATUS.exists():
+        return psutil.Process().memory_info().rss
+    lines = STATUS.read_text().splitlines()
+    return 1024 * sum(int(one.split()[1]) for one in lines if one.startswith(COUNTED))
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes in use now, and their peak: of torch's allocator on CUDA, of the process on a CPU."""
+    if device.type != "cuda":
+        return process_memory().read()
+    import torch
+
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

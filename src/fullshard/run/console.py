@@ -198,6 +198,7 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     rows = ", ".join(
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
     )
+    places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     contracts = sorted(
         f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
         for d in {group.dtypes for group in groups}
@@ -219,6 +220,6 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
             f"{sum(ring.count for ring in plan.rings)} slots of {human_bytes(slot_bytes)} in all, "
             f"prefetch {plan.depths.forward} forward and {plan.depths.backward} backward",
         ),
-        ("state", f"{human_bytes(plan.peak_bytes['device'])} a rank: {rows}"),
+        ("state", f"{' + '.join(places)} a rank: {rows}"),
         ("dtypes", "; ".join(contracts)),
     ]

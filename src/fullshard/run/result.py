@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
 from fullshard.models.generate import Sample
-from fullshard.observe.metrics import memory_bytes
+from fullshard.observe.metrics import process_bytes
 from fullshard.observe.report import write_report
 from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole
@@ -41,7 +42,7 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
         "num_parameters": plan.num_parameters,
         "num_units": plan.num_units,
         "peak_bytes": plan.peak_bytes,
-        "expected_peak_bytes": outlook.peak_bytes["device"] if outlook else None,
+        "expected_peak_bytes": _in_memory(outlook.peak_bytes) if outlook else None,
         "expected_step_time_s": outlook.step_time_s if outlook else None,
         "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
         "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
@@ -57,11 +58,16 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
     return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
 
 
+def _in_memory(peaks: Mapping[str, int]) -> int:
+    """Peak bytes of the device, and of the host where ranks compute on the CPU in its memory."""
+    return peaks["device"] + (0 if torch.cuda.is_available() else peaks["host"])
+
+
 def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
     """Records that the run is running, and the process's memory before the model is built."""
     import_code(model_config)  # its memory does not belong to the model's tensors
     record = folder.read_record()
-    before = memory_bytes(device)[0] if device.type == "cpu" else 0
+    before = process_bytes() if device.type == "cpu" else 0
     folder.update_record(
         status=RunStatus.RUNNING,
         planned={**record["planned"], "process_bytes": before},
@@ -159,12 +165,12 @@ def _print_result(
 
 
 def _memory(folder: RunFolder, peak_bytes: int) -> str:
-    """Planned and measured memory; on a CPU the whole process is measured."""
+    """Planned and measured memory; on a CPU that of the process, without pages of files."""
     planned = folder.read_record()["planned"]
     expected, before = planned["expected_peak_bytes"], planned.get("process_bytes", 0)
     measured = f"measured {human_bytes(peak_bytes)} a rank"
     if before:
-        measured += " (the whole process)"
+        measured += " (without pages of files, which the kernel drops when memory is short)"
     if expected is None:  # the compiler lays out everything but the state
         return measured
     told = f"planned {human_bytes(expected)} of tensors"
