@@ -21,27 +21,16 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Files of a group, and the reclaimable part of its use in memory.stat."""
-
-    limits: tuple[str, ...]
-    use: str
-    kills: str
-    reclaimable: tuple[str, str]
-
-
-_VERSION_2 = _Names(
-    ("memory.max", "memory.high"),
-    "memory.current",
-    "memory.events",
-    ("inactive_file", "active_file"),
-)
-_VERSION_1 = _Names(
+# Limits, use, the reclaimable part of the use in memory.stat, and the count of kills.
+_Names = tuple[tuple[str, ...], str, tuple[str, str], str]
+_FILES = ("inactive_file", "active_file")
+_VERSION_2 = (("memory.max", "memory.high"), "memory.current", _FILES, "memory.events")
+_FILES_1 = ("total_inactive_file", "total_active_file")
+_VERSION_1 = (
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
+    _FILES_1,
     "memory.oom_control",
-    ("total_inactive_file", "total_active_file"),
 )
 
 
@@ -59,9 +48,8 @@ class Limit:
 
     def __str__(self) -> str:
         size = f"{self.num_bytes / 2**20:,.1f} MiB"
-        if self.file is None:
-            return f"the {size} of this machine"
-        return f"the container's memory limit of {size} ({self.file})"
+        container = f"the container's memory limit of {size} ({self.file})"
+        return container if self.file else f"the {size} of this machine"
 
 
 def limit() -> Limit:
@@ -82,24 +70,19 @@ def available_bytes() -> int:
 
 def _limits() -> Iterator[tuple[int, Path, int]]:
     """(limit, its file, use) of every limit in bytes; none where there are no cgroups."""
-    for folder, names in _groups():
-        for name in names.limits:
+    for folder, (limits, use, reclaimable, _) in _groups():
+        for file in (folder / name for name in limits):
             with suppress(OSError, ValueError):  # "max": no limit
-                most = int((folder / name).read_text())
-                used = int((folder / names.use).read_text())
+                most, used = int(file.read_text()), int((folder / use).read_text())
                 lines = (folder / "memory.stat").read_text().splitlines()
                 stat = dict(line.split() for line in lines)
-                yield (
-                    most,
-                    folder / name,
-                    used - sum(int(stat.get(n, 0)) for n in names.reclaimable),
-                )
+                yield most, file, used - sum(int(stat.get(name, 0)) for name in reclaimable)
 
 
 def kill_counters() -> list[Path]:
     """Files of this process's own groups that count what the kernel killed, `oom_kill N`."""
     own = {names: folder for folder, names in reversed(list(_groups()))}
-    return [folder / names.kills for names, folder in own.items()]
+    return [folder / names[-1] for names, folder in own.items()]
 
 
 def _groups() -> Iterator[tuple[Path, _Names]]:

@@ -12,6 +12,8 @@ when the launcher dies for any reason.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import fcntl
 import os
 import shutil
@@ -132,6 +134,9 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             f"launch.num_processes: expected an integer >= 1 and <= {most:,}, which is what this "
             f"machine has memory for, got {launch.num_processes:,}."
         )
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc's: what preparing the run took goes back
+        ctypes.CDLL(None).malloc_trim(0)
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     if launch.attempt == 0:
         (launch.log_dir / "hang.txt").unlink(missing_ok=True)

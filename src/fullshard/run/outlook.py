@@ -238,19 +238,12 @@ class View:
 
     def lack(self) -> Lack | None:
         """The memory that is exceeded by most; None if all phases of the run fit."""
-        phases, machine = self.outlook.phases(self.storage), self.machine
-        if machine.is_host:  # weights are loaded into the memory that they stay in
-            needed = max(p.device + (p.host if p.name != LOAD else 0) for p in phases)
-            found = [host_lack(machine, needed)]
-        else:
-            needed, memory = max(p.device for p in phases), machine.memory_bytes
-            on_device = memory is not None and needed > memory
-            found = [
-                Lack("the device", needed, memory or 0) if on_device else None,
-                host_lack(machine, max(p.host for p in phases)),
-            ]
-        lacks = [one for one in found if one is not None]
-        return max(lacks, key=lambda one: one.needed / max(1, one.memory), default=None)
+        phases = self.outlook.phases(self.storage)
+        if self.machine.is_host:  # weights are loaded into the memory that they stay in
+            return lack_of(
+                self.machine, 0, max(p.device + p.host * (p.name != LOAD) for p in phases)
+            )
+        return lack_of(self.machine, max(p.device for p in phases), max(p.host for p in phases))
 
 
 @dataclass(frozen=True)
@@ -285,17 +278,20 @@ class Lack:
         return with_plan(told, rows, advice or [smaller])
 
 
-def host_lack(machine: Machine, tensors: int) -> Lack | None:
-    """What a rank lacks of the host's memory; None if it has enough or the host is not known.
+def lack_of(machine: Machine, device: int, host: int) -> Lack | None:
+    """The memory that is exceeded by most; None if both are large enough, or not known.
 
     Args:
-        machine: Machine of the rank.
-        tensors: Bytes of the rank's tensors in the host's memory.
+        machine: Machine of a rank.
+        device: Bytes of a rank's tensors on a device with a memory of its own.
+        host: Bytes of a rank's tensors in the host's memory.
     """
-    if machine.host_bytes is None or tensors <= machine.host_bytes:
-        return None
-    process = machine.process_bytes
-    return Lack(machine.limit, tensors + process, machine.host_bytes + process, process)
+    found, process = list[Lack](), machine.process_bytes
+    if not machine.is_host and machine.memory_bytes is not None and device > machine.memory_bytes:
+        found.append(Lack("the device", device, machine.memory_bytes))
+    if machine.host_bytes is not None and host > machine.host_bytes:
+        found.append(Lack(machine.limit, host + process, machine.host_bytes + process, process))
+    return max(found, key=lambda one: one.needed / max(1, one.memory), default=None)
 
 
 def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
