@@ -29,7 +29,7 @@ from fullshard.cli.bench import OutFlag, say, show
 from fullshard.cli.outcome import Outcome
 from fullshard.config.load import load_config
 from fullshard.errors import ConfigError
-from fullshard.observe.metrics import COUNTED
+from fullshard.observe.metrics import process_bytes
 from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS
 from fullshard.planner.mesh import Topology
 from fullshard.run.outlook import foresee
@@ -146,16 +146,15 @@ class Peaks:
 
     def __init__(self, group: Path) -> None:
         self._group = group
-        self.processes: dict[str, int] = {}
+        self.processes: dict[int, int] = {}
         self.files = self.dirty = 0
 
     def sample(self) -> None:
         """Reads the group once."""
-        for pid in (self._group / "cgroup.procs").read_text().split():
+        pids = sorted(map(int, (self._group / "cgroup.procs").read_text().split()))
+        for pid in pids if len(pids) > 1 else ():  # the launcher alone has not started any rank
             with suppress(OSError):  # it has ended
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                now = sum(int(one.split()[1]) for one in lines if one.startswith(COUNTED))
-                self.processes[pid] = max(self.processes.get(pid, 0), now << 10)
+                self.processes[pid] = max(self.processes.get(pid, 0), process_bytes(pid))
         lines = (self._group / "memory.stat").read_text().splitlines()
         stat = {name: int(value) for name, value in map(str.split, lines)}
         files = stat.get("total_cache", stat.get("file", 0))

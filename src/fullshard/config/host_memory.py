@@ -21,17 +21,9 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 
-# Limits, use, the reclaimable part of the use in memory.stat, and the count of kills.
-_Names = tuple[tuple[str, ...], str, tuple[str, str], str]
-_FILES = ("inactive_file", "active_file")
-_VERSION_2 = (("memory.max", "memory.high"), "memory.current", _FILES, "memory.events")
-_FILES_1 = ("total_inactive_file", "total_active_file")
-_VERSION_1 = (
-    ("memory.limit_in_bytes",),
-    "memory.usage_in_bytes",
-    _FILES_1,
-    "memory.oom_control",
-)
+# Limits, use, and count of kills.
+_VERSION_2 = (("memory.max", "memory.high"), "memory.current", "memory.events")
+_VERSION_1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "memory.oom_control")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +46,26 @@ class Limit:
 
 def limit() -> Limit:
     """The least limit of the groups that this process is in, or the memory of the machine."""
-    found = [Limit(most, file) for most, file, _ in _limits()]
-    return min([Limit(psutil.virtual_memory().total), *found], key=lambda one: one.num_bytes)
-
-
-def total_bytes() -> int:
-    """Size of `limit()`."""
-    return limit().num_bytes
+    found = [Limit(psutil.virtual_memory().total), *(one for one, _ in _limits())]
+    return min(found, key=lambda one: one.num_bytes)
 
 
 def available_bytes() -> int:
     """Memory that this process and others of its groups may still allocate."""
-    return min([psutil.virtual_memory().available, *(most - used for most, _, used in _limits())])
+    left = [one.num_bytes - used for one, used in _limits()]
+    return min([psutil.virtual_memory().available, *left])
 
 
-def _limits() -> Iterator[tuple[int, Path, int]]:
-    """(limit, its file, use) of every limit in bytes; none where there are no cgroups."""
-    for folder, (limits, use, reclaimable, _) in _groups():
+def _limits() -> Iterator[tuple[Limit, int]]:
+    """Every limit, and the use that the kernel cannot take back; none without cgroups."""
+    for folder, (limits, use, _) in _groups():
         for file in (folder / name for name in limits):
             with suppress(OSError, ValueError):  # "max": no limit
                 most, used = int(file.read_text()), int((folder / use).read_text())
                 lines = (folder / "memory.stat").read_text().splitlines()
-                stat = dict(line.split() for line in lines)
-                yield most, file, used - sum(int(stat.get(name, 0)) for name in reclaimable)
+                stat = {name.removeprefix("total_"): n for name, n in map(str.split, lines)}
+                files = (int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+                yield Limit(most, file), used - sum(files)
 
 
 def kill_counters() -> list[Path]:
@@ -85,7 +74,7 @@ def kill_counters() -> list[Path]:
     return [folder / names[-1] for names, folder in own.items()]
 
 
-def _groups() -> Iterator[tuple[Path, _Names]]:
+def _groups() -> Iterator[tuple[Path, tuple[tuple[str, ...], str, str]]]:
     """Folders of the groups that this process is in, and the names of their files."""
     with suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -543,9 +542,8 @@ def gather_piece(
         local: (n_local,), these elements.
     """
     count, placement = layout.num_parts, next(p for p in layout.placements if p.name == piece.name)
-    ends = [part * layout.part_numel - placement.offset for part in range(count + 1)]
-    cuts = list(pairwise(min(max(end, 0), placement.numel) for end in ends))
-    most = max(stop - start for start, stop in cuts)
+    holders = layout.holders(placement)
+    most = max((stop - start for _, start, stop in holders), default=0)
     width = min(most, max(SENT_BYTES // local.itemsize, placement.numel // 16) // count + 1)
     whole, sent = local.new_empty(placement.numel), local.new_zeros(count * width)
     parts = sent.view(count, width)
@@ -553,9 +551,9 @@ def gather_piece(
         mine = local[at : at + width]
         parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
         transport.fetch([sent]).wait()
-        for (start, stop), part in zip(cuts, parts, strict=True):
+        for part, start, stop in holders:
             received = whole[start + at : min(start + at + width, stop)]
-            received.copy_(part[: received.numel()])
+            received.copy_(parts[part, : received.numel()])
     return whole.view(placement.shape)
 
 

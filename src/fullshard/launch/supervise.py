@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from fullshard.config.host_memory import Limit, kill_counters, limit
+from fullshard.config.host_memory import kill_counters, limit
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.rank_entry import STACKS_SIGNAL
@@ -189,8 +189,7 @@ class Supervisor:
         no_memory = status == -signal.SIGKILL and self._memory.ran_out()
         message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
         if no_memory:
-            message += " because memory ran out: the processes need more than "
-            message += f"{self._memory.exhausted()}. {CURE}"
+            message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
         message += "."
         tail = _last_lines(rank.log)
         if tail:
@@ -264,7 +263,6 @@ def _last_lines(log: Path) -> list[str]:
 _SYSTEM = Path("/proc/vmstat")
 _COUNT = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 SAMPLE_S = 0.5
-LOW_S = 10.0  # a SIGKILL this long after memory was low is explained by it
 LOW = 0.03  # share of memory: killers in user space, which no counter counts, act below it
 
 CURE = (
@@ -293,12 +291,7 @@ class MemoryWatch:
 
     def ran_out(self) -> bool:
         """Whether low memory explains a SIGKILL that arrived just now."""
-        return self._count() > self._kills or time.monotonic() - self._low < LOW_S
-
-    def exhausted(self) -> str:
-        """The memory that ran out: the machine's if that was low, else the least limit."""
-        is_low = time.monotonic() - self._low < LOW_S
-        return str(Limit(psutil.virtual_memory().total) if is_low else limit())
+        return self._count() > self._kills or time.monotonic() - self._low < 10.0
 
     def _count(self) -> int:
         return sum(map(_read, self._counters))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STATUS = Path("/proc/self/status")
-COUNTED = ("RssAnon:", "RssShmem:")
 SAMPLE_S = 0.02
 
 
@@ -176,44 +175,40 @@ def _keep(path: Path, done: int) -> list[dict[str, Any]]:
     return rows
 
 
-class ProcessMemory:
-    """Anonymous and shared memory of this process, in bytes: what the kernel cannot drop.
+@cache
+def process_peak() -> list[int]:
+    """A list with the peak of `process_bytes()` since the first call, kept by a thread.
 
-    Pages of files (libraries, data, state on disk) do not count, because the kernel drops them when
-    memory is short. Linux keeps no peak without them, so a thread samples it.
+    Linux keeps no peak of memory without pages of files.
     """
+    peak = [0]
 
-    def __init__(self) -> None:
-        self._peak = 0
-        Thread(target=self._sample, name="fullshard memory", daemon=True).start()
-
-    def read(self) -> tuple[int, int]:
-        """Bytes now, and the peak so far."""
-        now = process_bytes()
-        self._peak = max(self._peak, now)
-        return now, self._peak
-
-    def _sample(self) -> None:
+    def sample() -> None:
         while True:
-            self.read()
+            peak[0] = max(peak[0], process_bytes())
             time.sleep(SAMPLE_S)
 
+    Thread(target=sample, name="fullshard memory", daemon=True).start()
+    return peak
 
-process_memory = cache(ProcessMemory)  # one thread a process
 
+def process_bytes(pid: int | str = "self") -> int:
+    """Anonymous and shared memory of a process, which the kernel cannot drop.
 
-def process_bytes() -> int:
-    """Anonymous and shared memory of this process; the resident set where there is no /proc."""
-    if not STATUS.exists():
+    Pages of files (libraries, data, state on disk) do not count. Without /proc: the resident set of
+    this process.
+    """
+    if not psutil.LINUX:
         return psutil.Process().memory_info().rss
-    lines = STATUS.read_text().splitlines()
-    return 1024 * sum(int(one.split()[1]) for one in lines if one.startswith(COUNTED))
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+)", status, re.MULTILINE)))
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Bytes in use now, and their peak: of torch's allocator on CUDA, of the process on a CPU."""
     if device.type != "cuda":
-        return process_memory().read()
+        now = process_bytes()
+        return now, max(now, *process_peak())
     import torch
 
     return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -121,11 +121,10 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
     rest = weights + optimizer + gathered
     active = rest + max(begins, ends)
     if run.saves_whole:
-        held = run.model.num_params / (run.mesh.tensor * run.mesh.pipeline)
-        active = max(active, rest + run.precision.master * held)
+        whole = run.precision.master * run.model.num_params / run.mesh.tensor / run.mesh.pipeline
+        active = max(active, rest + whole)
     base = k.base_gib * GIB
     cached = k.cached_share * (min(begins, ends) - waiting)
-    limit = FULL * run.device.memory_gib * GIB
     return PeakMemory(
         weights=weights,
         optimizer=optimizer,
@@ -136,7 +135,7 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
         logits=logits,
         base=base,
         active=active,
-        reserved=max(active, min(active + base + cached, limit)),
+        reserved=max(active, min(active + base + cached, FULL * run.device.memory_gib * GIB)),
     )
 
 

@@ -159,6 +159,12 @@ class Outlook:
         return sum_by_place(self.rows)
 
     @property
+    def memory_bytes(self) -> int:
+        """Peak bytes of the memory that a rank computes in, which may be the host's."""
+        peaks = self.peak_bytes
+        return peaks[Place.DEVICE] + peaks[Place.HOST] * self.machine.is_host
+
+    @property
     def step_time_s(self) -> float | None:
         """Seconds of a step; None if unknown."""
         return None if self.times is None else self.times.step
@@ -223,8 +229,7 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
     times, bars = measured or (None, ())
     if measured is None and machine.device is not None and job.is_timed:
         times = step_times(run)
-    is_traced = traced is not None
-    found = (rows, is_traced, reserved, times, fit, bars, round(forward))
+    found = (rows, traced is not None, reserved, times, fit, bars, round(forward))
     return Outlook(config, job, machine, plan, run, *found)
 
 

@@ -198,22 +198,17 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     rows = ", ".join(
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
     )
+    model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
+    axes = f"replicate {mesh.replicate} x shard {mesh.shard}, {plan.strategy}"
+    axes += f", transport {plan.transport}"
     places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     contracts = sorted(
         f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
         for d in {group.dtypes for group in groups}
     )
     return [
-        (
-            "model",
-            f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}, "
-            f"{weights_line(config)}",
-        ),
-        (
-            "mesh",
-            f"{mesh.world_size} rank(s) on {device}: replicate {mesh.replicate} x "
-            f"shard {mesh.shard}, {plan.strategy}, transport {plan.transport}",
-        ),
+        ("model", f"{model}, {weights_line(config)}"),
+        ("mesh", f"{mesh.world_size} rank(s) on {device}: {axes}"),
         (
             "plan",
             f"{len(plan.units)} units, padding {padding / max(1, elements):.2%}, "

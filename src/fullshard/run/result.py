@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
+from fullshard.launch.machine import describe_versions
 from fullshard.models.generate import Sample
 from fullshard.observe.metrics import process_bytes
 from fullshard.observe.report import write_report
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fullshard.run.xla_outlook import XlaOutlook
+
+
+PACKAGES = ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax")
 
 
 def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
         "num_parameters": plan.num_parameters,
         "num_units": plan.num_units,
         "peak_bytes": plan.peak_bytes,
-        "expected_peak_bytes": _in_memory(outlook.peak_bytes) if outlook else None,
+        "expected_peak_bytes": outlook.memory_bytes if outlook else None,
         "expected_step_time_s": outlook.step_time_s if outlook else None,
         "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
         "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
@@ -56,11 +58,6 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
         found["rows"] += [{"name": "checkpoint staging (host)", "bytes": plan.staging_bytes}]
     shape = steps.order.shape
     return {**found, "num_steps": steps.num_steps, "samples_per_step": shape.global_batch}
-
-
-def _in_memory(peaks: Mapping[str, int]) -> int:
-    """Peak bytes of the device, and of the host where ranks compute on the CPU in its memory."""
-    return peaks["device"] + (0 if torch.cuda.is_available() else peaks["host"])
 
 
 def mark_running(folder: RunFolder, device: torch.device, model_config: PretrainedConfig) -> None:
@@ -77,13 +74,8 @@ def mark_running(folder: RunFolder, device: torch.device, model_config: Pretrain
 
 def environment() -> dict[str, str]:
     """For run.json: versions of Python, the platform and the libraries."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    missing = dict.fromkeys(PACKAGES, "not installed")
+    return {"platform": platform.platform(), **missing, **describe_versions(PACKAGES)}
 
 
 def conclude(
@@ -138,18 +130,13 @@ def _print_result(
     loss, nats = measured["eval_loss"], measured["baseline_loss"]
     if loss is not None and nats is not None:
         verdict = f"beaten by {nats - loss:.3f}" if loss < nats else "not beaten"
-        console.print_facts(
-            [
-                ("held-out loss", f"{loss:.4f} nats a token", "bold"),
-                (
-                    "bigram baseline",
-                    f"{nats:.4f} nats a token (interpolated, lambda "
-                    f"{measured['baseline_weight']:.2f}, the same "
-                    f"{measured['num_held_out_tokens']:,} tokens): {verdict}",
-                    "green" if loss < nats else "red",
-                ),
-            ]
+        baseline = (
+            f"{nats:.4f} nats a token (interpolated, lambda {measured['baseline_weight']:.2f}, the "
+            f"same {measured['num_held_out_tokens']:,} tokens): {verdict}"
         )
+        held_out = ("held-out loss", f"{loss:.4f} nats a token", "bold")
+        color = "green" if loss < nats else "red"
+        console.print_facts([held_out, ("bigram baseline", baseline, color)])
     if measured["ema_eval_loss"] is not None:
         text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])

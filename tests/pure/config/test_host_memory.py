@@ -36,7 +36,7 @@ def test_a_limit_of_any_group_around_the_process_counts(tmp_path, monkeypatch, l
     (tmp_path / "own").write_text(own)
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "OWN_GROUPS", tmp_path / "own")
-    assert host_memory.total_bytes() == GIB
+    assert host_memory.limit().num_bytes == GIB
     assert host_memory.available_bytes() == GIB - GIB // 4
 
 
@@ -47,7 +47,7 @@ def test_without_a_limit_it_is_the_hosts(tmp_path, monkeypatch, own):
         (tmp_path / "own").write_text(own)
     monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_GROUPS", Path(tmp_path, "own"))
-    assert host_memory.total_bytes() == psutil.virtual_memory().total
+    assert host_memory.limit().num_bytes == psutil.virtual_memory().total
 
 
 def tree(folder: Path, groups: dict[str, dict[str, str]]) -> None:
