@@ -44,7 +44,7 @@ LLAMA = {"model_type": "llama"}
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1408,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "vocab_size": 4096,
@@ -62,7 +62,7 @@ COLUMNS = (
     *("measured, MiB", "measured / planned", "files, MiB", "dirty, MiB", "losses differ by"),
 )
 METHOD = (
-    "Llama with 22 million parameters (tiny: 0.03 million), float32, AdamW, one sequence of 16 "
+    "Llama with 11 million parameters (tiny: 0.03 million), float32, AdamW, one sequence of 16 "
     "tokens a rank and step, two steps, an evaluation, an exported model and a sample of text.",
     "Planned tensors: the peak of the largest rank in memory, device and host. Base: "
     f"{RANK_PROCESS >> 20} MiB, the process of a rank without its tensors. Measured: the peak of "
@@ -101,7 +101,11 @@ CASES = (
     LimitCase("memory"),
     LimitCase("cpu", ("offload=cpu",)),
     LimitCase("nvme", ("offload=nvme",)),
-    *(LimitCase(f"{h}: {p}", (f"offload.{h}={p}",)) for p in ("cpu", "nvme") for h in HOMES),
+    *(
+        LimitCase(f"{h}: {p}", (f"sharding.offload.{h}={p}",))
+        for p in ("cpu", "nvme")
+        for h in HOMES
+    ),
     LimitCase("memory, folder", from_folder=True),
     LimitCase("cpu, folder", ("offload=cpu",), from_folder=True),
     LimitCase("nvme, folder", ("offload=nvme",), from_folder=True),

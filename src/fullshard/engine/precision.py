@@ -57,8 +57,12 @@ def apply_dtypes(model: nn.Module, config: ShardConfig) -> None:
         for name in roots:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(_raise, with_kwargs=True)
-            module.register_forward_hook(lambda _, __, output: cast_tensors(output, low))
+            module.register_forward_hook(partial(_lower, low))
 
 
 def _raise(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)
+
+
+def _lower(low: torch.dtype, _: nn.Module, __: Any, output: Any) -> Any:
+    return cast_tensors(output, low)

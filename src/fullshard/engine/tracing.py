@@ -499,8 +499,7 @@ def _run_fake(model: nn.Module, sample: Any) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = tree_map_only(torch.Tensor, mode.from_tensor, sample)
     rng = torch.get_rng_state()
-    tables = (table for m in model.modules() for table in (m._parameters, m._buffers))
-    held = [(table, dict(table)) for table in tables]
+    held = [(table, dict(table)) for table in _tensor_tables(model)]
     try:
         for table, real in held:  # running statistics must not move
             table.update({k: t if t is None else mode.from_tensor(t) for k, t in real.items()})
@@ -515,3 +514,8 @@ def _run_fake(model: nn.Module, sample: Any) -> None:
         for table, real in held:
             table.update(real)
         torch.set_rng_state(rng)
+
+
+def _tensor_tables(model: nn.Module) -> list[dict[str, Any]]:
+    """Where the model keeps its parameters and buffers."""
+    return [t for m in model.modules() for t in (m._parameters, m._buffers)]

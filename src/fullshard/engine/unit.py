@@ -545,12 +545,11 @@ def gather_piece(
     holders = layout.holders(placement)
     most = max((stop - start for _, start, stop in holders), default=0)
     width = min(most, max(SENT_BYTES // local.itemsize, placement.numel // 16) // count + 1)
-    whole, sent = local.new_empty(placement.numel), local.new_zeros(count * width)
-    parts = sent.view(count, width)
+    whole, parts = local.new_empty(placement.numel), local.new_zeros(count, width)
     for at in range(0, most, width):
         mine = local[at : at + width]
         parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
-        transport.fetch([sent]).wait()
+        transport.fetch([parts.view(-1)]).wait()
         for part, start, stop in holders:
             received = whole[start + at : min(start + at + width, stop)]
             received.copy_(parts[part, : received.numel()])

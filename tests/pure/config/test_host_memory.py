@@ -134,7 +134,6 @@ def test_the_least_limit_is_named_with_its_file_and_kills_are_the_own_groups(
     counter = tmp_path / "cgroup" / kills
     counter.write_text(counter.read_text().replace("oom_kill 1\n", "oom_kill 2\n"))
     assert watch.ran_out()
-    assert watch.exhausted() == str(host_memory.limit())
 
 
 def test_without_a_group_that_limits_it_the_machine_is_named(tmp_path, monkeypatch):
