@@ -39,7 +39,7 @@ RUFF_PATHS = $(wildcard src tests tools benchmarks examples docs)
 # Not the tests: they misspell on purpose.
 SPELLED = $(wildcard src tools benchmarks examples docs *.md) Makefile
 
-.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
+.PHONY: help setup train test test-long test-all test-tutorials test-slow test-torch lint format bench bench-calibrate bench-comm bench-compile bench-copies bench-exact bench-gpu bench-host bench-io bench-jax bench-limits bench-memory bench-scale bench-overlap bench-planner bench-time chaos distill-study long-parity gpu gpu-wheels docs screenshots clean
 
 help:
 	@echo "make setup      a virtual environment in $(VENV) with all that tests and lint need"
@@ -65,6 +65,7 @@ help:
 	@echo "make bench-host    the engine's host time a unit beside FSDP2's"
 	@echo "make bench-io      saving and loading beside the disk and torch's checkpoints"
 	@echo "make bench-jax     the JAX engine on two processes beside one, and beside XLA's partitioner"
+	@echo "make bench-limits  runs under memory limits beside their plans (needs cgroups: root)"
 	@echo "make bench-memory  the memory that the plan says beside what runs take, ten architectures"
 	@echo "make bench-scale   planning and bookkeeping of one rank over the world size"
 	@echo "make bench-overlap   how much of a slow wire's time hides behind compute, and a trace"
@@ -156,7 +157,7 @@ bench: $(VENV)/.stamp-setup
 bench-calibrate bench-comm bench-io: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/fullshard bench $* $(ARGS)
 
-bench-compile bench-copies bench-exact bench-head-loss bench-host bench-jax bench-memory bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
+bench-compile bench-copies bench-exact bench-head-loss bench-host bench-jax bench-limits bench-memory bench-overlap bench-planner bench-scale bench-time: bench-%: $(VENV)/.stamp-setup
 	$(BIN)/python -m benchmarks.$(patsubst jax,xla,$(patsubst time,times,$(subst -,_,$*))) $(ARGS)
 
 bench-gpu:

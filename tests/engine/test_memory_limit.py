@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-MIB = 1 << 20
+from support.memory_groups import MIB, memory_group
+
 LIMIT_MIB = 560  # modules: about 360; slots and buffers: 77; weights would be 204 more
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -105,34 +104,13 @@ def main(folder: Path) -> None:
 # ---- in the test ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """A memory group with a limit."""
-    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    root, name = (first, "memory.limit_in_bytes") if first.is_dir() else (second, "memory.max")
-    made = root / f"fullshard-{uuid.uuid4().hex[:8]}"
-    try:
-        made.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory group can be made here: {error}")
-    try:
-        try:
-            (made / name).write_text(str(LIMIT_MIB * MIB))
-        except OSError as error:
-            pytest.skip(f"a memory group takes no limit here: {error}")
-        yield made
-    finally:
-        made.rmdir()
-
-
 def test_weights_on_disk_never_fill_memory_from_their_creation_to_the_exported_model(
-    group: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    inside = f'echo 0 > "{group}/cgroup.procs" && exec "$@"'
-    command = ["sh", "-c", inside, "sh", sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env={**os.environ}, check=False
-    )
+    paths = [str(ROOT / "src"), str(ROOT / "tests")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with memory_group(LIMIT_MIB * MIB) as group:
+        done = group.run([sys.executable, __file__, str(tmp_path)], 110, env)
     assert done.returncode == 0, f"{done.returncode} {done.stderr[-2000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
     print({name: f"{value / MIB:.1f} MiB" for name, value in found.items()})

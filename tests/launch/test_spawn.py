@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.config.host_memory import Limit
 from fullshard.errors import ConfigError
 from fullshard.launch import supervise
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks, run_local_ranks
@@ -138,11 +139,16 @@ def test_a_rank_killed_by_the_kernel_is_named_with_its_last_words(run, capfd):
 def test_a_rank_killed_because_memory_ran_out_is_exit_code_4(run, tmp_path, monkeypatch, capfd):
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom_kill 3\n")
+    limit = Limit(900 << 20, Path("/sys/fs/cgroup/job/memory.max"))
     monkeypatch.setattr(supervise, "_SYSTEM", counter)
+    monkeypatch.setattr(supervise, "limit", lambda: limit)
     assert run("die_without_memory", counter) == 4
     err = capfd.readouterr().err
     assert "OutOfMemoryError: rank 1: expected to reach its end, but it was killed by" in err
-    assert "because memory ran out. Lower what a rank needs" in err
+    assert (
+        "because memory ran out: the processes need more than the container's memory limit of "
+        "900.0 MiB (/sys/fs/cgroup/job/memory.max). Lower what a rank needs"
+    ) in err
 
 
 def test_a_full_temporary_folder_does_not_hide_the_cause(run, monkeypatch, capfd):

@@ -24,7 +24,9 @@ from fullshard.config.values import Backend
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.engine.engine import engine_of
 from fullshard.models.build import model_config_of, model_on_meta
+from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS
 from fullshard.planner.optimizers import states_of
+from fullshard.planner.text import human_bytes
 from support.text import seeded_text
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,7 +67,7 @@ def place(tmp_path_factory) -> Path:
 def _here(place, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-    monkeypatch.setattr(host_memory, "total_bytes", lambda: HOST)
+    monkeypatch.setattr(host_memory, "limit", lambda: host_memory.Limit(HOST))
 
 
 def said(*words: object) -> tuple[dict[str, Any], int]:
@@ -126,7 +128,7 @@ def test_a_vocabulary_that_is_trained_later_is_planned_as_it_will_be(place):
 
 @pytest.mark.parametrize("limit", [1 << 20, 24 << 20])
 def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatch, place, limit):
-    monkeypatch.setattr(host_memory, "total_bytes", lambda: limit)
+    monkeypatch.setattr(host_memory, "limit", lambda: host_memory.Limit(limit))
     output = place / f"refused-{limit}"
     words = ("data.path=text.txt", f"output_dir={output}")
     monkeypatch.setattr("fullshard.run.start.make_data", lambda *_: pytest.fail("data was read"))
@@ -141,6 +143,30 @@ def test_what_cannot_fit_is_refused_with_its_plan_before_data_is_read(monkeypatc
     assert (record["status"], record["exit_code"]) == ("failed", 3)
     assert record["planned"] == found["planned"] == dry["planned"]
     assert record["planned"]["num_parameters"] == 3279104
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("words", [(), ("offload=cpu",), ("offload=nvme",)])
+def test_a_limit_must_leave_room_for_the_processes_beside_the_tensors(
+    monkeypatch, place, num_ranks, words
+):
+    words = (*words, "data.path=text.txt", "output_dir=nowhere", "save_strategy=no")
+    words = (*words, f"launch.num_processes={num_ranks}")
+    phases = said("plan", *words)[0]["phases"]
+    tensors = max(one["device"] + one["host"] * (one["name"] != "load") for one in phases)
+    least = num_ranks * (tensors + RANK_PROCESS) + LAUNCHER_PROCESS
+    file = Path("/sys/fs/cgroup/memory.max")
+    for missing, expected in ((0, 0), (num_ranks, 3)):
+        limit = host_memory.Limit(least - missing, file)
+        monkeypatch.setattr(host_memory, "limit", lambda limit=limit: limit)
+        found, code = said("train", *words, "--dry-run")
+        assert code == expected, found
+        assert said("plan", *words)[1] == expected
+    message = found["error"]["message"]
+    assert f"a rank of the container's memory limit of {least / 2**20:,.1f} MiB ({file})" in message
+    process = human_bytes(RANK_PROCESS + LAUNCHER_PROCESS // num_ranks)
+    assert f"Tensors take {human_bytes(tensors)} a rank; its process" in message
+    assert f"part of the launcher take {process}." in message
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, place):

@@ -52,7 +52,7 @@ def lint(
     resolved = load(words, config, config_file, explaining=True)
     found = _not_yet(resolved)
     found += [
-        {"key": key, "place": resolved.place_of(key), "why": why}
+        {"key": key, "place": resolved.index.origin_of(key, is_default=True).place, "why": why}
         for key, why in findings(resolved.config)
     ]
     for one in found:

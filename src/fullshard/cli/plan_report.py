@@ -169,14 +169,14 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
         how = ", as this machine was calibrated" if outlook.is_calibrated else ""
         speed = f"{outlook.tokens_per_s:,.0f} tokens a second"
         print(f"{outlook.step_time_s:.3g} s a step, {speed}{how}.")
-    memory = study.outlook.machine.memory_bytes
-    name = "a rank's part of this machine" if hardware is None else hardware.name or "GPU"
+    machine = study.outlook.machine
+    name = f"a rank's part of {machine.limit}" if hardware is None else hardware.name or "GPU"
     if lack is not None:
         sentence = Fit.NO.sentence(lack.needed, lack.memory)
         print(f"{name} ({human_bytes(lack.memory)}): {sentence}")
-    elif outlook.fit is not None and memory is not None:
-        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], memory)
-        print(f"{name} ({human_bytes(memory)}): {sentence}")
+    elif outlook.fit is not None and machine.memory_bytes is not None:
+        sentence = outlook.fit.sentence(outlook.peak_bytes["device"], machine.memory_bytes)
+        print(f"{name} ({human_bytes(machine.memory_bytes)}): {sentence}")
     if hardware is not None and hardware.name and study.outlook.machine.device is None:
         print(f"{hardware.name}: its speed is not known. Describe it in a file (--devices).")
     for one in study.advice:

@@ -165,10 +165,6 @@ class Resolved:
         origin = self.origins.get(key)
         return origin is not None and bool(origin.place) and origin.file != self.job
 
-    def place_of(self, key: str) -> str:
-        """`train.yaml:12`, or nothing for what nobody wrote."""
-        return self.index.origin_of(key, is_default=True).place
-
     def check_supported(
         self, *, planning: bool = False, launch: LaunchEnvironment | None = None
     ) -> None:

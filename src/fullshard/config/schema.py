@@ -283,11 +283,6 @@ def _read_data(value: object) -> object:
     return {} if value is None else _mapping(value, DataConfig, "a path, or a mapping with path")
 
 
-def _read_section(value: object) -> object:
-    """An empty section (`training:` and nothing below) is all defaults."""
-    return {} if value is None else value
-
-
 def _mapping(value: object, section: type[Section], expected: str) -> object:
     if isinstance(value, section | Mapping):
         return cast("object", value)
@@ -295,7 +290,8 @@ def _mapping(value: object, section: type[Section], expected: str) -> object:
 
 
 Model = Annotated[ModelConfig, BeforeValidator(_read_model)]
-SECTION = BeforeValidator(_read_section)
+# An empty section (`training:` and nothing below) is all defaults.
+SECTION = BeforeValidator(lambda value: {} if value is None else value)
 
 
 class RunConfig(Section):

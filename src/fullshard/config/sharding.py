@@ -93,7 +93,7 @@ def _read_wrap(value: object) -> object:
             if word in spellings(WrapKind):
                 return spellings(WrapKind)[word]
         names = to_names(str(value))
-        if names and all(_is_class_name(name) for name in names):
+        if names and all(n.isidentifier() and n[0].isupper() and not n.isupper() for n in names):
             return names
     elif callable(value):
         return value
@@ -106,10 +106,6 @@ def _read_wrap(value: object) -> object:
         "one of auto, transformer, size, none, or class names, or a callable",
         did_you_mean(cast("object", value), spellings(WrapKind)),
     )
-
-
-def _is_class_name(word: str) -> bool:
-    return word.isidentifier() and word[0].isupper() and not word.isupper()
 
 
 def _write_wrap(value: Wrap) -> object:

@@ -43,11 +43,6 @@ def _read_steps(value: object) -> object:
     return int(number) if number >= 1 else number
 
 
-def _read_warmup(value: object) -> object:
-    """As `_read_steps`, and 0 is no warm-up."""
-    return 0 if to_number(value) == 0 else _read_steps(value)
-
-
 def _read_resume(value: object) -> object:
     """A folder; false and `never` resume nothing."""
     if value is None:
@@ -74,7 +69,8 @@ def _read_trackers(value: object) -> object:
 
 
 Steps = Annotated[int | float, BeforeValidator(_read_steps)]
-Warmup = Annotated[int | float, BeforeValidator(_read_warmup)]
+_NoneOrSteps = BeforeValidator(lambda v: 0 if to_number(v) == 0 else _read_steps(v))
+Warmup = Annotated[int | float, _NoneOrSteps]
 
 DEFAULT_SAMPLES = 8  # Hugging Face's default
 

@@ -323,7 +323,7 @@ class Engine:
             strange = set(observed.forward) - set(order.forward)
             assert not strange, strange
             self.runtime.scheduler.order = replace(order, learned=True)
-        elif observed.differs_from(order):
+        elif (tuple(observed.forward), tuple(observed.backward)) != (order.forward, order.backward):
             self._switch_to(self.plan.reordered(observed.forward, observed.backward))
         else:
             self.runtime.scheduler.order = replace(order, learned=True)

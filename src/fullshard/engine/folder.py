@@ -238,13 +238,10 @@ class StoredNames:
         for name in names:
             for spelling in self._spellings(name):
                 found = (spelling,) if spelling in self._names else self._of_experts(spelling)
-                if found and not any(self._is_scaled(part) for part in found):
+                scales = (f"{part}{end}" for part in found for end in ("_scale_inv", "_scale"))
+                if found and not any(scale in self._names for scale in scales):  # quantized
                     return found
         return ()
-
-    def _is_scaled(self, name: str) -> bool:
-        """Whether a stored tensor is quantized: its values must be multiplied by scales."""
-        return any(name + ending in self._names for ending in ("_scale_inv", "_scale"))
 
     def _spellings(self, name: str) -> list[str]:
         spellings = [name]

@@ -58,7 +58,7 @@ def apply_recompute(model: nn.Module, names: Sequence[str], kind: RecomputeKind)
             )
         options: dict[str, Any] = {"use_reentrant": False}
         if kind is RecomputeKind.SELECTIVE:
-            options["context_fn"] = _selective
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         object.__setattr__(module, "forward", _recomputing(module.forward, options))
 
 
@@ -71,10 +71,6 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
         return checkpoint(again, *args, **options)
 
     return run
-
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001

@@ -178,7 +178,8 @@ def unsharded(
     if not engine.unsharded:
         engine.check_params()
     asked = engine.units if units is None else units
-    opened = [_Whole(unit, with_grads=with_grads) for unit in asked if not _is_whole(unit)]
+    cut = [u for u in asked if not u.members or isinstance(u.members[0].param, ShardedParameter)]
+    opened = [_Whole(unit, with_grads=with_grads) for unit in cut]
     engine.unsharded += 1
     try:
         yield
@@ -188,10 +189,6 @@ def unsharded(
             engine.home.before_write()
         for whole in opened:
             whole.close(engine, writeback=writeback)
-
-
-def _is_whole(unit: Unit) -> bool:
-    return bool(unit.members) and not isinstance(unit.members[0].param, ShardedParameter)
 
 
 class _Whole:

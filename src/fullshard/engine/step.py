@@ -67,7 +67,7 @@ from fullshard.engine.parameter import Guarded
 from fullshard.engine.unit import Member, Unit, alive, is_reached
 from fullshard.errors import EngineError, SlotError
 from fullshard.planner.events import Event, EventKind, Recorder, Sync
-from fullshard.planner.schedule import Order, Scheduler
+from fullshard.planner.schedule import Scheduler
 
 _REENTRANT = (
     "backward: expected one backward whose gradients autograd knows at its start; got one inside "
@@ -111,10 +111,6 @@ class Observed:
         self.forward: list[int] = []
         self.backward: list[int] = []
         self.done = False
-
-    def differs_from(self, order: Order) -> bool:
-        """Whether the plan should be redone with this order."""
-        return tuple(self.forward) != order.forward or tuple(self.backward) != order.backward
 
 
 class Runtime:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fullshard.engine.placing import Rings
 
 LARGE_NUMEL = 16_384
+SENT_BYTES = 8 << 20  # of a buffer for the messages that gather one parameter
 T = TypeVar("T")
 
 
@@ -531,18 +532,28 @@ def gather_piece(
 ) -> torch.Tensor:
     """One whole parameter of a flat buffer, newly allocated. A collective of the shard axis.
 
+    Its buffer for messages takes 8 MiB at most, or a sixteenth of a large parameter, whatever else
+    the flat buffer contains: elements that do not fit into it follow in further messages.
+
     Args:
         transport: Gathers over the shard axis.
         layout: Layout of the buffer.
         piece: Which elements of the parameter this rank has.
         local: (n_local,), these elements.
     """
-    full = torch.zeros(layout.numel, dtype=local.dtype, device=local.device)
-    own = full.chunk(layout.num_parts)[transport.axes.shard_index]
-    own[piece.offset : piece.offset + piece.numel].copy_(local)
-    transport.fetch([full]).wait()
-    placement = next(p for p in layout.placements if p.name == piece.name)
-    return full[placement.offset : placement.stop].view(placement.shape).clone()
+    count, placement = layout.num_parts, next(p for p in layout.placements if p.name == piece.name)
+    holders = layout.holders(placement)
+    most = max((stop - start for _, start, stop in holders), default=0)
+    width = min(most, max(SENT_BYTES // local.itemsize, placement.numel // 16) // count + 1)
+    whole, parts = local.new_empty(placement.numel), local.new_zeros(count, width)
+    for at in range(0, most, width):
+        mine = local[at : at + width]
+        parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
+        transport.fetch([parts.view(-1)]).wait()
+        for part, start, stop in holders:
+            received = whole[start + at : min(start + at + width, stop)]
+            received.copy_(parts[part, : received.numel()])
+    return whole.view(placement.shape)
 
 
 def _padding(plan: GroupPlan) -> list[tuple[int, int]]:

@@ -20,8 +20,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
 from fullshard.errors import ConfigError
@@ -91,9 +89,8 @@ class Diagnosis:
             facts = getattr(self, title)
             shown = ", ".join(f"{key} {value}" for key, value in facts.items()) or "none"
             lines.append(f"{title}: {shown}")
-        for finding in self.findings:
-            if finding.health is not Health.OK:
-                lines.append(f"{finding.health}: {finding.what}: {finding.says}")
+        found = [one for one in self.findings if one.health is not Health.OK]
+        lines += [f"{one.health}: {one.what}: {one.says}" for one in found]
         return anonymous("\n".join([*lines, "```"]))
 
 
@@ -152,12 +149,12 @@ def _accelerators() -> list[str]:
 def _memory(output_dir: Path) -> dict[str, int]:
     """Free bytes by place."""
     found = {
-        "host_bytes": psutil.virtual_memory().available,
+        "host_bytes": host_memory.available_bytes(),
         "disk_bytes": shutil.disk_usage(existing_folder(output_dir)).free,
     }
-    limit = host_memory.total_bytes()
-    if limit < psutil.virtual_memory().total:
-        found["cgroup_limit_bytes"] = limit
+    limit = host_memory.limit()
+    if limit.file is not None:
+        found["cgroup_limit_bytes"] = limit.num_bytes
     if Path("/dev/shm").is_dir():
         found["shared_memory_bytes"] = shutil.disk_usage("/dev/shm").free
     return found
@@ -196,13 +193,8 @@ def _of_versions(versions: Mapping[str, str]) -> Iterator[Finding]:
             says = f"{name} {versions[name]}, expected {needed} or newer"
             yield Finding("versions", Health.BROKEN, says, f"pip install -U '{name}>={needed}'")
     if "transformers" not in versions:
-        do = "pip install 'fullshard[hf]'"
-        yield Finding(
-            "versions",
-            Health.WARN,
-            "transformers is not installed; train, plan and verify need it",
-            do,
-        )
+        says = "transformers is not installed; train, plan and verify need it"
+        yield Finding("versions", Health.WARN, says, "pip install 'fullshard[hf]'")
     shown = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch"))
     yield Finding("versions", Health.OK, shown)
 
@@ -266,14 +258,14 @@ def _of_variables(variables: Mapping[str, str], cores: int) -> Iterator[Finding]
 
 
 def _of_memory(memory: Mapping[str, int], output_dir: Path) -> Iterator[Finding]:
-    free = f"{memory['host_bytes'] / GIB:.1f} GiB of memory free"
-    low = memory["host_bytes"] < GIB
-    do = "Stop other processes" if low else ""
-    yield Finding("memory", Health.WARN if low else Health.OK, free, do)
-    free = f"{memory['disk_bytes'] / GIB:.1f} GiB free for {output_dir}"
-    low = memory["disk_bytes"] < GIB
-    do = "Set another training.output_dir, or free space" if low else ""
-    yield Finding("disk", Health.WARN if low else Health.OK, free, do)
+    room = "Set another training.output_dir, or free space"
+    checked = (
+        ("memory", "host_bytes", f"of {host_memory.limit()}", "Stop other processes"),
+        ("disk", "disk_bytes", f"for {output_dir}", room),
+    )
+    for what, key, whose, do in checked:
+        free, low = f"{memory[key] / GIB:.1f} GiB free {whose}", memory[key] < GIB
+        yield Finding(what, Health.WARN if low else Health.OK, free, do if low else "")
     shared = memory.get("shared_memory_bytes", GIB)
     if shared < 64 << 20:
         says = f"{shared >> 20} MiB free in /dev/shm, which data loader workers and NCCL use"

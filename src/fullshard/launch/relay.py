@@ -67,7 +67,7 @@ class Relay:
         self._log: BinaryIO = log.open("ab", buffering=0)
         self._targets: dict[int, int] = {}  # our reading end -> where it goes
         self._terminal: tuple[int, int] | None = None  # the pty's controlling end, our terminal
-        self._muted = threading.Event()
+        self.muted = threading.Event()  # set: something more important is shown from now on
         self.stdout_fd = self._open(1)
         self.stderr_fd = self._open(2)
         self._thread = threading.Thread(target=self._copy, name="relay of rank 0", daemon=True)
@@ -77,10 +77,6 @@ class Relay:
         for fd in {self.stdout_fd, self.stderr_fd}:
             os.close(fd)  # else no end of file would ever come
         self._thread.start()
-
-    def mute(self) -> None:
-        """Stop writing to the terminal, where something more important is shown from now on."""
-        self._muted.set()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Wait until everything has been copied."""
@@ -130,11 +126,11 @@ class Relay:
                     os.close(key.fd)
 
     def _show(self, fd: int, data: bytes) -> None:
-        while data and not self._muted.is_set():
+        while data and not self.muted.is_set():
             try:
                 data = data[os.write(self._targets[fd], data) :]
             except OSError:  # the reader is gone; the run and its log continue
-                self._muted.set()
+                self.muted.set()
 
 
 def _read(fd: int) -> bytes:

@@ -12,7 +12,9 @@ when the launcher dies for any reason.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import gc
 import os
 import shutil
 import socket
@@ -126,12 +128,15 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
     Raises:
         ConfigError: The number of processes is not positive, or more than this machine can hold.
     """
-    most = max(1, host_memory.total_bytes() // LEAST_RANK_BYTES)
+    most = max(1, host_memory.limit().num_bytes // LEAST_RANK_BYTES)
     if not 1 <= launch.num_processes <= most:
         raise ConfigError(
             f"launch.num_processes: expected an integer >= 1 and <= {most:,}, which is what this "
             f"machine has memory for, got {launch.num_processes:,}."
         )
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc's: what preparing the run took goes back
+        ctypes.CDLL(None).malloc_trim(0)
     launch.log_dir.mkdir(parents=True, exist_ok=True)
     if launch.attempt == 0:
         (launch.log_dir / "hang.txt").unlink(missing_ok=True)
@@ -145,7 +150,7 @@ def launch_local_ranks(launch: LocalLaunch) -> LaunchResult:
             ranks,
             folder,
             timeout_s=launch.timeout_s,
-            on_failure=relay.mute,
+            on_failure=relay.muted.set,
             positions=partial(_positions, launch, store, run_id),
         )
         with contextlib.ExitStack() as closing:  # all of them are called, even if one fails

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from fullshard.config.host_memory import kill_counters
+from fullshard.config.host_memory import kill_counters, limit
 from fullshard.launch.exit_codes import ExitCode, describe_status, exit_code_of_signal
 from fullshard.launch.failure import LaunchFolder, RankFailure, first_cause
 from fullshard.launch.rank_entry import STACKS_SIGNAL
@@ -187,9 +187,10 @@ class Supervisor:
             return report
         status = rank.status or 0
         no_memory = status == -signal.SIGKILL and self._memory.ran_out()
-        words = describe_status(status) + " because memory ran out" * no_memory
-        message = f"rank {rank.rank}: expected to reach its end, but it {words}."
-        message += f" {CURE}." * no_memory
+        message = f"rank {rank.rank}: expected to reach its end, but it {describe_status(status)}"
+        if no_memory:
+            message += f" because memory ran out: the processes need more than {limit()}. {CURE}"
+        message += "."
         tail = _last_lines(rank.log)
         if tail:
             message += "\nThe last lines of its log:\n  " + "\n  ".join(tail)
@@ -265,8 +266,8 @@ SAMPLE_S = 0.5
 LOW = 0.03  # share of memory: killers in user space, which no counter counts, act below it
 
 CURE = (
-    "Lower what a rank needs (batch, sequence length, model), start fewer ranks, offload less to "
-    "the host, or raise the memory of the machine or of the container"
+    "Lower what a rank needs (batch, sequence length, model), start fewer ranks, move state from "
+    "memory to disk (offload: nvme), or raise that limit"
 )
 
 

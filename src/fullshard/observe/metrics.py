@@ -8,14 +8,16 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import resource
-import sys
+import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from os import fstat
 from os.path import samestat
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+SAMPLE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -171,18 +175,40 @@ def _keep(path: Path, done: int) -> list[dict[str, Any]]:
     return rows
 
 
-def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """In use now, and the most so far, in bytes.
+@cache
+def process_peak() -> list[int]:
+    """A list with the peak of `process_bytes()` since the first call, kept by a thread.
 
-    Args:
-        device: Where the model lives. On CUDA: what torch's allocator has given out; on the CPU:
-            the process's resident set, which counts its libraries too.
+    Linux keeps no peak of memory without pages of files.
     """
-    if device.type == "cuda":
-        import torch
+    peak = [0]
 
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    now = psutil.Process().memory_info().rss
-    # The kernel counts both in batches a CPU, so that the peak may lag behind what is in use.
-    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    def sample() -> None:
+        while True:
+            peak[0] = max(peak[0], process_bytes())
+            time.sleep(SAMPLE_S)
+
+    Thread(target=sample, name="fullshard memory", daemon=True).start()
+    return peak
+
+
+def process_bytes(pid: int | str = "self") -> int:
+    """Anonymous and shared memory of a process, which the kernel cannot drop.
+
+    Pages of files (libraries, data, state on disk) do not count. Without /proc: the resident set of
+    this process.
+    """
+    if not psutil.LINUX:
+        return psutil.Process().memory_info().rss
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+)", status, re.MULTILINE)))
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes in use now, and their peak: of torch's allocator on CUDA, of the process on a CPU."""
+    if device.type != "cuda":
+        now = process_bytes()
+        return now, max(now, *process_peak())
+    import torch
+
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)

@@ -48,15 +48,13 @@ def gather(run: Path) -> dict[str, Any]:
     record = _read_record(run)
     rows = list(read_rows(run / "metrics.jsonl"))
     steps = [row for row in rows if "loss" in row]
-    plan = _plan(run / "plan.json")
+    plan, saves = _plan(run / "plan.json"), list(read_rows(run / SAVES))
     planned = record.get("planned") or {}
     units = plan.units if isinstance(plan, Plan) else ()
     return {
         "record": record,
         "steps": steps,
-        "charts": _charts(
-            steps, rows, list(read_rows(run / SAVES)), {**record, "planned": planned}
-        ),
+        "charts": _charts(steps, rows, saves, {**record, "planned": planned}),
         "compared": _compared(steps, planned),
         "plan": plan,
         "arrays": plan.arrays if isinstance(plan, ArraysPlan) else (),
@@ -98,6 +96,7 @@ def _charts(
     speed = _planned_chart(steps, ("tokens_per_s", "", 1), planned.get("expected_tokens_per_s"))
     waits = _planned_chart(steps, ("comm_s", " ms", 1000), planned.get("expected_wait_s"))
     saved = Series("checkpoint", _column(saves, "step"), _column(saves, "save_s", 1000), 2, "dots")
+    norm = _curve(steps, "grad_norm", 4, Axes("step", "norm"))
     return [
         ("Loss", loss, True),
         ("Time per step", _time_chart(steps), True),
@@ -105,11 +104,7 @@ def _charts(
         ("Tokens per second, all ranks", speed, False),
         ("Exposed communication per step", waits, False),
         ("Pause of training per checkpoint", line_chart([saved], _from_zero("ms", " ms")), False),
-        (
-            "Gradient norm before clipping",
-            _curve(steps, "grad_norm", 4, Axes("step", "norm")),
-            False,
-        ),
+        ("Gradient norm before clipping", norm, False),
         ("Learning rate", _curve(steps, "learning_rate", 1, _from_zero("rate")), False),
     ]
 

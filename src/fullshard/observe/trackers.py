@@ -92,10 +92,7 @@ def _trackio(names: Names) -> tuple[Log, Close]:
     trackio = import_module("trackio")
     trackio.init(project=names.project, name=names.run, config=dict(names.config))
 
-    def log(values: dict[str, float], step: int) -> None:
-        trackio.log(values, step=step)
-
-    return log, lambda _succeeded: trackio.finish()
+    return lambda values, step: trackio.log(values, step=step), lambda _: trackio.finish()
 
 
 OPEN: Mapping[Tracker, Callable[[Names], tuple[Log, Close]]] = {
@@ -150,10 +147,8 @@ class Trackers:
         if self._thread.is_alive():
             logger.warning("training.report_to: a tracker did not end in %.0f s", CLOSE_S)
         if self._num_lost:
-            logger.warning(
-                "training.report_to: %d rows were dropped because they arrived too fast",
-                self._num_lost,
-            )
+            lost = "training.report_to: %d rows were dropped because they arrived too fast"
+            logger.warning(lost, self._num_lost)
 
     def _serve(self, asked: Sequence[Tracker], names: Names) -> None:
         trackers: dict[Tracker, tuple[Log, Close]] = {}
@@ -193,8 +188,5 @@ def _left_out(tracker: Tracker, trackers: dict[Tracker, tuple[Log, Close]]) -> G
             what = "is not installed"
         else:
             what = f"failed and is disabled ({type(error).__name__}: {error})"
-        logger.warning(
-            "training.report_to: %s %s; metrics.jsonl and metrics.csv contain the same values",
-            tracker,
-            what,
-        )
+        what += "; metrics.jsonl and metrics.csv contain the same values"
+        logger.warning("training.report_to: %s %s", tracker, what)

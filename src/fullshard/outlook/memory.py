@@ -121,11 +121,10 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
     rest = weights + optimizer + gathered
     active = rest + max(begins, ends)
     if run.saves_whole:
-        held = run.model.num_params / (run.mesh.tensor * run.mesh.pipeline)
-        active = max(active, rest + run.precision.master * held)
+        whole = run.precision.master * run.model.num_params / run.mesh.tensor / run.mesh.pipeline
+        active = max(active, rest + whole)
     base = k.base_gib * GIB
     cached = k.cached_share * (min(begins, ends) - waiting)
-    limit = FULL * run.device.memory_gib * GIB
     return PeakMemory(
         weights=weights,
         optimizer=optimizer,
@@ -136,7 +135,7 @@ def peak_memory(run: Workload, k: Constants = FITTED) -> PeakMemory:
         logits=logits,
         base=base,
         active=active,
-        reserved=max(active, min(active + base + cached, limit)),
+        reserved=max(active, min(active + base + cached, FULL * run.device.memory_gib * GIB)),
     )
 
 
@@ -273,7 +272,7 @@ class Fit(StrEnum):
 
     def sentence(self, needed_bytes: int, memory_bytes: int) -> str:
         """Returns the verdict with its numbers."""
-        share = f"{needed_bytes / memory_bytes:.1%}"
+        share = f"{needed_bytes / max(1, memory_bytes):.1%}"
         if needed_bytes > 2 * memory_bytes:
             share = f"{needed_bytes / max(1, memory_bytes):,.1f} times as much"
         match self:
@@ -426,6 +425,9 @@ MEDIUM, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
 # Outside of the allocator, from public reports. A CUDA context: 0.3 to 0.5 GB; an NCCL
 # communicator: about 0.5 GB (https://github.com/NVIDIA/nccl/issues/964: 544 to 688 MB on A100).
 CONTEXT = COMMUNICATOR = GB // 2
+# Peaks of a run whose tensors take less than a MiB: anonymous memory and page tables of a rank, and
+# of the launcher, which prepares the data. Measured by `python -m benchmarks.limits --case base`.
+RANK_PROCESS, LAUNCHER_PROCESS = 300 * MIB, 320 * MIB
 
 
 @dataclass(frozen=True, slots=True)

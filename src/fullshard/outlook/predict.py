@@ -69,10 +69,14 @@ class Machine:
 
     Attributes:
         device: The device's speed; None if it is unknown.
-        memory_bytes: Memory of the device; None if it is unknown.
+        memory_bytes: Memory of the device for tensors; None if it is unknown. Negative if the
+            processes alone exceed it.
         calibration: Measurements of this machine, which give the time of a step.
-        host_bytes: The rank's part of the host's memory; None for a machine other than this one.
+        host_bytes: The rank's part of the host's memory, without the processes' own; None for a
+            machine other than this one.
         is_host: Whether the rank computes on the CPU, in the host's memory.
+        process_bytes: Memory of a rank's process without tensors, and its part of the launcher's.
+        limit: The host's memory or the container's limit, in words.
     """
 
     device: Device | None
@@ -80,6 +84,8 @@ class Machine:
     calibration: Calibration | None = None
     host_bytes: int | None = None
     is_host: bool = False
+    process_bytes: int = 0
+    limit: str = "this machine"
 
 
 RowsOf = Callable[[Plan, ShardConfig], tuple[MemoryRow, ...]]
@@ -153,6 +159,12 @@ class Outlook:
         return sum_by_place(self.rows)
 
     @property
+    def memory_bytes(self) -> int:
+        """Peak bytes of the memory that a rank computes in, which may be the host's."""
+        peaks = self.peak_bytes
+        return peaks[Place.DEVICE] + peaks[Place.HOST] * self.machine.is_host
+
+    @property
     def step_time_s(self) -> float | None:
         """Seconds of a step; None if unknown."""
         return None if self.times is None else self.times.step
@@ -217,8 +229,7 @@ def look(plan: Plan, config: ShardConfig, job: PlannedStep, machine: Machine) ->
     times, bars = measured or (None, ())
     if measured is None and machine.device is not None and job.is_timed:
         times = step_times(run)
-    is_traced = traced is not None
-    found = (rows, is_traced, reserved, times, fit, bars, round(forward))
+    found = (rows, traced is not None, reserved, times, fit, bars, round(forward))
     return Outlook(config, job, machine, plan, run, *found)
 
 

@@ -44,18 +44,13 @@ def render_tree(plan: Plan) -> str:
         f"units: {len(plan.units)}, padding {_padding(plan):.3%}, prefetch "
         f"{plan.depths.forward} forward, {plan.depths.backward} backward",
     ]
-    for _, run in groupby(plan.units, key=_likeness):
-        lines.append("  " + _unit_line(list(run), mesh))
+    lines += [f"  {_unit_line(list(run), mesh)}" for _, run in groupby(plan.units, key=_likeness)]
     lines.append("rings:")
     for ring in plan.rings:
-        lines.append(
-            f"  {ring.name}: {ring.count} x {ring.numel:,} {ring.dtype}"
-            f" = {human_bytes(ring.num_bytes)}"
-        )
-    lines.append("memory of a rank (state only):")
-    for row in plan.memory:
-        lines.append(f"  {row.name}: {human_bytes(row.num_bytes)}")
-    return "\n".join(lines)
+        size = f"{ring.count} x {ring.numel:,} {ring.dtype} = {human_bytes(ring.num_bytes)}"
+        lines.append(f"  {ring.name}: {size}")
+    rows = [f"  {row.name}: {human_bytes(row.num_bytes)}" for row in plan.memory]
+    return "\n".join([*lines, "memory of a rank (state only):", *rows])
 
 
 def _likeness(unit: UnitPlan) -> tuple[object, ...]:

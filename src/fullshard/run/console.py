@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.config import host_memory
 from fullshard.config.schema import RunConfig
 from fullshard.data.dataset import DatasetFacts
 from fullshard.errors import printable
@@ -152,7 +153,7 @@ def weights_line(config: RunConfig) -> str:
 
 def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tuple[str, str]]:
     """Labelled lines of the banner that both engines share: data, batch, steps."""
-    shape, training = steps.order.shape, config.training
+    shape, training, limit = steps.order.shape, config.training, host_memory.limit()
     dropped = ""
     if steps.order.num_dropped:
         dropped = f"; {steps.order.num_dropped} sequences an epoch fill no whole step: dropped"
@@ -176,6 +177,7 @@ def run_lines(config: RunConfig, data: DatasetFacts, steps: StepPlan) -> list[tu
             f"{training.learning_rate:g} {training.lr_scheduler_type} after "
             f"{steps.num_warmup_steps} steps of warm-up{dropped}",
         ),
+        *([("limit", str(limit))] if limit.file is not None else []),
     ]
 
 
@@ -196,27 +198,23 @@ def plan_lines(config: RunConfig, plan: Plan, device: str) -> list[tuple[str, st
     rows = ", ".join(
         f"{row['name']} {human_bytes(int(row['bytes']))}" for row in plan.rows() if row["bytes"]
     )
+    model = f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}"
+    axes = f"replicate {mesh.replicate} x shard {mesh.shard}, {plan.strategy}"
+    axes += f", transport {plan.transport}"
+    places = [f"{human_bytes(size)} {place}" for place, size in plan.peak_bytes.items() if size]
     contracts = sorted(
         f"master {d.master}, compute {d.compute}, reduce {d.reduce}, accumulate {d.accumulate}"
         for d in {group.dtypes for group in groups}
     )
     return [
-        (
-            "model",
-            f"{plan.model_kind}, {plan.num_parameters:,} parameters{frozen}, "
-            f"{weights_line(config)}",
-        ),
-        (
-            "mesh",
-            f"{mesh.world_size} rank(s) on {device}: replicate {mesh.replicate} x "
-            f"shard {mesh.shard}, {plan.strategy}, transport {plan.transport}",
-        ),
+        ("model", f"{model}, {weights_line(config)}"),
+        ("mesh", f"{mesh.world_size} rank(s) on {device}: {axes}"),
         (
             "plan",
             f"{len(plan.units)} units, padding {padding / max(1, elements):.2%}, "
             f"{sum(ring.count for ring in plan.rings)} slots of {human_bytes(slot_bytes)} in all, "
             f"prefetch {plan.depths.forward} forward and {plan.depths.backward} backward",
         ),
-        ("state", f"{human_bytes(plan.peak_bytes['device'])} a rank: {rows}"),
+        ("state", f"{' + '.join(places)} a rank: {rows}"),
         ("dtypes", "; ".join(contracts)),
     ]

@@ -27,7 +27,7 @@ from fullshard.models.build import (
 from fullshard.models.config import quiet_libraries, require_transformers
 from fullshard.outlook.calibration import FILE_NAME, Calibration, read_calibration
 from fullshard.outlook.devices import Device, Gpus, find_device
-from fullshard.outlook.memory import GIB, LOAD, Fit, Storage
+from fullshard.outlook.memory import GIB, LAUNCHER_PROCESS, LOAD, RANK_PROCESS, Fit, Storage
 from fullshard.outlook.predict import Machine, Outlook, PlannedStep, look
 from fullshard.outlook.search import MICRO_BATCH, PlanAt, Study, choose, study
 from fullshard.outlook.workload import Batch, Shapes, decoder
@@ -153,12 +153,14 @@ def transport_here(config: ShardConfig, topology: Topology) -> ShardConfig:
 
 def this_machine(num_ranks: int) -> Machine:
     """The machine of a rank on this host: its GPU, or its part of the host's memory."""
-    host_bytes = host_memory.total_bytes() // num_ranks
-    if not torch.cuda.is_available():
-        return Machine(None, host_bytes, host_bytes=host_bytes, is_host=True)
-    facts = torch.cuda.get_device_properties(0)
-    found = machine_of(Gpus(num_ranks, facts.name, facts.total_memory))
-    return replace(found, host_bytes=host_bytes)
+    limit, process = host_memory.limit(), RANK_PROCESS + LAUNCHER_PROCESS // num_ranks
+    left = limit.num_bytes // num_ranks - process
+    if torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(0)
+        found = machine_of(Gpus(num_ranks, facts.name, facts.total_memory))
+    else:
+        found = Machine(None, left, is_host=True)
+    return replace(found, host_bytes=left, process_bytes=process, limit=str(limit))
 
 
 def topology_of(config: RunConfig, world_size: int) -> Topology:
@@ -219,7 +221,8 @@ class View:
         """The outlook with advice; if the run does not fit, from the needs of each phase."""
         outlook, machine, lack = self.outlook, self.machine, self.lack()
         if lack is not None and machine.memory_bytes is not None:
-            beyond = max(0, lack.needed - outlook.peak_bytes[Place.DEVICE]) * machine.is_host
+            tensors = lack.needed - lack.process
+            beyond = max(0, tensors - outlook.peak_bytes[Place.DEVICE]) * machine.is_host
             machine = replace(machine, memory_bytes=max(1, machine.memory_bytes - beyond))
             outlook = replace(outlook, fit=Fit.NO, machine=machine)
         found = study(outlook, self.plan_at, self.topology, self.storage)
@@ -235,17 +238,12 @@ class View:
 
     def lack(self) -> Lack | None:
         """The memory that is exceeded by most; None if all phases of the run fit."""
-        phases, machine = self.outlook.phases(self.storage), self.machine
-        if machine.is_host:  # weights are loaded into the memory that they stay in
-            needed = max(p.device + (p.host if p.name != LOAD else 0) for p in phases)
-            found = [("this machine", needed, machine.memory_bytes)]
-        else:
-            found = [
-                ("the device", max(p.device for p in phases), machine.memory_bytes),
-                ("the host", max(p.host for p in phases), machine.host_bytes),
-            ]
-        lacks = [Lack(where, n, has) for where, n, has in found if has is not None and n > has]
-        return max(lacks, key=lambda one: one.needed / max(1, one.memory), default=None)
+        phases = self.outlook.phases(self.storage)
+        if self.machine.is_host:  # weights are loaded into the memory that they stay in
+            return lack_of(
+                self.machine, 0, max(p.device + p.host * (p.name != LOAD) for p in phases)
+            )
+        return lack_of(self.machine, max(p.device for p in phases), max(p.host for p in phases))
 
 
 @dataclass(frozen=True)
@@ -253,24 +251,47 @@ class Lack:
     """A memory that is too small for a run.
 
     Attributes:
-        where: Owner of the memory: this machine, the device or the host.
+        where: The memory in words: the device, this machine, or the container's limit.
         needed: Bytes that a rank needs.
         memory: Bytes that a rank has.
+        process: The part of `needed` that is no tensor's.
     """
 
     where: str
     needed: int
     memory: int
+    process: int = 0
 
     def refusal(self, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:
         """Why a run is not started, with the plan's rows and advice in sentences."""
         told = (
-            f"memory: expected at most {human_bytes(self.memory)} a rank, which is what "
-            f"{self.where} has for it; the plan takes {human_bytes(self.needed)}: "
+            f"memory: expected at most {human_bytes(self.memory)} a rank of {self.where}; "
+            f"the run takes {human_bytes(self.needed)}: "
             f"{Fit.NO.sentence(self.needed, self.memory)}"
         )
+        if self.process:
+            told += (
+                f" Tensors take {human_bytes(self.needed - self.process)} a rank; its process and "
+                f"its part of the launcher take {human_bytes(self.process)}."
+            )
         smaller = "more devices, a smaller model or batch, or shorter sequences (max_seq_length)"
         return with_plan(told, rows, advice or [smaller])
+
+
+def lack_of(machine: Machine, device: int, host: int) -> Lack | None:
+    """The memory that is exceeded by most; None if both are large enough, or not known.
+
+    Args:
+        machine: Machine of a rank.
+        device: Bytes of a rank's tensors on a device with a memory of its own.
+        host: Bytes of a rank's tensors in the host's memory.
+    """
+    found, process = list[Lack](), machine.process_bytes
+    if not machine.is_host and machine.memory_bytes is not None and device > machine.memory_bytes:
+        found.append(Lack("the device", device, machine.memory_bytes))
+    if machine.host_bytes is not None and host > machine.host_bytes:
+        found.append(Lack(machine.limit, host + process, machine.host_bytes + process, process))
+    return max(found, key=lambda one: one.needed / max(1, one.memory), default=None)
 
 
 def with_plan(message: str, rows: Sequence[MemoryRow], advice: Sequence[str]) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fullshard.data.dataset import DatasetFacts
 from fullshard.engine.hugging_face import import_code
+from fullshard.launch.machine import describe_versions
 from fullshard.models.generate import Sample
-from fullshard.observe.metrics import memory_bytes
+from fullshard.observe.metrics import process_bytes
 from fullshard.observe.report import write_report
 from fullshard.planner.text import human_bytes
 from fullshard.run.console import RunConsole
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from fullshard.run.xla_outlook import XlaOutlook
+
+
+PACKAGES = ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax")
 
 
 def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def planned(view: View | XlaOutlook, steps: StepPlan | None = None) -> dict[str,
         "num_parameters": plan.num_parameters,
         "num_units": plan.num_units,
         "peak_bytes": plan.peak_bytes,
-        "expected_peak_bytes": outlook.peak_bytes["device"] if outlook else None,
+        "expected_peak_bytes": outlook.memory_bytes if outlook else None,
         "expected_step_time_s": outlook.step_time_s if outlook else None,
         "expected_tokens_per_s": outlook.tokens_per_s if outlook else None,
         "expected_wait_s": outlook.times.exposed if outlook and outlook.times else None,
@@ -61,7 +64,7 @@ def mark_running(folder: RunFolder, device: torch.device, model_config: Pretrain
     """Records that the run is running, and the process's memory before the model is built."""
     import_code(model_config)  # its memory does not belong to the model's tensors
     record = folder.read_record()
-    before = memory_bytes(device)[0] if device.type == "cpu" else 0
+    before = process_bytes() if device.type == "cpu" else 0
     folder.update_record(
         status=RunStatus.RUNNING,
         planned={**record["planned"], "process_bytes": before},
@@ -71,13 +74,8 @@ def mark_running(folder: RunFolder, device: torch.device, model_config: Pretrain
 
 def environment() -> dict[str, str]:
     """For run.json: versions of Python, the platform and the libraries."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in ("fullshard", "torch", "transformers", "tokenizers", "numpy", "jax"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    missing = dict.fromkeys(PACKAGES, "not installed")
+    return {"platform": platform.platform(), **missing, **describe_versions(PACKAGES)}
 
 
 def conclude(
@@ -132,18 +130,13 @@ def _print_result(
     loss, nats = measured["eval_loss"], measured["baseline_loss"]
     if loss is not None and nats is not None:
         verdict = f"beaten by {nats - loss:.3f}" if loss < nats else "not beaten"
-        console.print_facts(
-            [
-                ("held-out loss", f"{loss:.4f} nats a token", "bold"),
-                (
-                    "bigram baseline",
-                    f"{nats:.4f} nats a token (interpolated, lambda "
-                    f"{measured['baseline_weight']:.2f}, the same "
-                    f"{measured['num_held_out_tokens']:,} tokens): {verdict}",
-                    "green" if loss < nats else "red",
-                ),
-            ]
+        baseline = (
+            f"{nats:.4f} nats a token (interpolated, lambda {measured['baseline_weight']:.2f}, the "
+            f"same {measured['num_held_out_tokens']:,} tokens): {verdict}"
         )
+        held_out = ("held-out loss", f"{loss:.4f} nats a token", "bold")
+        color = "green" if loss < nats else "red"
+        console.print_facts([held_out, ("bigram baseline", baseline, color)])
     if measured["ema_eval_loss"] is not None:
         text = f"{measured['ema_eval_loss']:.4f} nats a token (in {folder.model_ema})"
         console.print_facts([("average's loss", text, "")])
@@ -159,12 +152,12 @@ def _print_result(
 
 
 def _memory(folder: RunFolder, peak_bytes: int) -> str:
-    """Planned and measured memory; on a CPU the whole process is measured."""
+    """Planned and measured memory; on a CPU that of the process, without pages of files."""
     planned = folder.read_record()["planned"]
     expected, before = planned["expected_peak_bytes"], planned.get("process_bytes", 0)
     measured = f"measured {human_bytes(peak_bytes)} a rank"
     if before:
-        measured += " (the whole process)"
+        measured += " (without pages of files, which the kernel drops when memory is short)"
     if expected is None:  # the compiler lays out everything but the state
         return measured
     told = f"planned {human_bytes(expected)} of tensors"

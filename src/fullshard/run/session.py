@@ -30,6 +30,7 @@ from fullshard.models.build import model_config_of
 from fullshard.models.config import quiet_libraries
 from fullshard.models.generate import Sample
 from fullshard.observe.hang import watchdog
+from fullshard.observe.metrics import memory_bytes
 from fullshard.recipes.base import RowBatches, Seat, Team
 from fullshard.recipes.batches import load_data
 from fullshard.recipes.registry import Command
@@ -145,6 +146,7 @@ def run(config: RunConfig, run_dir: Path) -> None:
 def train(config: RunConfig, folder: RunFolder, seat: Seat) -> None:
     """Trains on this rank, inside a process group (XLA uses it only for the rendezvous)."""
     began = time.perf_counter()
+    memory_bytes(seat.device)  # the peak counts from here
     quiet_libraries()
     session = Session.read(config, folder, seat)
     if config.backend is Backend.JAX:

@@ -15,7 +15,7 @@ from fullshard.outlook.xla_memory import StepShape, at_peak
 from fullshard.planner.arrays import ArraysPlan
 from fullshard.planner.memory import MemoryRow
 from fullshard.recipes.distill.xla import check_teacher, more_shapes
-from fullshard.run.outlook import Lack
+from fullshard.run.outlook import Lack, lack_of
 from fullshard.xla import opt_state
 from fullshard.xla.aot import Compiled, compile_step, devices_of, kept_for_backward, without_devices
 from fullshard.xla.decoder import BLOCKS, DecoderConfig, plan_table
@@ -56,11 +56,8 @@ class XlaOutlook:
 
     def lack(self) -> Lack | None:
         """The memory that is too small; None if the run fits or the memory is not known."""
-        memory = self.machine.memory_bytes
-        where = "this machine" if self.machine.is_host else "the device"
-        if memory is None or self.peak_bytes <= memory:
-            return None
-        return Lack(where, self.peak_bytes, memory)
+        device, host = (0, self.peak_bytes) if self.machine.is_host else (self.peak_bytes, 0)
+        return lack_of(self.machine, device, host)
 
     def errors(self, exact: Compiled) -> dict[str, Any]:
         """Differences between the plan and XLA: bytes of the state, share of the peak, and

@@ -171,7 +171,8 @@ class Watchdog:
                 if verdict is None and not preempted:
                     verdict = left_early(seen, self.sampler.last)
                 if verdict is None and late:  # the supervisor sees ranks of this machine die
-                    others = filter(self._is_unknown, seen.values())
+                    here = self.sampler.last.host
+                    others = (one for one in seen.values() if one.position.host != here)
                     verdict = fallen_silent(others, EXPLAIN_S - POLL_S)
                 if verdict is not None:
                     self._write(verdict, {}, seen)
@@ -192,10 +193,6 @@ class Watchdog:
             # torchrun sends SIGTERM to all ranks once one has died; the report comes first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return frame
-
-    def _is_unknown(self, one: Seen) -> bool:
-        """Whether the rank is on another machine, so that no supervisor here sees it die."""
-        return one.position.host != self.sampler.last.host
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """Hook for an uncaught exception, for ranks that our launcher did not start."""

@@ -141,7 +141,7 @@ def share_segment(
         os.close(descriptor)
     _agree(failure, num_bytes, tell_all)  # all have looked at what is left; now they take it
     assert segment is not None
-    _, failure = _attempt(_populate, segment, own)
+    _, failure = _attempt(lambda: [segment.populate(*pages) for pages in own])
     _agree(failure, num_bytes, tell_all)
     return segment
 
@@ -152,11 +152,6 @@ def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, OSError | N
         return function(*args), None
     except OSError as error:
         return None, error
-
-
-def _populate(segment: Segment, ranges: Sequence[tuple[int, int]]) -> None:
-    for start, length in ranges:
-        segment.populate(start, length)
 
 
 def _agree(failure: Exception | None, num_bytes: int, tell_all: TellAll) -> None:

@@ -1,0 +1,302 @@
+"""`python -m benchmarks.limits`: runs inside memory groups, beside what their plans say.
+
+Each case is a `fullshard train` of two steps, from the weights' creation to the exported model, in
+a memory group (cgroup) whose limit is 1.05 times what the plan and the processes need together. The
+anonymous and shared memory of every process of the group is sampled. The script must be allowed to
+make memory groups (as root, or in a delegated group).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.command import JsonFlag, command_line, run_script
+from fullshard.bench.machine import Neighbours
+from fullshard.bench.page import Page
+from fullshard.cli.bench import OutFlag, say, show
+from fullshard.cli.outcome import Outcome
+from fullshard.config.load import load_config
+from fullshard.errors import ConfigError
+from fullshard.observe.metrics import process_bytes
+from fullshard.outlook.memory import LAUNCHER_PROCESS, MIB, RANK_PROCESS
+from fullshard.planner.mesh import Topology
+from fullshard.run.outlook import foresee
+
+NAME = "benchmarks.limits"
+ROOT = Path(__file__).parents[1]
+SLACK = 1.05
+SAMPLE_S = 0.02
+FIRST, SECOND = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+SENTENCE = "the quick brown fox jumps over the lazy dog while {} cats sat on mats and ran. "
+LLAMA = {"model_type": "llama"}
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,
+}
+TINY = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+}
+COLUMNS = (
+    *("case", "ranks", "limit, MiB", "planned tensors, MiB", "plan + base, MiB"),
+    *("measured, MiB", "measured / planned", "files, MiB", "dirty, MiB", "losses differ by"),
+)
+METHOD = (
+    "Llama with 11 million parameters (tiny: 0.03 million), float32, AdamW, one sequence of 16 "
+    "tokens a rank and step, two steps, an evaluation, an exported model and a sample of text.",
+    "Planned tensors: the peak of the largest rank in memory, device and host. Base: "
+    f"{RANK_PROCESS >> 20} MiB, the process of a rank without its tensors. Measured: the peak of "
+    "the largest rank's anonymous and shared memory (RssAnon + RssShmem), sampled every "
+    f"{SAMPLE_S * 1000:.0f} ms. Files: the peak of the group's page cache, which the kernel drops "
+    "when memory is short; dirty is the part that it must write first.",
+    f"The limit is {SLACK} times ranks x (planned + base) + {LAUNCHER_PROCESS >> 20} MiB of the "
+    "launcher. No process was killed, else the command fails.",
+    "Losses: the largest difference between a loss of the run (steps and evaluation) and that of "
+    "the same run without offload.",
+)
+
+
+@dataclass(frozen=True)
+class LimitCase:
+    """A run under a limit.
+
+    Attributes:
+        name: Name of the case.
+        words: What `fullshard train` is told about the homes of state.
+        num_ranks: Number of ranks.
+        from_folder: Whether weights are loaded from a folder; random otherwise.
+        sizes: Sizes of the model.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    num_ranks: int = 1
+    from_folder: bool = False
+    sizes: dict[str, int] = field(default_factory=lambda: SIZES)
+
+
+HOMES = ("parameters", "gradients", "optimizer")
+CASES = (
+    LimitCase("base", sizes=TINY),
+    LimitCase("memory"),
+    LimitCase("cpu", ("offload=cpu",)),
+    LimitCase("nvme", ("offload=nvme",)),
+    *(
+        LimitCase(f"{h}: {p}", (f"sharding.offload.{h}={p}",))
+        for p in ("cpu", "nvme")
+        for h in HOMES
+    ),
+    LimitCase("memory, folder", from_folder=True),
+    LimitCase("cpu, folder", ("offload=cpu",), from_folder=True),
+    LimitCase("nvme, folder", ("offload=nvme",), from_folder=True),
+    LimitCase("memory, 2 ranks", num_ranks=2),
+    LimitCase("cpu, 2 ranks", ("offload=cpu",), num_ranks=2),
+    LimitCase("nvme, 2 ranks", ("offload=nvme",), num_ranks=2),
+)
+
+
+def find_cases(names: Sequence[str]) -> list[LimitCase]:
+    """The cases of these names; all of them if none is named."""
+    known = {case.name: case for case in CASES}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--case: expected one of {'; '.join(known)}; got {name!r}.")
+    return [known[name] for name in names] or list(CASES)
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """Makes a memory group with a limit.
+
+    Raises:
+        ConfigError: This process may not make one.
+    """
+    root, name = (FIRST, "memory.limit_in_bytes") if FIRST.is_dir() else (SECOND, "memory.max")
+    folder = root / f"fullshard-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+        (folder / name).write_text(str(limit_bytes))
+    except OSError as error:
+        raise ConfigError(f"a memory group: expected to make '{folder}'; {error}.") from error
+    try:
+        yield folder
+    finally:
+        time.sleep(0.5)  # the kernel still counts processes that have just ended
+        folder.rmdir()
+
+
+class Peaks:
+    """Peaks of a group, in bytes: memory by process, and pages of files."""
+
+    def __init__(self, group: Path) -> None:
+        self._group = group
+        self.processes: dict[int, int] = {}
+        self.files = self.dirty = 0
+
+    def sample(self) -> None:
+        """Reads the group once."""
+        pids = sorted(map(int, (self._group / "cgroup.procs").read_text().split()))
+        for pid in pids if len(pids) > 1 else ():  # the launcher alone has not started any rank
+            with suppress(OSError):  # it has ended
+                self.processes[pid] = max(self.processes.get(pid, 0), process_bytes(pid))
+        lines = (self._group / "memory.stat").read_text().splitlines()
+        stat = {name: int(value) for name, value in map(str.split, lines)}
+        files = stat.get("total_cache", stat.get("file", 0))
+        dirty = stat.get("total_dirty", stat.get("file_dirty", 0))
+        self.files, self.dirty = max(self.files, files), max(self.dirty, dirty)
+
+
+def train(words: Sequence[str], folder: Path, limit_bytes: int) -> Peaks:
+    """Runs `fullshard train` under a limit.
+
+    Raises:
+        ConfigError: It failed, or was killed.
+    """
+    with memory_group(limit_bytes) as group:
+        peaks = Peaks(group)
+        inside = f'echo 0 > "{group}/cgroup.procs" && exec "$@"'
+        command = ["sh", "-c", inside, "sh", sys.executable, "-m", "fullshard", "train", *words]
+        variables = ["env", f"XDG_CACHE_HOME={folder / 'cache'}", "OMP_NUM_THREADS=1"]
+        with (folder / "said.txt").open("w+") as said:
+            process = subprocess.Popen([*variables, *command], stdout=said, stderr=said)
+            while process.poll() is None:
+                peaks.sample()
+                time.sleep(SAMPLE_S)
+        if process.returncode != 0:
+            text = (folder / "said.txt").read_text()
+            status = f"status {process.returncode}, peaks {peaks.processes}"
+            raise ConfigError(
+                f"a run under a limit: expected its end; got {status}: {text[-2000:]}"
+            )
+    return peaks
+
+
+def words_of(case: LimitCase, folder: Path) -> list[str]:
+    """The command line of a case after `fullshard train`."""
+    model = f"model.config={json.dumps(LLAMA | case.sizes)}"
+    if case.from_folder:
+        model = f"model={folder / 'weights'}"
+    return [
+        model,
+        f"data.path={folder / 'text.txt'}",
+        f"training.output_dir={folder / 'out'}",
+        *("training.max_steps=2", "training.max_seq_length=16", "training.save_strategy=no"),
+        *("training.eval_strategy=no", "training.per_device_train_batch_size=1"),
+        *(f"launch.num_processes={case.num_ranks}", *case.words),
+    ]
+
+
+def measure(case: LimitCase, folder: Path) -> dict[str, Any]:
+    """Runs one case; its weights are left in `folder`."""
+    words = words_of(case, folder)
+    config = load_config(None, words).config
+    outlook = foresee(config, Topology(case.num_ranks, case.num_ranks)).outlook  # type: ignore
+    planned = outlook.peak_bytes["device"] + outlook.peak_bytes["host"]
+    expected = planned + RANK_PROCESS
+    limit = round(SLACK * (case.num_ranks * expected + LAUNCHER_PROCESS))
+    peaks = train(words, folder, limit)
+    launcher, *ranks = peaks.processes.values()  # in the order in which they started
+    if not (folder / "weights").exists():
+        (folder / "out" / "model").rename(folder / "weights")
+    rows = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    losses = [row.get("loss", row.get("eval_loss")) for row in rows]
+    return {
+        "case": case.name,
+        "num_ranks": case.num_ranks,
+        "limit_bytes": limit,
+        "planned_bytes": planned,
+        "expected_bytes": expected,
+        "measured_bytes": max(ranks),
+        "launcher_bytes": launcher,
+        "file_bytes": peaks.files,
+        "dirty_bytes": peaks.dirty,
+        "losses": losses,
+    }
+
+
+def run(cases: Sequence[LimitCase], *, command: str, say: Callable[[str], None]) -> Page:
+    """Measures every case."""
+    rows: list[dict[str, Any]] = []
+    references: dict[tuple[int, bool, int], list[float]] = {}
+    with Neighbours() as neighbours:
+        for sizes in (TINY, SIZES):
+            with tempfile.TemporaryDirectory(prefix="fullshard-limits-") as name:
+                folder = Path(name)
+                text = "".join(SENTENCE.format(at) for at in range(4000))
+                (folder / "text.txt").write_text(text)
+                for case in (case for case in cases if case.sizes == sizes):
+                    say(case.name)
+                    row = measure(case, folder)
+                    key = (case.num_ranks, case.from_folder, len(case.sizes))
+                    if not case.words:
+                        references[key] = row["losses"]
+                    reference = references.get(key)
+                    pairs = zip(row["losses"], reference or (), strict=bool(reference))
+                    row["loss_error"] = max((abs(a - b) for a, b in pairs), default=None)
+                    rows.append(row)
+    return Page(
+        "limits",
+        "Runs under a memory limit",
+        command,
+        rows,
+        COLUMNS,
+        [_cells(row) for row in rows],
+        METHOD,
+        neighbours.share,
+        notes=[_note(row) for row in rows if row["case"] == "base"],
+    )
+
+
+def _note(base: dict[str, Any]) -> str:
+    return (
+        f"The tiny model measures the base: {base['measured_bytes'] / MIB:.0f} MiB for a rank and "
+        f"{base['launcher_bytes'] / MIB:.0f} MiB for the launcher, page tables aside."
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    sizes = ("limit", "planned", "expected", "measured")
+    error = row["loss_error"]
+    return (
+        row["case"],
+        str(row["num_ranks"]),
+        *(f"{row[f'{size}_bytes'] / MIB:,.0f}" for size in sizes),
+        f"{row['measured_bytes'] / row['expected_bytes']:.3f}",
+        *(f"{row[f'{what}_bytes'] / MIB:,.0f}" for what in ("file", "dirty")),
+        "not compared" if error is None else f"{error:.1g}",
+    )
+
+
+def main(
+    case: Annotated[
+        list[str] | None, typer.Option(help="Name of a case; may be given again. Default: all.")
+    ] = None,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,  # noqa: ARG001  read by run_script
+) -> Outcome:
+    """Run under memory limits, and compare the peak of every rank with its plan."""
+    return show(run(find_cases(case or ()), command=command_line(NAME), say=say), out)
+
+
+if __name__ == "__main__":
+    run_script(NAME)

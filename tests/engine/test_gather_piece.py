@@ -1,0 +1,52 @@
+"""A gathered parameter needs memory for itself and a small buffer, not for its whole unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard as fs
+from fullshard.engine import unit as unit_module
+from fullshard.engine.engine import engine_of
+
+SIZES = ((7, 5), (300, 9), (3, 1), (64, 64))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+
+
+def gathered(sent_bytes: int, transport: str) -> None:
+    torch.manual_seed(0)
+    ours = model()
+    torch.manual_seed(0)
+    expected = {name: param.detach().clone() for name, param in model().named_parameters()}
+    fs.shard(ours, strategy="full_shard", wrap="none", transport=transport)
+    carrier = engine_of(ours).units[0].transport
+    sizes: list[int] = []
+    fetch = carrier.fetch
+
+    def spy(fulls):
+        sizes.extend(full.nbytes for full in fulls)
+        return fetch(fulls)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_module, "SENT_BYTES", sent_bytes)
+        patch.setattr(carrier, "fetch", spy)
+        for name, param in ours.named_parameters():
+            sizes.clear()
+            whole = param.full_tensor()  # type: ignore[operator]
+            assert torch.equal(whole, expected[name]), name
+            rounding = 4 * dist.get_world_size()
+            assert max(sizes) <= max(expected[name].nbytes // 16, sent_bytes) + rounding, name
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["direct", "c10d"])
+@pytest.mark.parametrize("sent_bytes", [64, 8 << 20])
+def test_messages_of_a_gather_are_small_whatever_the_unit_contains(
+    ranks, num_ranks, transport, sent_bytes
+):
+    ranks(num_ranks)(gathered, sent_bytes, transport)

@@ -1,0 +1,94 @@
+"""Runs in a memory group: one that cannot fit is refused, one that just fits ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.outlook.memory import LAUNCHER_PROCESS, RANK_PROCESS
+from support.memory_groups import MIB, MemoryGroup, memory_group
+from support.text import seeded_text
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's"),
+    pytest.mark.timeout(200),
+]
+
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,
+}
+FILL = "import sys; held = bytearray(1 << 30); held[::4096] = b'x' * len(held[::4096])"
+
+
+def words_of(folder: Path) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text(seeded_text(6000))
+    return [
+        f"model.config={json.dumps(SIZES)}",
+        f"data.path={text}",
+        *("training.max_seq_length=16", "training.max_steps=2", "save_strategy=no"),
+        *("training.per_device_train_batch_size=1", "eval_strategy=no"),
+        *("launch.num_processes=1", f"training.output_dir={folder / 'out'}"),
+    ]
+
+
+def command(name: str, words: list[str]) -> list[str]:
+    return [sys.executable, "-m", "fullshard", name, *words, "--json"]
+
+
+def tensor_bytes(folder: Path, words: list[str]) -> int:
+    """Most bytes of tensors in a phase of the run."""
+    with memory_group(8 << 30) as group:
+        done = group.run(command("plan", words), 100, environment(folder))
+    phases = json.loads(done.stdout)["phases"]
+    return max(one["device"] + one["host"] * (one["name"] != "load") for one in phases)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def trained(group: MemoryGroup, folder: Path, words: list[str]) -> tuple[int, dict, str]:
+    done = group.run(command("train", words), 150, environment(folder))
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def test_a_run_that_cannot_fit_is_refused_and_one_that_just_fits_ends(tmp_path):
+    words = words_of(tmp_path)
+    least = tensor_bytes(tmp_path, words) + RANK_PROCESS + LAUNCHER_PROCESS
+    with memory_group(least - 4 * MIB) as group:
+        code, found, err = trained(group, tmp_path, words)
+        assert (code, group.num_kills()) == (3, 0), err
+        assert f"({group.limit})" in found["error"]["message"]
+    with memory_group(round(1.05 * least)) as group:
+        code, found, err = trained(group, tmp_path, words)
+        assert (code, group.num_kills()) == (0, 0), err
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["status"] == "finished"
+    banner = (tmp_path / "out" / "logs" / "rank_0.log").read_text()
+    assert "limit     the container's memory limit of" in banner
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_names_the_limit(tmp_path):
+    (tmp_path / "fill.py").write_text(FILL)
+    launch = (
+        "from pathlib import Path; from fullshard.launch.spawn import run_local_ranks; "
+        f"logs = Path({str(tmp_path)!r}); "
+        "raise SystemExit(run_local_ranks('fill', [], num_processes=1, log_dir=logs))"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with memory_group(700 * MIB) as group:
+        done = group.run([sys.executable, "-c", launch], 100, {**os.environ, "PYTHONPATH": paths})
+        assert (done.returncode, group.num_kills()) == (4, 1), done.stderr
+    said = f"the container's memory limit of 700.0 MiB ({group.limit}). Lower what a rank needs"
+    assert said in done.stderr
