@@ -1,12 +1,12 @@
-"""The one reader of os.environ: how this process was launched, and what surrounds it.
+"""The only reader of os.environ: how this process was launched, and its environment.
 
-    ours       FULLSHARD_RANK ...  a rank that fullshard started itself
-    torchrun   RANK, WORLD_SIZE .. also accelerate launch and whatever else sets torch's names
+    ours       FULLSHARD_RANK ...  a rank that fullshard started
+    torchrun   RANK, WORLD_SIZE .. also accelerate launch and other tools that set torch's names
     mpi        OMPI_COMM_WORLD_RANK, PMI_RANK ...     mpirun; under SLURM it starts its own daemons
     slurm      SLURM_PROCID ...    a task of a job step of several tasks (srun)
 
-The first complete set wins, in this order: a rank of ours never mistakes the variables of the job
-around it for its own. A set that contradicts itself is a ConfigError that names the variable.
+The first complete set in this order is used, so that our ranks ignore the variables of a
+surrounding job. A contradiction within a set is a ConfigError that names the variable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.config.problems import ConfigProblems, Problem, show
 
 
 class Launcher(StrEnum):
-    """Who started this process as one of several ranks."""
+    """The launcher that started this process as one of several ranks."""
 
     FULLSHARD = "fullshard"
     TORCHRUN = "torchrun"
@@ -67,10 +67,10 @@ class LaunchEnvironment:
     config_file: Path | None = None
 
     def to_variables(self) -> dict[str, str]:
-        """The environment that makes a child this rank (our own launcher's names and torch's).
+        """The variables that make a child process this rank, under our names and torch's.
 
-        Torch's names are set too, so that libraries that read LOCAL_RANK find it, and a script's
-        own `init_process_group` uses our launcher's store.
+        torch's names are for libraries that read LOCAL_RANK, and for scripts that call
+        `init_process_group`, which then uses our launcher's store.
         """
         values = {name: value for name, value in vars(self).items() if value is not None}
         del values["launcher"]
@@ -79,7 +79,7 @@ class LaunchEnvironment:
         variables: dict[str, object] = {}
         if self.master_port is not None:
             theirs += ["master_addr", "master_port"]
-            variables = {"TORCHELASTIC_USE_AGENT_STORE": True}  # the launcher serves, no rank does
+            variables = {"TORCHELASTIC_USE_AGENT_STORE": True}  # the launcher hosts the store
         variables |= {name.upper(): getattr(self, name) for name in theirs}
         return {name: str(value) for name, value in {**ours, **variables}.items()}
 
@@ -125,7 +125,7 @@ _LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
 def read_launch_environment(
     variables: Mapping[str, str] | None = None,
 ) -> LaunchEnvironment | None:
-    """How this process was launched, or None if it is not a rank.
+    """Returns how this process was launched, or None if it is not a rank.
 
     Args:
         variables: read instead of os.environ, for tests and for the environments of children.
@@ -141,25 +141,25 @@ def read_launch_environment(
     for names in _MPI:
         if reader.has_any(names.rank) and reader.has_any(names.local_rank):
             launch = _launched(reader, names)
-            return None if launch.world_size == 1 else launch  # one alone, as under srun
+            return None if launch.world_size == 1 else launch  # a single process, as under srun
     if reader.has_any("SLURM_STEP_ID") and reader.has_any("SLURM_PROCID"):
         return _read_slurm(reader)
     return None
 
 
 def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
-    """Where caches of this user belong; `variables` instead of os.environ, for tests."""
+    """The cache folder of this user; `variables` replaces os.environ in tests."""
     home = (os.environ if variables is None else variables).get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fullshard"
 
 
 def tokenize_on_one_thread() -> None:
-    """Make the tokenizers library use one thread, if several processes share the cores."""
+    """Limits the tokenizers library to one thread, for several processes on the cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def notable_variables() -> dict[str, str]:
-    """Variables that change how ranks compute and communicate, for reports; no names of hosts."""
+    """Variables that affect computation and communication, for reports; without host names."""
     private = ("SLURM_", "OMPI_", "PMI", "MASTER_ADDR", OURS)
     return {
         name: "(set)" if name.startswith(private) else value
@@ -174,7 +174,7 @@ def current_variables() -> dict[str, str]:
 
 
 class _Variables(UserDict[str, str]):
-    """Variables with typed readers, to which an empty variable is unset."""
+    """Variables with typed readers; an empty variable counts as unset."""
 
     def has_any(self, *names: str) -> bool:
         return any(map(self.get, names))
@@ -217,12 +217,12 @@ def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
             "nothing",
             "Set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with torchrun",
         )
-    # A rendezvous on this machine: there is no other machine.
+    # a rendezvous on this machine means that there is no other
     return _launched(reader, _TORCHRUN, _rank_of(reader, _TORCHRUN.rank, _TORCHRUN.world_size))
 
 
 def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
-    """A task of a job step. A step of one task (a shell under srun) launches nothing."""
+    """Reads a task of a job step; a step with one task (a shell under srun) is no launch."""
     has_step = reader.has_any("SLURM_STEP_NUM_TASKS") or not reader.has_any("SLURM_NTASKS")
     names = _SLURM._replace(world_size="SLURM_STEP_NUM_TASKS") if has_step else _SLURM
     if (world_size := _rank_of(reader, names.rank, names.world_size)[1]) == 1:
@@ -275,7 +275,7 @@ def _launched(
 
 
 def _rank_of(reader: _Variables, rank_name: str, size_name: str) -> tuple[int, int]:
-    """A rank and its world size, which must be given together and agree."""
+    """A rank and its world size, which must be set together and agree."""
     rank = reader.needed(rank_name, at_least=0, because=size_name)
     size = reader.needed(size_name, at_least=1, because=rank_name)
     if rank >= size:
@@ -284,7 +284,7 @@ def _rank_of(reader: _Variables, rank_name: str, size_name: str) -> tuple[int, i
 
 
 def _expand_counts(text: str) -> list[int]:
-    """`4(x2),3` as 4, 4, 3: tasks of every node, as SLURM writes them."""
+    """Expands SLURM's tasks per node: `4(x2),3` is 4, 4, 3."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())
@@ -295,7 +295,7 @@ def _expand_counts(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str | None:
-    """`gpu[07-09,12],x1` as gpu07: the first host of SLURM's list."""
+    """The first host of SLURM's list: gpu07 of `gpu[07-09,12],x1`."""
     match = re.match(r"([^,\[\]]+)(?:\[(\w+))?", nodes)
     return match[1] + (match[2] or "") if match else None
 
@@ -305,5 +305,5 @@ def _refuse(name: str, expected: str, got: str, advice: str = "") -> Never:
 
 
 def hide_accelerators() -> None:
-    """Make this process see no GPU: for more local ranks than there are. Before CUDA is used."""
+    """Hides all GPUs if there are more local ranks than GPUs. Call before CUDA is used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

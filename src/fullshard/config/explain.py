@@ -1,4 +1,4 @@
-"""A resolved configuration as YAML or as data that explains itself; schemas for editors."""
+"""Writes a resolved configuration as YAML or data with origins; schemas for editors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _COMMENT_COLUMN = 48
 _INDENT = 2
 
-# Text that stands for itself in every YAML: no quotes, no second meaning (checked below).
+# Text that needs no quotes in any YAML version (checked below).
 _PLAIN = re.compile(r"(?:[A-Za-z_]|\.{0,2}/)[\w./-]*", re.ASCII)
 
 
 def write_yaml(
     config: RunConfig, origins: Mapping[str, Origin], *, with_defaults: bool = True
 ) -> str:
-    """The configuration as YAML with every origin as a comment: the text of a run's config.yaml.
+    """Writes the configuration as YAML with origins as comments: a run's config.yaml.
 
-    Sections that nobody asked for and that have no defaults (teacher, sft ...) are left out.
+    Unset sections without defaults (teacher, sft ...) are omitted.
     """
     values = {name: value for name, value in config.to_dict().items() if value is not None}
     title = "# Every value of this run, and where it came from."
@@ -59,7 +59,7 @@ def _lines(
 
 
 def _flow(value: object) -> str:
-    """A value on one line, in the spelling that reads back as itself."""
+    """A value on one line, in a spelling that is read back as the same value."""
     match value:
         case None:
             return "null"
@@ -102,7 +102,7 @@ def explain(resolved: Resolved) -> dict[str, Any]:
 
 
 def text_of(resolved: Resolved, *, with_defaults: bool) -> str:
-    """The same for people: YAML with origins as comments, then one line per note."""
+    """The explanation as text: YAML with origins as comments, then one line per note."""
     lines = resolved.to_yaml(with_defaults=with_defaults).splitlines()
     if resolved.is_without_model:
         missing = f"{'  name_or_path: null':<48}  # missing: give model=FOLDER"
@@ -128,14 +128,14 @@ def schema() -> dict[str, Any]:
     for name in (*NAMES, *MOVED):
         training.setdefault(name, {"description": "See `fullshard config explain`."})
     made["properties"]["strategy"] = {"description": "sharding.strategy"}
-    # A plain text stands for a model's folder, or for the data's path.
+    # plain text is a model folder or a data path
     for name in ("model", "data", "teacher"):
         made["properties"][name] = {"anyOf": [{"type": "string"}, made["properties"][name]]}
     return {"$schema": _DRAFT, **made, "title": "A configuration of fullshard"}
 
 
 def dialect_schema(dialect: Dialect) -> dict[str, Any]:
-    """The JSON Schema of another tool's file: its keys beside ours."""
+    """The JSON Schema of another tool's file: its keys and ours."""
     own = schema()
     properties = {**own["properties"], **_keys_of(dialect.table)}
     return {**own, "title": f"A file of {dialect.name}", "properties": properties, "required": []}
@@ -147,7 +147,7 @@ def _keys_of(table: Mapping[str, object]) -> dict[str, Any]:
         if isinstance(entry, Mapping):
             inner = _keys_of(cast("Mapping[str, object]", entry))
             found[key] = {"properties": inner}
-            # Prefixed names are the same keys: fsdp_offload_params, stage3_max_live_parameters.
+            # names with a prefix are the same keys: fsdp_offload_params, stage3_max_live_parameters
             prefixed = "|".join(inner)
             found[key]["patternProperties"] = {
                 f"^(fsdp_|parallelism_config_|stage3_)({prefixed})$": {}

@@ -1,7 +1,7 @@
-"""The kinds of fields that a configuration has: numbers, flags, words, lists of names.
+"""The types of configuration fields: numbers, flags, words, lists of names.
 
-Each is a piece of `Annotated` metadata that reads what people and YAML write (`5e-5` and "1e8" are
-numbers, `no` is a word) and refuses the rest as a `Rejected`, which says what was expected.
+Each type is `Annotated` metadata. It parses the usual spellings (`5e-5` and "1e8" are numbers, `no`
+is a word) and raises `Rejected` with the expected form for any other value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fullshard.config.values import words_of
 
 
 class Rejected(ValueError):
-    """A value that a field cannot take; the caller knows the key."""
+    """A value is invalid for a field; the caller adds the key."""
 
     def __init__(self, expected: str, advice: str = "") -> None:
         """Keep the words for the Problem."""
@@ -31,10 +31,10 @@ class Rejected(ValueError):
 
 
 def as_json(value: object, key: str = "") -> object:
-    """A value as JSON has it: keys that are whole numbers become text.
+    """Converts a value to JSON types; integer keys become text.
 
     Raises:
-        ConfigProblems: It contains something else, such as bytes.
+        ConfigProblems: The value contains another type, such as bytes.
     """
     expected = "text, a number, true, false, null, a list or a mapping"
     match value:
@@ -60,13 +60,13 @@ def _json_key(name: object, key: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number with bounds; written as a number, or as text that is one (`"1e8"`, `1_000`).
+    """A number with bounds, from a number or its text (`"1e8"`, `1_000`).
 
     Args:
         at_least: smallest allowed value, or None.
         above: values must exceed this, or None.
         below: values must stay under this, or None.
-        zero: a word for 0, which is no number here: somebody else finds the value.
+        zero: the word that 0 stands for here, such as `auto`.
     """
 
     at_least: float | None = None
@@ -77,7 +77,7 @@ class Number:
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Integers where the field is an int, floats where it is a float."""
+        """Reads integers for int fields and floats for float fields."""
         whole = source is int
 
         def read(value: object) -> float:
@@ -129,7 +129,7 @@ class Number:
 
 
 def to_number(value: object) -> int | float | None:
-    """The finite number that a value is or spells; None where it is none. Flags are no numbers."""
+    """The finite number that a value is or spells, or None. Flags are not numbers."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -142,7 +142,7 @@ def to_number(value: object) -> int | float | None:
     return value
 
 
-_TOO_LARGE = 2**63  # no count, size or rate; infinity and NaN are not below it either
+_TOO_LARGE = 2**63  # above any count, size or rate; also excludes infinity and NaN
 
 
 def to_flag(value: object) -> bool:
@@ -156,7 +156,7 @@ def to_flag(value: object) -> bool:
 
 
 def means_same(value: object, other: object) -> bool:
-    """Whether a value is another one, in any spelling; 0 and false differ."""
+    """Whether two values are equal in any spelling; 0 and false differ."""
     if isinstance(other, bool):
         try:
             return to_flag(value) is other
@@ -173,7 +173,7 @@ def means_same(value: object, other: object) -> bool:
 
 
 def to_text(value: object) -> object:
-    """Text stays; a number in place of text was most likely meant as text, so say how."""
+    """Returns text; the error for a number shows how to quote it."""
     if not isinstance(value, str):
         is_scalar = isinstance(value, bool | int | float)
         raise Rejected("text", "Write it in quotes if it is meant as text" if is_scalar else "")
@@ -185,7 +185,7 @@ def to_text(value: object) -> object:
 
 
 def to_names(value: object) -> tuple[str, ...]:
-    """A list of names; one name alone, or several with commas, is a list too."""
+    """A list of names, from a list, a single name, or names separated by commas."""
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(",") if name.strip())
     if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):

@@ -1,7 +1,7 @@
-"""A YAML or JSON file as values, and as keys with their lines; values by dotted keys.
+"""Reads YAML and JSON files as trees of values with the line of each key.
 
-What stands in a file is a tree of plain mappings whose keys are words. `find`, `put` and `drop` are
-the ways to a dotted key of such a tree; `interpolated` says what `${...}` in it stands for.
+A tree consists of plain mappings with text keys. `find`, `put` and `drop` access it by dotted keys;
+`interpolated` resolves `${...}`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXPONENT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*[eE][-+]?[0-9]+")
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes `1e-4` for a number, and dates for text."""
+    """A YAML loader that reads `1e-4` as a number and dates as text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -43,23 +43,23 @@ cast("Any", _Loader).add_implicit_resolver(
 
 
 class OriginKind(StrEnum):
-    """What kind of place a value came from."""
+    """The kind of place a value came from."""
 
     FILE = "file"
     COMMAND_LINE = "command line"
     DEFAULT = "default"
-    DERIVED = "derived"  # from another key, which `written` names
+    DERIVED = "derived"  # from another key, named in `written`
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where one value came from.
+    """The origin of a value.
 
     Args:
         kind: the kind of place.
         file: the file as the user named it, or None.
         line: line of the key in that file, from 1, or None.
-        written: the key as it stands there, which may be another tool's name for it.
+        written: the key as written, which may be another tool's name.
     """
 
     kind: OriginKind
@@ -90,7 +90,7 @@ class File:
 
     Args:
         name: The file's name in messages.
-        folder: Where relative names of other files are looked up, after the working directory.
+        folder: Folder for relative names of other files, searched after the working directory.
         values: The tree of values.
         origins: The place of each dotted key, in the order of the file.
         is_ours: Whether the file is a job that ships with fullshard.
@@ -103,12 +103,12 @@ class File:
     is_ours: bool = False
 
     def set(self, key: str, value: object, origin: Origin) -> None:
-        """Set a key and its origin."""
+        """Sets a key and its origin."""
         put(self.values, key, value)
         self.origins[key] = origin
 
     def remove(self, keys: Collection[str]) -> None:
-        """Remove keys and everything below them."""
+        """Removes keys and everything below them."""
         for key in keys:
             drop(self.values, key)
         for key in [key for key in self.origins if is_below(key, keys)]:
@@ -119,12 +119,12 @@ class File:
 
 
 def is_below(key: str, prefixes: Collection[str]) -> bool:
-    """Whether a key is one of these, or lies in one."""
+    """Whether a key is one of these, or below one."""
     return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
 
 
 def find(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, `${...}` and all; None where there is none."""
+    """The value of a key, with `${...}` unresolved; None if it is missing."""
     found: Any = values
     for part in key.split("."):
         found = cast("Any", found).get(part) if isinstance(found, dict) else None
@@ -132,7 +132,7 @@ def find(values: Mapping[str, Any], key: str) -> Any:
 
 
 def put(values: dict[str, Any], key: str, value: object) -> None:
-    """Set a key; `model: FOLDER` makes room for `model.config.x`, a mapping is merged into one."""
+    """Sets a key; merges mappings, and replaces text by one if needed (`model: FOLDER`)."""
     *path, name = key.split(".")
     for depth, part in enumerate(path):
         inner = values.get(part)
@@ -146,7 +146,7 @@ def put(values: dict[str, Any], key: str, value: object) -> None:
 
 
 def drop(values: dict[str, Any], key: str) -> None:
-    """Remove a key."""
+    """Removes a key."""
     holder, _, name = key.rpartition(".")
     section = find(values, holder) if holder else values
     if isinstance(section, dict):
@@ -154,7 +154,7 @@ def drop(values: dict[str, Any], key: str) -> None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, for every value that is no mapping (an empty mapping is a value)."""
+    """Dotted key -> value, for every value other than a non-empty mapping."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = join_key(prefix, str(name))
@@ -168,10 +168,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def interpolated(
     values: dict[str, Any], section: str = "", names: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Values of a tree or of a section of it, with what `${...}` in them stands for.
+    """The values of a tree, or of a section of it, with `${...}` resolved.
 
     Raises:
-        ConfigError: it stands for nothing, or `???` waits for a value.
+        ConfigError: A reference cannot be resolved, or `???` has no value.
     """
     held = cast("dict[str, Any]", find(values, section) if section else values)
     wanted = list(held if names is None else names)
@@ -197,25 +197,25 @@ def interpolated(
 
 
 def read_job(name: str = "main_job.yaml", package: str | None = None) -> File:
-    """A job that ships with fullshard: the main one, or one of a recipe's package."""
+    """Reads a configuration that ships with fullshard: the main job, or a recipe's."""
     resource = files(package or "fullshard.config.defaults").joinpath(name)
     return dataclasses.replace(parse_text(resource.read_text("utf-8"), name), is_ours=True)
 
 
 def read_file(path: Path) -> File:
-    """A file of configuration.
+    """Reads a configuration file.
 
     Raises:
-        ConfigError: it cannot be read, or a key stands twice in one mapping.
+        ConfigError: The file cannot be read, or a mapping has a duplicate key.
     """
     text = _text_of(path)
     if path.suffix == ".json":
-        text = text.expandtabs()  # which JSON may be indented with, and YAML may not
+        text = text.expandtabs()  # JSON may be indented with tabs, YAML may not
     return parse_text(text, str(path), path.parent)
 
 
 def parse_text(text: str, name: str, folder: Path = Path()) -> File:
-    """The same, of a text that messages call `name`."""
+    """Parses the text of a configuration file that error messages call `name`."""
     with readable(name):
         root, loader = _compose(text, name)
         try:
@@ -226,15 +226,15 @@ def parse_text(text: str, name: str, folder: Path = Path()) -> File:
             raise _no_mapping("one that contains itself through an alias", name) from None
         try:
             values: Any = cast("Any", loader).construct_document(root)
-        except yaml.MarkedYAMLError as error:  # its meaning is nothing to us: a Python object
+        except yaml.MarkedYAMLError as error:  # a tag with another meaning: a Python object
             raise ConfigProblems([_syntax_problem(error, name)]) from None
     return File(name, folder, text_keys(values), origins)
 
 
 def text_keys(values: Mapping[object, object], prefix: str = "") -> dict[str, Any]:
-    """A copy whose keys are words, whatever YAML made of them (`no:` is False, `1:` is 1).
+    """A copy with text keys, where YAML made others (`no:` is False, `1:` is 1).
 
-    In mappings of other people's keys they stay what they are.
+    Mappings of free keys are not changed.
     """
     return {
         name: text_keys(cast("Any", value), join_key(prefix, str(key)))
@@ -246,13 +246,13 @@ def text_keys(values: Mapping[object, object], prefix: str = "") -> dict[str, An
 
 
 def parse_value(text: str, key: str) -> object:
-    """What a text of a command line means for a key: lists, mappings and null as YAML has them.
+    """Parses a command line's value for a key: lists, mappings and null as in YAML.
 
-    Scalars stay text, which our fields read: YAML would make a flag of `no` and 90 of `1:30`. Other
-    people's keys (`model.config`) have no field of ours that reads text, so there YAML decides.
+    Scalars stay text, which our fields parse; YAML would read `no` as a flag and `1:30` as 90. Free
+    keys (`model.config`) have no such field, so YAML parses their scalars.
 
     Raises:
-        ConfigError: a key stands twice in one mapping, or a number is not what it looks like.
+        ConfigError: A mapping has a duplicate key, or a number is misleading.
     """
     try:
         loader = _Loader(text)
@@ -260,9 +260,9 @@ def parse_value(text: str, key: str) -> object:
         value: Any = None if node is None else cast("Any", loader).construct_document(node)
     except yaml.YAMLError:
         return text  # `freeze=*embed*` is an alias to YAML
-    # To YAML, "a #1" is "a" with a comment, and a line that ends is a space.
+    # YAML reads "a #1" as "a" and a comment, and a line break as a space.
     cut = isinstance(node, yaml.ScalarNode) and not node.style and node.value != text.strip()
-    is_text = isinstance(value, bool | int | float) or text.strip() == "~"  # null in a file alone
+    is_text = isinstance(value, bool | int | float) or text.strip() == "~"  # null only in a file
     if node is None or cut or (is_text and not is_free(key)):
         return text
     if misread := [dataclasses.replace(p, place="command line") for p in _misread(node, key, "")]:
@@ -272,10 +272,10 @@ def parse_value(text: str, key: str) -> object:
 
 @contextmanager
 def readable(name: str) -> Generator[None]:
-    """Inside, whatever a stranger's file makes the libraries raise becomes a ConfigError.
+    """Converts any error of the libraries while they read a file into a ConfigError.
 
-    YAML's constructors raise ValueError, KeyError or AttributeError for `!!int word`, and deeply
-    nested mappings end Python's stack.
+    YAML's constructors raise ValueError, KeyError or AttributeError for `!!int word`. Deeply nested
+    mappings exceed Python's recursion limit.
     """
     try:
         yield
@@ -316,14 +316,14 @@ def _missing(path: Path) -> Problem:
     return Problem("", "a configuration file", "no such file", advice)
 
 
-# ---- YAML's tree, which knows lines --------------------------------------------------------------
+# ---- YAML's nodes, which have lines --------------------------------------------------------------
 
 
 def _compose(text: str, file: str) -> tuple[yaml.MappingNode, _Loader]:
-    """The tree of a text, and what makes values of it.
+    """Returns the nodes of a text, and the loader that constructs their values.
 
     Raises:
-        ConfigError: no YAML, no mapping, or empty.
+        ConfigError: The text is not YAML, not a mapping, or empty.
     """
     try:
         loader = _Loader(text)
@@ -347,12 +347,12 @@ def _no_mapping(got: str, place: str, advice: str = "") -> ConfigProblems:
 
 
 def _added_by_aliases(root: yaml.Node) -> int:
-    """Nodes that a reader would see beyond those that are written; a few lines can mean 10^9."""
+    """The number of nodes that aliases add; a few lines can add 10^9."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = 1  # of one that contains itself
+            sizes[id(node)] = 1  # an alias that contains itself
             inner: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
             for item in inner:
                 pair: Any = item if isinstance(node, yaml.MappingNode) else (item,)
@@ -371,7 +371,7 @@ def _origins(mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[tupl
 
 
 def _items(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Name, key node and value; what `<<` merges in comes first, so that own keys replace it."""
+    """Name, key node and value of each key; merged keys (`<<`) come first, so that own keys win."""
     for key, value in mapping.value:
         if key.tag == _MERGE:
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
@@ -384,7 +384,7 @@ def _items(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Nod
 
 
 def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
-    """Keys that stand twice in one mapping, and numbers that are not what they look like."""
+    """Finds duplicate keys and misleading numbers."""
     place = f"{file}:{_line(node)}"
     if node.tag in _NUMBERS and _NOT_DECIMAL.fullmatch(str(node.value)):
         got = f"{node.value}, which YAML reads in base {60 if ':' in node.value else 8}"
@@ -406,7 +406,7 @@ def _misread(node: yaml.Node, prefix: str, file: str) -> Iterator[Problem]:
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, file: str) -> Problem:
-    """What YAML's reader says, with the line."""
+    """The YAML error as a Problem, with its line."""
     mark = error.problem_mark or error.context_mark
     place = f"{file}:{mark.line + 1}" if mark else file
     said = " ".join(part for part in (error.context, error.problem) if part)

@@ -1,4 +1,4 @@
-"""Dotted keys: their names in other tools, and what a bare name on the command line means."""
+"""Dotted keys: their names in other tools, and the resolution of bare names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.section import Section
 from fullshard.config.values import did_you_mean
 
-# Mappings that hold other people's keys, with other people's types.
+# Mappings with free keys of any type.
 FREE = ("model.config", "teacher.config")
 
-# What a plain text in place of a section means.
+# The key that plain text in place of a section sets.
 PLAIN_KEYS = {
     "model": "name_or_path",
     "teacher": "name_or_path",
@@ -22,12 +22,12 @@ PLAIN_KEYS = {
     "data": "path",
 }
 
-# A group that leads the keys of Hydra's command lines, and means nothing here.
+# A prefix of keys on Hydra's command lines, which is ignored.
 _DROPPED_GROUP = "distillation."
 
 
 def canonical(key: str) -> str:
-    """Our name of a dotted key: `training.evaluation_strategy` is `training.eval_strategy`."""
+    """Our name for a dotted key: `training.evaluation_strategy` is `training.eval_strategy`."""
     section: type[Section] | None = RunConfig
     names: list[str] = []
     for part in key.split("."):
@@ -39,30 +39,30 @@ def canonical(key: str) -> str:
 
 
 def derived_from(key: str) -> Iterator[str]:
-    """The keys whose value may decide this one's."""
+    """The keys whose value may determine this key's."""
     return (move.source for move in MOVES if move.target == key and move.stays)
 
 
 def rivals_of(key: str) -> list[str]:
-    """The keys that say the same thing in another way."""
+    """Other keys with the same meaning."""
     pairs = [*RIVALS, *((b, a) for a, b in RIVALS)]
     return [b for a, b in pairs if key == a or key.startswith(a + ".")]
 
 
 def is_free(key: str) -> bool:
-    """Whether a key lies in a mapping of other people's keys."""
+    """Whether a key is in a mapping of free keys."""
     return any(key.startswith(free + ".") for free in FREE)
 
 
 def resolve(name: str, present: Iterable[str] = ()) -> str:
-    """The dotted key that a name on the command line means.
+    """The dotted key for a name on the command line.
 
     Args:
         name: dotted, or bare where only one key has that name.
         present: the dotted keys of the file, whose free mappings (`model.config`) may be meant.
 
     Raises:
-        ConfigError: a bare name that no key has, or more than one.
+        ConfigError: No key, or more than one key, has the bare name.
     """
     key = name.strip().replace("-", "_").removeprefix(_DROPPED_GROUP)
     if "." in key or key in RunConfig.known_names():
@@ -79,7 +79,7 @@ def resolve(name: str, present: Iterable[str] = ()) -> str:
 
 
 def at_home(problem: Problem) -> Problem:
-    """The problem of an unknown key; says which other section has a key of that very name."""
+    """The problem of an unknown key; names another section that has such a key."""
     section, _, name = problem.key.rpartition(".")
     homes = {name} if name in RunConfig.known_names() else {*_fields(name, ()), *_other_names(name)}
     if not section or problem.got != "unknown key" or len(homes) != 1:
@@ -90,7 +90,7 @@ def at_home(problem: Problem) -> Problem:
 
 
 def training_or_bare(name: str) -> str:
-    """The key of a Hugging Face flag `--name`: a key of `training` where it has that name."""
+    """The key of a Hugging Face flag `--name`: that of `training` if it exists."""
     key = name.replace("-", "_")
     if "." in key:
         return key
@@ -105,14 +105,14 @@ def _refused(key: str, expected: str, got: str, advice: str) -> ConfigProblems:
 
 
 def _fields(name: str, present: Iterable[str]) -> list[str]:
-    """Keys of sections, and keys of the file's free mappings, that end in this name."""
+    """The keys of sections and of the file's free mappings that end with this name."""
     own = [f"{section}.{name}" for section, cls in _sections() if name in cls.field_names()]
     free = [key for key in present if is_free(key) and key.rpartition(".")[2] == name]
     return own + free
 
 
 def _other_names(name: str) -> list[str]:
-    """Names that another tool has for a key, and Hugging Face's names that are not built yet."""
+    """Other tools' names for a key, and Hugging Face names that are not supported yet."""
     aliases = [f"{section}.{name}" for section, cls in _sections() if name in cls.ALIASES]
     moved = [f"training.{name}"] if name in MOVED else []
     found = list(dict.fromkeys(canonical(key) for key in aliases + moved))
@@ -125,6 +125,6 @@ def _every_name() -> list[str]:
 
 
 def _sections() -> list[tuple[str, type[Section]]]:
-    """The sections that bare names are looked for in, in the order of the class."""
+    """The sections in which bare names are searched, in order."""
     found = ((name, RunConfig.section_of(name)) for name in RunConfig.field_names())
     return [(n, cls) for n, cls in found if cls is not None and n != "teacher"]

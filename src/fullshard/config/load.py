@@ -1,4 +1,4 @@
-"""A file and a command line become one checked configuration whose every value has an origin.
+"""Loads files and a command line as one checked configuration with the origin of every value.
 
 train.yaml --+
 fsdp.yaml  --+--> in our keys --> merged --> mapping --> RunConfig --> Resolved
@@ -73,12 +73,12 @@ class Index:
         self._source = source
 
     def origin_of(self, key: str, *, is_default: bool, sources: Iterable[str] = ()) -> Origin:
-        """Of a value of the resolved configuration.
+        """The origin of a value of the resolved configuration.
 
         Args:
             key: dotted, under our name.
-            is_default: the value equals its default, so that nothing has to explain it.
-            sources: keys that decide it where it was not written itself.
+            is_default: whether the value equals its default.
+            sources: keys that determine the value if its own key was not written.
         """
         found = self._canonical.get(key)
         if found is not None:
@@ -94,7 +94,7 @@ class Index:
         return DEFAULT
 
     def locate(self, problem: Problem) -> Problem:
-        """The problem with its place, under the key that stands there."""
+        """Adds the place to a problem, under the key as written."""
         if problem.place:
             return problem
         key = problem.key
@@ -119,16 +119,16 @@ def _parents(key: str) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A configuration, and where each of its values came from.
+    """A configuration with the origins of its values.
 
     Args:
-        config: the whole configuration, checked.
-        origins: by dotted key, for every value of it.
-        index: finds the place of any key that somebody wrote.
-        notes: what became of every key of another tool.
-        dialects: of the files, in their order; "fullshard" is ours.
-        is_without_model: no model was given, and a name stands in its place.
-        job: the job of ours that was read, if no file was.
+        config: the checked configuration.
+        origins: the origin of every value, by dotted key.
+        index: finds the place of any written key.
+        notes: the result of every key of another tool.
+        dialects: the dialects of the files, in order; "fullshard" is ours.
+        is_without_model: whether no model was given; the configuration then has a placeholder.
+        job: the configuration of ours that was read if no file was given.
     """
 
     config: RunConfig
@@ -144,10 +144,10 @@ class Resolved:
         return write_yaml(self.config, self.origins, with_defaults=with_defaults)
 
     def for_ranks(self, world_size: int) -> Resolved:
-        """The same with `training.train_batch_size` divided over ranks and micro-batches.
+        """The configuration with `training.train_batch_size` divided over ranks and micro-batches.
 
         Raises:
-            ConfigError: it does not divide.
+            ConfigError: The batch size is not divisible.
         """
         training = self.config.training
         if training.train_batch_size is None:
@@ -161,36 +161,35 @@ class Resolved:
         )
 
     def is_chosen(self, key: str) -> bool:
-        """Whether the user set a value; a default or a job that ships with fullshard did not."""
+        """Whether the user set a value, not a default or a configuration of ours."""
         origin = self.origins.get(key)
         return origin is not None and bool(origin.place) and origin.file != self.job
 
     def check_supported(
         self, *, planning: bool = False, launch: LaunchEnvironment | None = None
     ) -> None:
-        """As `supported.check_supported`, with the place of every value that it refuses."""
+        """Calls `supported.check_supported` and adds places to its errors."""
         try:
             check_supported(self.config, planning=planning, launch=launch)
         except ConfigProblems as error:
             raise error.map(self.index.locate) from None
 
     def located(self, error: ErrorT) -> ErrorT | ConfigProblems:
-        """The same error with its place in front, where its text begins with a key of a file.
+        """Adds the place to an error whose text begins with a key of a file.
 
-        For checks that come later than this one (is the data there, is the mesh possible), so
-        that their errors name the line too.
+        Later checks (missing data, an impossible mesh) use it to name the line.
         """
         if isinstance(error, ConfigProblems):
             return error.map(self.index.locate)
         text = str(error)
-        if self.config.model == self.config.teacher:  # a student that begins as its teacher
+        if self.config.model == self.config.teacher:  # a student initialised from its teacher
             text = re.sub(r"\bmodel\.(name_or_path|trust_remote_code)", r"teacher.\1", text)
         key, colon, said = text.partition(": ")
-        for full in (key, f"sharding.{key}"):  # the planner knows ShardConfig's names alone
-            at = re.sub(r"\.\d+\..*", "", full)  # a list stands where its key does
+        for full in (key, f"sharding.{key}"):  # the planner knows only ShardConfig's names
+            at = re.sub(r"\.\d+\..*", "", full)  # items of a list have the place of its key
             origin = self.origins.get(at) or self.index.origin_of(at, is_default=True)
             if colon and origin.place:
-                is_theirs = origin.kind is OriginKind.DERIVED  # their key is what stands there
+                is_theirs = origin.kind is OriginKind.DERIVED  # the file has the other tool's key
                 name = origin.written if is_theirs else full
                 return type(error)(f"{origin.place}: {name}: {said}")
         return error
@@ -202,16 +201,16 @@ def load_config(
     *,
     needs_model: bool = True,
 ) -> Resolved:
-    """Read files in any dialect and merge the command line into them.
+    """Reads files in any dialect and merges the command line into them.
 
     Args:
-        path: a YAML or JSON file, or several (some read already), later ones replacing keys of
-            earlier ones; None: the main job, which ships with fullshard.
+        path: a YAML or JSON file, or several, whose later ones replace keys of earlier ones; some
+            may be read already. None: the main job that ships with fullshard.
         overrides: `a.b.key=value`, or `key=value` where only one key has that name.
-        needs_model: False: a configuration without a model is whole too, for explaining it.
+        needs_model: False accepts a configuration without a model, to explain it.
 
     Raises:
-        ConfigError: with everything that is wrong with the input, and its places.
+        ConfigError: Lists all problems of the input with their places.
     """
     given = path if isinstance(path, Sequence) else [path or read_job()]
     last = given[-1]
@@ -237,11 +236,12 @@ def _load(
         _check_engines(layers)
         problems += _contradictions(files)
         origins, merged = _merge(files)
-    except ConfigProblems as error:  # `${nowhere}`, `???`: where it stands is not said yet
+    except ConfigProblems as error:  # `${nowhere}`, `???`: without a place
         written = {key: origin for file in files for key, origin in file.origins.items()}
         raise error.map(Index(written, name).locate) from None
     index = Index(origins, name)
-    names = ("model", "student", "teacher")  # a student's other name; it may begin as its teacher
+    names = ("model", "student", "teacher")  # another name of the student, which may be initialised
+    # from its teacher
     is_without_model = not needs_model and all(merged.get(name) is None for name in names)
     if is_without_model:
         merged["model"] = {"name_or_path": "MODEL"}
@@ -261,13 +261,13 @@ def _load(
 
 
 def _replaced_names(given: Iterable[str]) -> list[str]:
-    """Trainer keys of the command line, which a flat file has without the prefix."""
+    """Trainer keys of the command line; a flat file has them without the prefix."""
     keys = [key for key in given if key.partition(".")[2].partition(".")[0] in TRAINING]
     return [*keys, *(key.removeprefix("training.") for key in keys)]
 
 
 def overrides_from_args(args: Sequence[str]) -> list[str]:
-    """Left-over command line arguments as `key=value` texts.
+    """Converts remaining command-line arguments to `key=value` texts.
 
     `--max_steps 5`, `--max_steps=5` and `--max-steps 5` are `training.max_steps=5`; a flag with
     nothing behind it (`--bf16`) is true; `key=value` stays.
@@ -294,14 +294,14 @@ def overrides_from_args(args: Sequence[str]) -> list[str]:
 
 
 def _command_line(texts: Sequence[str], present: Sequence[str]) -> tuple[File, list[Problem]]:
-    """The command line as one more file.
+    """Returns the command line in the form of a file.
 
     Args:
         texts: `key=value`, as typed.
         present: The dotted keys of the files.
 
     Returns:
-        The file, and a problem for every text that is not `key=value`, or whose key is unknown or
+        The file, and a problem for every text that is not `key=value` or whose key is unknown or
         ambiguous.
     """
     file = File("command line", Path(), {}, {})
@@ -315,7 +315,7 @@ def _command_line(texts: Sequence[str], present: Sequence[str]) -> tuple[File, l
         origin = Origin(OriginKind.COMMAND_LINE, written=written.strip())
         try:
             key = canonical(resolve(written, present))
-            # YAML would read an empty text as null.
+            # YAML reads empty text as null.
             file.set(key, parse_value(value, key) if value.strip() else value, origin)
         except ConfigProblems as error:
             problems += error.problems
@@ -323,10 +323,10 @@ def _command_line(texts: Sequence[str], present: Sequence[str]) -> tuple[File, l
 
 
 def _check_engines(layers: Sequence[Translation]) -> None:
-    """One model cannot be sharded by two engines, in whatever files they are asked for.
+    """Checks that the files do not select two engines.
 
     Raises:
-        ConfigError: FSDP and DeepSpeed are both asked for.
+        ConfigError: Both FSDP and DeepSpeed are selected.
     """
     asked: dict[str, Origin] = {}
     for engine, origin in (one for layer in layers for one in layer.engines):
@@ -341,9 +341,9 @@ def _check_engines(layers: Sequence[Translation]) -> None:
 
 
 def _contradictions(files: Sequence[File]) -> list[Problem]:
-    """What a file that the command line names (`--deepspeed ds.json`) and another file say.
+    """Finds contradictions between a file that a flag names (`--deepspeed ds.json`) and others.
 
-    Neither was typed, so neither wins, as in Hugging Face's Trainer.
+    Neither value was typed, so neither has precedence, as in Hugging Face's Trainer.
     """
     *before, last = files
     said = {
@@ -361,15 +361,15 @@ def _contradictions(files: Sequence[File]) -> list[Problem]:
 
 
 def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
-    """The origins and the values of all files, in which later files replace earlier ones."""
+    """Merges the origins and values of all files; later files replace keys of earlier ones."""
     first, *later = files
     merged, origins = first.values, first.origins
     for file in later:
-        # `sharding={...}` of the command line replaces a section, one of a file does not.
+        # On the command line `sharding={...}` replaces the section; in a file it is merged.
         given = file.origins if file is files[-1] else leaves(file.origins)
         updates = {canonical(key): (find(file.values, key), given[key]) for key in given}
         replaced = {key for name in updates for key in (name, *rivals_of(name))}
-        # What is left to be chosen says nothing that another key could contradict.
+        # A value that is still to be chosen contradicts no other key.
         replaced -= {
             rival
             for name, (value, _) in updates.items()
@@ -379,7 +379,7 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
         gone = [key for key in origins if is_below(_full_key(key, merged), replaced)]
         for key in gone:
             del origins[key]
-            if key not in updates:  # an update keeps the key's place
+            if key not in updates:  # an update keeps the key's position
                 drop(merged, key)
         for key, (value, origin) in updates.items():
             if value is None and key in RunConfig.field_names():
@@ -390,13 +390,13 @@ def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
 
 
 def _full_key(key: str, values: Mapping[str, Any]) -> str:
-    """Our name of a key; `model: FOLDER` is model.name_or_path."""
+    """Our full name for a key; `model: FOLDER` is model.name_or_path."""
     is_plain = key in PLAIN_KEYS and not isinstance(values.get(key), dict)
     return f"{key}.{PLAIN_KEYS[key]}" if is_plain else canonical(key)
 
 
 def _judge(note: Note, index: Index) -> Note:
-    """A note of a key that another one has replaced says so."""
+    """Updates the notes of keys that another key has replaced."""
     if note.status is not Status.TRANSLATED or not note.targets:
         return note
     deciding = [index.origin_of(target, is_default=True) for target in note.targets]
@@ -408,7 +408,7 @@ def _judge(note: Note, index: Index) -> Note:
 
 def _origins(config: RunConfig, index: Index) -> dict[str, Origin]:
     """The origin of every value, by dotted key."""
-    # model has no default: whichever of its keys is there was written.
+    # model has no default, so any key of it was written
     defaults = flatten({**RunConfig(model=config.model).to_dict(), "model": dict(_NO_MODEL)})
     values = flatten(config.to_dict())
     return {

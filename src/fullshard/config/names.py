@@ -1,13 +1,13 @@
-"""Names of Hugging Face's that are no field of ours, or whose meaning is another key.
+"""Hugging Face names that are not fields here, or that set another key.
 
-    NAMES    names below `training` that have no effect, lose something, or are not supported yet
-    MOVES    keys whose meaning is another key: `training.bf16` is a dtype of `sharding`
-    RIVALS   pairs of keys that mean one thing
+    NAMES    names below `training` that are without effect, lost, or not supported yet
+    MOVES    keys that set another key: `training.bf16` sets a dtype of `sharding`
+    RIVALS   pairs of keys with the same meaning
 
-Another name of a field of the same section is in `ALIASES` of that section. The names come from
-three generations: transformers 4.40, transformers 5.x, and TRL's SFTConfig. A name that is not
-supported yet takes the values that ask for what happens anyway, so that a file with all defaults
-works. `config explain` has a line for each name.
+Other names of a field of the same section are in that section's `ALIASES`. The names are those of
+transformers 4.40, transformers 5.x and TRL's SFTConfig. A name that is not supported yet accepts
+values that request the existing behaviour, so a file with all defaults works. `config explain` has
+a line for each name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UPDATES = "units are updated after backward, with the same result"
 _REENTRANT = lost("recompute is never reentrant, with the same values", {"use_reentrant": False})
 
 NAMES: Mapping[str, Rule] = {
-    # Not supported yet, unless the value asks for what happens anyway.
+    # Not supported yet, unless the value requests the existing behaviour.
     **each(
         _later(False),
         "auto_find_batch_size full_determinism bf16_full_eval fp16_full_eval use_ipex",
@@ -52,7 +52,7 @@ NAMES: Mapping[str, Rule] = {
         "num_of_sequences chars_per_token",
     ),
     **each(_later(True), "do_train"),
-    # eval_strategy decides, in Hugging Face's Trainer too
+    # eval_strategy decides, as in Hugging Face's Trainer
     **each(_later(True, False), "do_eval include_tokens_per_second prediction_loss_only"),
     **each(_later(True), "average_tokens_across_devices eval_do_concat_batches"),
     **each(_later(True), "dataloader_in_order eval_packing"),
@@ -81,7 +81,7 @@ NAMES: Mapping[str, Rule] = {
     "deepspeed": not_yet(
         "Write sharding.strategy: zero2 is shard_grad_op, zero3 is full_shard", None
     ),
-    # Without effect, whatever the value.
+    # No effect for any value.
     "overwrite_output_dir": no_effect(
         "an older finished run in output_dir is moved aside, never overwritten"
     ),
@@ -132,13 +132,13 @@ NAMES: Mapping[str, Rule] = {
 
 @dataclass(frozen=True)
 class Move:
-    """A key whose meaning is another key of ours.
+    """A key that sets another key of ours.
 
     Args:
-        source: dotted key as people write it.
-        target: dotted key that has the meaning.
-        on: for a flag that is a field of its own section too: the target's value if it is true.
-        off: the target's only value that means false; empty: all values but `on` do.
+        source: dotted key as written.
+        target: dotted key that it sets.
+        on: the target's value for true, if the source is also a flag of its own section.
+        off: the target's value for false; empty: any value other than `on`.
     """
 
     source: str
@@ -148,11 +148,11 @@ class Move:
 
     @property
     def stays(self) -> bool:
-        """Whether the source is also a field of its own section."""
+        """Whether the source is also a field of its section."""
         return bool(self.on)
 
     def implied(self, said: object) -> object:
-        """The target's value for a value of the source; None if that implies nothing."""
+        """The target's value for a value of the source; None if it sets none."""
         if not self.on:
             return said
         return self.on if said is not None and to_flag(said) else None
@@ -184,14 +184,14 @@ MOVES = (
     Move("training.gradient_checkpointing", _RECOMPUTE, on="block", off="none"),
 )
 
-# Names below `training` whose meaning is another key.
+# Names below `training` that set another key.
 MOVED = {
     move.source.removeprefix("training."): move
     for move in MOVES
     if move.source.startswith("training.")
 }
 
-# Pairs of keys that mean one thing: on the command line, one replaces the other of the file.
+# Pairs of keys with the same meaning: one on the command line replaces the other in the file.
 RIVALS = (
     *((move.source, move.target) for move in MOVES if move.stays),
     ("model.name_or_path", "model.config"),
@@ -204,10 +204,10 @@ RIVALS = (
 
 
 def field_value(sections: type[Section], key: str, value: object) -> object:
-    """The value that a field makes of what a user wrote.
+    """The field's value for a written value.
 
     Raises:
-        ConfigError: the field does not take it.
+        ConfigError: The value is invalid for the field.
     """
     section, _, name = key.partition(".")
     cls = sections.section_of(section)
@@ -223,8 +223,7 @@ def apply_moves(
 
     Args:
         sections_of: the class whose fields are the sections.
-        values: sections by name, as mappings, Section objects, or anything else (which the schema
-            refuses).
+        values: sections by name, as mappings or Section objects; the schema rejects other types.
 
     Returns:
         The sections, and a problem for every source that contradicts its target.
@@ -235,7 +234,7 @@ def apply_moves(
 
 
 def _plain(name: str, value: object) -> object:
-    """A section as a mapping that may be changed; `data: FILE` as a mapping of its path."""
+    """A section as a mutable mapping; `data: FILE` becomes a mapping with its path."""
     if isinstance(value, Section):
         return {field: getattr(value, field) for field in value.model_fields_set}
     if isinstance(value, Mapping):
@@ -249,7 +248,7 @@ def _apply(move: Move, sections_of: type[Section], sections: dict[str, Any]) -> 
         return None
     target, target_key = _holder(move.target, sections, make=True)
     if target is None:
-        return None  # the section is no mapping: the schema refuses it
+        return None  # not a mapping: rejected by the schema
     said = source[source_key] if move.stays else source.pop(source_key)
     other = target.get(target_key)
     try:
@@ -262,7 +261,7 @@ def _apply(move: Move, sections_of: type[Section], sections: dict[str, Any]) -> 
             return None
     except (Rejected, ConfigProblems):
         if move.stays:
-            return None  # one of the two is invalid: its own field refuses it
+            return None  # one of the two is invalid and is rejected by its field
     got = show(said)
     return Problem(
         move.source, f"what {move.target} says, {show(other)}", got, "Give one of the two"
@@ -272,7 +271,7 @@ def _apply(move: Move, sections_of: type[Section], sections: dict[str, Any]) -> 
 def _holder(
     key: str, sections: dict[str, Any], *, make: bool = False
 ) -> tuple[dict[str, Any] | None, str]:
-    """The mapping that holds a dotted key, and the key's last part."""
+    """The mapping that contains a dotted key, and the key's last part."""
     section, _, name = key.rpartition(".")
     if not section:
         return sections, name

@@ -1,4 +1,4 @@
-"""What is wrong with an input: every problem of it, in one grammar, as one error.
+"""All problems of an input, in one grammar, as one error.
 
 train.yaml:12: sharding.strategy: expected one of full_shard, no_shard; got 'ful'. Did you ...?
 ^ place        ^ key              ^ expected                            ^ got      ^ advice
@@ -14,14 +14,14 @@ from fullshard.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, before it is worded.
+    """A single problem of an input.
 
     Args:
-        key: dotted key, `sharding.strategy`; empty where the input as a whole is wrong.
-        expected: what may stand there, as words: `an integer >= 0`. Empty where `got` says all.
-        got: what stands there, as words: `'ful'`, `a list`.
-        advice: what to do about it, one or two whole sentences; may be empty.
-        place: where it stands, `train.yaml:12` or `command line`; filled in by the loader.
+        key: dotted key, `sharding.strategy`; empty for the input as a whole.
+        expected: what is valid, in words: `an integer >= 0`. Empty if `got` is enough.
+        got: the given value, in words: `'ful'`, `a list`.
+        advice: what to do, in one or two sentences; may be empty.
+        place: `train.yaml:12` or `command line`; set by the loader.
     """
 
     key: str
@@ -31,22 +31,22 @@ class Problem:
     place: str = ""
 
     def __str__(self) -> str:
-        """The problem as one line of the grammar above."""
+        """The problem as one line in the grammar above."""
         separator = "; " if "," in self.expected else ", "
         said = f"expected {self.expected}{separator}got {self.got}" if self.expected else self.got
         head = ": ".join(part for part in (self.place, self.key, said) if part)
         return f"{head}. {self.advice}".rstrip() if self.advice else head
 
     def below(self, prefix: str) -> Problem:
-        """The same problem, its key as seen from a level further up."""
+        """The problem with its key below another key."""
         return dataclasses.replace(self, key=join_key(prefix, self.key))
 
 
 class ConfigProblems(ConfigError):
-    """A ConfigError that keeps its problems apart, so that a caller can add their places."""
+    """A ConfigError with a list of problems, so that a caller can add places."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        """Word all problems: one alone on its line, several as a list."""
+        """Formats the problems: a single one as a line, several as a list."""
         self.problems = tuple(problems)
         assert self.problems, "an error needs at least one problem"
         super().__init__(_text(self.problems))
@@ -56,24 +56,24 @@ class ConfigProblems(ConfigError):
         return (type(self), (self.problems,))
 
     def map(self, change: Callable[[Problem], Problem]) -> ConfigProblems:
-        """A new error with every problem changed."""
+        """A new error with a function applied to every problem."""
         return ConfigProblems(change(problem) for problem in self.problems)
 
 
 def join_key(*parts: str) -> str:
-    """`sharding` and `strategy` as `sharding.strategy`; empty parts vanish."""
+    """Joins `sharding` and `strategy` to `sharding.strategy`; skips empty parts."""
     return ".".join(part for part in parts if part)
 
 
 def show(value: object) -> str:
-    """A value as a message names it: words quoted, flags and null as YAML writes them."""
+    """A value in the form of messages: text quoted, flags and null as in YAML."""
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
         case str():
-            text = repr(str(value))  # a member of an enum as its word
+            text = repr(str(value))  # an enum member by its word
         case int() | float():
             text = repr(value)
         case dict():

@@ -1,4 +1,4 @@
-"""Files opened by name: a pipe blocks its reader, and a device may never end."""
+"""Opens regular files only, because a pipe can block its reader and a device may be endless."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LARGEST_TEXT = 1 << 30
 
 
 def open_regular(path: str | PathLike[str]) -> int:
-    """A descriptor for reading.
+    """Opens a regular file for reading and returns its descriptor.
 
     Raises:
-        OSError: The file is missing or no regular file, or no file can have that name.
+        OSError: The file is missing or not regular, or the name is impossible.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # NUL, or characters that no file system has
+    except ValueError as error:  # NUL, or characters that no file system supports
         raise OSError(errno.EINVAL, f"a name that no file can have ({error})", str(path)) from error
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -33,10 +33,10 @@ def open_regular(path: str | PathLike[str]) -> int:
 
 
 def read_regular(path: str | PathLike[str], limit: int = LARGEST_TEXT) -> bytes:
-    """The bytes of a regular file.
+    """Reads a regular file.
 
     Raises:
-        OSError: As `open_regular`, or it has more than `limit` bytes.
+        OSError: As for `open_regular`, or the file has more than `limit` bytes.
     """
     data = bytearray()
     with os.fdopen(open_regular(path), "rb") as file:
@@ -57,6 +57,6 @@ def did_you_mean_path(path: Path) -> str:
         if (existing / wanted).is_symlink() and not (existing / wanted).exists():
             return f"'{existing / wanted}' is a link that leads to nothing."
         near = None if path.exists() else nearest(wanted, [p.name for p in existing.iterdir()])
-    except (OSError, ValueError, IndexError):  # no name that a file can have, or a closed folder
+    except (OSError, ValueError, IndexError):  # an impossible name, or a folder without access
         return ""
     return f"Did you mean '{existing / near}'?" if near else ""

@@ -1,4 +1,4 @@
-"""RunConfig, a whole configuration file, and its sections by the names that fullshard uses."""
+"""RunConfig, the schema of a configuration file, and its sections under our names."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class LoraConfig(Section):
 
 
 class DistillConfig(Section):
-    """How a student learns from a teacher."""
+    """Distillation of a teacher into a student."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {"kd_ratio": "alpha", "loss_type": "loss"}
 
@@ -219,7 +219,7 @@ class DistillConfig(Section):
 
     @property
     def tokens_at_once(self) -> int:
-        """Tokens whose logits are in memory at a time, once all settings are filled in."""
+        """The number of tokens whose logits are in memory at once, after defaults are applied."""
         return self.chunk_size or 1 << 30
 
 
@@ -228,7 +228,7 @@ class LaunchConfig(Section):
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "ddp_timeout": "timeout",
-        "nproc_per_node": "num_processes",  # torchrun's flags, of one machine
+        "nproc_per_node": "num_processes",  # torchrun's flags, for one machine
         "nnodes": "num_machines",
         "node_rank": "machine_rank",
         "master_addr": "main_process_ip",
@@ -270,14 +270,14 @@ class LaunchConfig(Section):
 
 
 def _read_model(value: object) -> object:
-    """A plain text is a folder."""
+    """Reads plain text as a folder."""
     if isinstance(value, str):
         return {"name_or_path": value}
     return _mapping(value, ModelConfig, "a folder, or a mapping with name_or_path or config")
 
 
 def _read_data(value: object) -> object:
-    """A plain text is a path; null is the embedded text."""
+    """Reads plain text as a path, and null as the embedded text."""
     if isinstance(value, str):
         return {"path": value}
     return {} if value is None else _mapping(value, DataConfig, "a path, or a mapping with path")
@@ -290,14 +290,14 @@ def _mapping(value: object, section: type[Section], expected: str) -> object:
 
 
 Model = Annotated[ModelConfig, BeforeValidator(_read_model)]
-# An empty section (`training:` and nothing below) is all defaults.
+# An empty section (`training:` without keys) has all defaults.
 SECTION = BeforeValidator(lambda value: {} if value is None else value)
 
 
 class RunConfig(Section):
-    """A whole configuration, from files and a command line."""
+    """The whole configuration, from files and a command line."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"student": "model"}  # of a teacher
+    ALIASES: ClassVar[Mapping[str, str]] = {"student": "model"}  # of the teacher
 
     backend: Backend = Backend.TORCH
     """torch | jax: the engine that runs the plan."""
@@ -334,17 +334,17 @@ class RunConfig(Section):
 
     @property
     def strategy(self) -> Strategy:
-        """sharding.strategy, which is also accepted at the top level of a file."""
+        """`sharding.strategy`, also accepted at the top level of a file."""
         return self.sharding.strategy
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """The keys, and `strategy`."""
+        """The names of all keys, and `strategy`."""
         return [*super().known_names(), "strategy"]
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem | None:
-        """A key of a section at the top level: the error names the section."""
+        """The problem of a section's key at the top level; names the section."""
         for name, section in (("sharding", ShardConfig), ("training", TrainingConfig)):
             if key in section.field_names() or key in section.ALIASES:
                 return Problem(key, "", "unknown key", f"Write {name}.{key}")
@@ -352,9 +352,9 @@ class RunConfig(Section):
 
     @classmethod
     def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Sets the keys that other keys stand for, then reads as every section does."""
+        """Sets keys that other keys imply, then reads like every section."""
         moved, contradictions = apply_moves(cls, values)
         if moved.get("model") is None and moved.get("student") is None and moved.get("teacher"):
-            moved["model"] = moved["teacher"]  # a student begins as its teacher, or a part of it
+            moved["model"] = moved["teacher"]  # a student starts as its teacher, or as part of it
         prepared, problems = super().prepare(moved)
         return prepared, contradictions + problems

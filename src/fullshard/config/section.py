@@ -1,4 +1,4 @@
-"""The base of every configuration section: frozen, every key known, problems in our own words."""
+"""The base class of configuration sections: frozen, with checked keys and our error messages."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from fullshard.config.values import did_you_mean
 
 
 class Section(BaseModel):
-    """A mapping of a configuration.
+    """A section of a configuration.
 
-    Building one from wrong input raises one ConfigError that lists every problem, never pydantic's
-    error. `ALIASES` holds other tools' names of a key; a key and its alias may both stand there as
-    long as they agree.
+    Invalid input raises one ConfigError that lists all problems, never pydantic's error. `ALIASES`
+    contains other tools' names of keys. A key and its alias may both be given if they agree.
     """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
-        ser_json_inf_nan="constants",  # infinity in a model's configuration is no null
+        ser_json_inf_nan="constants",  # infinity in a model's configuration must not become null
     )
 
     ALIASES: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, /, **values: Any) -> None:
-        """Read and check the values; raise ConfigError with all that is wrong."""
+        """Reads and checks the values; raises a ConfigError with all problems."""
         prepared, problems = self.prepare(values)
         others = {key: prepared.pop(key) for key in prepared.keys() - type(self).model_fields}
         try:
@@ -46,10 +45,10 @@ class Section(BaseModel):
 
     @classmethod
     def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Replace other tools' names by ours.
+        """Replaces other tools' names by ours.
 
         Returns:
-            The values under our names, and the problems that were found.
+            The values under our names, and the problems found.
         """
         prepared: dict[str, Any] = {}
         problems: list[Problem] = []
@@ -62,10 +61,10 @@ class Section(BaseModel):
 
     @classmethod
     def of(cls, base: Self | Mapping[str, Any] | None = None, **overrides: Any) -> Self:
-        """The base with some fields replaced; what the base left out keeps its default.
+        """Returns the base with some fields replaced; fields not in the base keep their defaults.
 
         Args:
-            base: a section, a mapping of its keys, or None for all defaults.
+            base: a section, a mapping of keys, or None for all defaults.
             overrides: fields by name, in any accepted spelling.
         """
         if base is None:
@@ -79,12 +78,12 @@ class Section(BaseModel):
         return cls(**{**given, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON values; reading them again gives an equal section."""
+        """Returns every field as JSON values, which read back as an equal section."""
         return self.model_dump(mode="json")
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """The names of the fields, in the order of the class."""
+        """The names of the fields, in order."""
         return list(cls.model_fields)
 
     @classmethod
@@ -97,14 +96,14 @@ class Section(BaseModel):
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """Every name that is understood, for did-you-mean."""
+        """Every accepted name, for suggestions."""
         return [*cls.field_names(), *cls.ALIASES]
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem | None:
-        """The problem of a key that the section lacks, which names the nearest key that it has.
+        """The problem of an unknown key; names the nearest valid key.
 
-        None: the value of the key changes nothing.
+        None if the key's value has no effect.
         """
         del value
         advice = did_you_mean(key, cls.known_names())
@@ -123,7 +122,7 @@ def _disagreement(alias: str, value: object, name: str, other: object) -> Proble
 
 
 def _translate(section: type[Section], details: ErrorDetails) -> list[Problem]:
-    """The problems of one of pydantic's errors, in our words."""
+    """Translates an error of pydantic into problems."""
     key = join_key(*(str(part) for part in details["loc"]))
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, ConfigProblems):
@@ -140,7 +139,7 @@ def _translate(section: type[Section], details: ErrorDetails) -> list[Problem]:
     return [Problem(key, details["msg"][:1].lower() + details["msg"][1:], got)]
 
 
-_SHORT_LIST = 12  # more keys than these are no help in a message
+_SHORT_LIST = 12  # more keys do not help in a message
 
 _EXPECTED: Mapping[str, str] = {
     "model_type": "a mapping of keys",

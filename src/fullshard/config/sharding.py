@@ -48,7 +48,7 @@ Wrap = WrapKind | tuple[str, ...] | Callable[..., Any]
 
 
 class Offload(Section):
-    """Where each kind of state is kept between uses; None: on the device."""
+    """The memory of each kind of state between uses; None: the device."""
 
     ALIASES: ClassVar[Mapping[str, str]] = {
         "params": "parameters",
@@ -81,8 +81,8 @@ class Offload(Section):
 def _read_wrap(value: object) -> object:
     """`auto`, `transformer`, `size`, `none`, class names, classes, or a callable.
 
-    A word alone is a class name where it is written like one (`LlamaDecoderLayer`); `transfomer`
-    is a misspelt kind. A class whose name is a kind (`Transformer`) needs a list: `[Transformer]`.
+    A single word is a class name if it is written like one (`LlamaDecoderLayer`); `transfomer` is a
+    misspelled kind. A class whose name is a kind (`Transformer`) needs a list: `[Transformer]`.
     """
     if isinstance(value, WrapKind):
         return value
@@ -118,7 +118,7 @@ def _write_wrap(value: Wrap) -> object:
 
 
 def _read_strategies(value: object) -> tuple[tuple[str, Strategy], ...]:
-    """A mapping of module names (globs) to strategies, kept as pairs, which can be compared."""
+    """Reads a mapping of module names (globs) to strategies as pairs, which are hashable."""
     pairs = cast("Mapping[object, object]", value).items() if isinstance(value, Mapping) else value
     pairs = list(cast("Iterable[object]", pairs)) if isinstance(pairs, Iterable) else [pairs]
     if not all(isinstance(p, tuple | list) and len(cast("list[object]", p)) == 2 for p in pairs):
@@ -130,12 +130,12 @@ def _read_strategies(value: object) -> tuple[tuple[str, Strategy], ...]:
 
 
 def _read_depth(value: object) -> object:
-    """A depth, a flag of FSDP1's `forward_prefetch`, or a word of its `BackwardPrefetch`.
+    """Reads a depth, a flag of FSDP1's `forward_prefetch`, or a member of its `BackwardPrefetch`.
 
-    BACKWARD_PRE gathers the next unit before this one's gradients are computed, so two units are
-    gathered at once: depth 1. BACKWARD_POST gathers it after them, when this unit's slot is free
-    again: that is what happens at depth 0, where the reduction of this unit runs beside the gather
-    of the next. NO_PREFETCH and null are depth 0 as well.
+    BACKWARD_PRE gathers the next unit before this unit's gradients are computed, so two units are
+    gathered at once: depth 1. BACKWARD_POST gathers it afterwards, when this unit's slot is free,
+    which is depth 0: the reduction of this unit overlaps with the next gather. NO_PREFETCH and null
+    are also depth 0.
     """
     if value is None:
         return 0
@@ -151,7 +151,7 @@ def _read_depth(value: object) -> object:
 
 
 def _read_offload(value: object) -> object:
-    """`cpu` or true for all three kinds of state, or a table with each of them."""
+    """Reads `cpu` or true for all three kinds of state, or a mapping of them."""
     if value is None or value is False or isinstance(value, Offload):
         return value or None
     if isinstance(value, Mapping):
@@ -179,7 +179,7 @@ _WRAP_SCHEMA = {
 
 
 class ShardConfig(Section):
-    """How a model is sharded: which rank keeps what, dtypes, communication."""
+    """How a model is sharded: strategy, mesh, units, dtypes, communication."""
 
     strategy: Strategy = Strategy.FULL_SHARD
     """full_shard (ZeRO-3) | shard_grad_op (ZeRO-2) | no_shard (DDP) | hybrid_shard |

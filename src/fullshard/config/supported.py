@@ -1,6 +1,6 @@
-"""Values that pass the schema, but are not supported by an engine yet, or are known to be bad.
+"""Values that are valid but not supported by an engine yet, or known to cause trouble.
 
-`check_supported` refuses the former by name before any rank starts. `findings` has the latter, for
+`check_supported` refuses the former before any rank starts. `findings` lists the latter for
 `fullshard config lint`.
 """
 
@@ -30,11 +30,11 @@ from fullshard.config.values import (
     WrapKind,
 )
 
-# Fields of a section: what to do until they are supported, and the values that are not (no value
-# named: all but the default).
+# Fields of a section: advice until they are supported, and the unsupported values (if none are
+# listed, all but the default).
 Rows = Mapping[str, tuple[object, ...]]
 
-_DEEP = 4  # gathering more units ahead hides nothing more
+_DEEP = 4  # gathering more units ahead hides no more time
 
 _NAMED: Rows = {"strategy": ("Name the strategy", Strategy.AUTO)}
 _TORCH: Rows = {"activation_checkpointing": ("Use block", Recompute(RecomputeKind.OFFLOAD))}
@@ -62,17 +62,17 @@ def check_supported(
     launch: LaunchEnvironment | None = None,
     backend: Backend = Backend.TORCH,
 ) -> None:
-    """Refuse by name what the contract has and an engine does not support yet.
+    """Refuses values that an engine does not support yet.
 
     Args:
-        config: a whole configuration, or the sharding of the user's own model.
-        planning: only a plan is made, which supports more than a run.
-        launch: how this process was launched; None if fullshard starts the ranks, which it cannot
-            do on several machines.
-        backend: the engine for the user's own model.
+        config: a whole configuration, or the sharding of a user's model.
+        planning: whether only a plan is made, which supports more than a run.
+        launch: how this process was launched; None if fullshard starts the ranks, which works on
+            one machine only.
+        backend: the engine for a user's model.
 
     Raises:
-        ConfigError: with every value that is not supported yet.
+        ConfigError: Lists every value that is not supported yet.
     """
     if isinstance(config, ShardConfig):
         rows = _XLA if backend is Backend.JAX else {**_NAMED, **_TORCH}
@@ -87,13 +87,13 @@ def check_supported(
 def unsupported(
     section: Section, rows: Rows, prefix: str = "", where: str = ""
 ) -> Iterator[Problem]:
-    """The problems of the values of a section that are not supported.
+    """The problems of a section's unsupported values.
 
     Args:
         section: the section.
         rows: its fields that are not fully supported.
         prefix: dotted key of the section.
-        where: words for the condition under which they are not: `with backend: jax `.
+        where: the condition, in words: `with backend: jax `.
     """
     for name, (instead, *values) in rows.items():
         value = getattr(section, name)
@@ -104,7 +104,7 @@ def unsupported(
 
 
 def _of_run(config: RunConfig) -> Iterator[Problem]:
-    """What neither a plan nor a run supports."""
+    """Values that neither a plan nor a run supports."""
     if config.backend is Backend.JAX:
         yield from unsupported(config.sharding, _XLA, "sharding")
         yield from unsupported(config.training, _XLA_TRAINING, "training")
@@ -117,7 +117,7 @@ def _of_run(config: RunConfig) -> Iterator[Problem]:
 
 
 def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator[Problem]:
-    """What a run needs from the machine that it starts on."""
+    """Values that this machine does not support."""
     folder = (config.sharding.offload or Offload()).folder
     if folder is not None and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         advice = "Create it on every machine, on a disk with enough space"
@@ -131,11 +131,12 @@ def _of_machine(config: RunConfig, launch: LaunchEnvironment | None) -> Iterator
         yield Problem("launch.num_machines", "", got, advice)
 
 
-# ---- combinations that are allowed but known to be bad -------------------------------------------
+# ---- valid combinations that are known to cause trouble
+# -------------------------------------------
 
 
 def findings(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The dotted key of each bad value, and what is bad about it or what to do."""
+    """The dotted key of each such value, with the reason or advice."""
     is_sharded = config.sharding.strategy not in (Strategy.NO_SHARD, Strategy.AUTO)
     yield from _of_sharding(config.sharding, is_sharded=is_sharded)
     if config.launch.num_processes == 1 and is_sharded:

@@ -1,4 +1,4 @@
-"""TrainingConfig: Hugging Face's TrainingArguments names, those that the main loop honours."""
+"""TrainingConfig: the names of Hugging Face's TrainingArguments that the main loop supports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fullshard.config.values import (
 
 
 def _read_steps(value: object) -> object:
-    """A number of steps, or a share of all steps below 1, as in Hugging Face."""
+    """Reads a number of steps, or a fraction of all steps below 1, as in Hugging Face."""
     number = to_number(value)
     if number is None or number <= 0 or (number >= 1 and number != int(number)):
         raise Rejected("an integer >= 1, or a share of all steps between 0 and 1")
@@ -44,7 +44,7 @@ def _read_steps(value: object) -> object:
 
 
 def _read_resume(value: object) -> object:
-    """A folder; false and `never` resume nothing."""
+    """Reads a folder; false and `never` disable resuming."""
     if value is None:
         return None
     if value is False or words_of(value)[0] in ("false", "no", "never"):
@@ -53,7 +53,7 @@ def _read_resume(value: object) -> object:
 
 
 def _read_trackers(value: object) -> object:
-    """`none`, `all`, or some of the trackers; in any case, as one text or a list."""
+    """Reads `none`, `all`, or trackers in any case, as text or a list."""
     names = [name.lower() for name in to_names([] if value is None else value)]
     known = [str(tracker) for tracker in Tracker]
     if names in ([], ["none"]):
@@ -76,10 +76,10 @@ DEFAULT_SAMPLES = 8  # Hugging Face's default
 
 
 class TrainingConfig(Section):
-    """The main loop: Hugging Face's names, meanings and defaults (transformers 4.40 to 5.x).
+    """The main loop, with Hugging Face's names, meanings and defaults (transformers 4.40 to 5.x).
 
-    A name of TrainingArguments that is not supported yet is an error, unless its value asks for
-    what happens anyway. An unknown name is an error with the nearest name.
+    A name of TrainingArguments that is not supported yet is an error, unless its value requests the
+    existing behaviour. An unknown name is an error that suggests the nearest name.
     """
 
     ALIASES: ClassVar[Mapping[str, str]] = {
@@ -234,16 +234,17 @@ class TrainingConfig(Section):
 
     @property
     def evaluates(self) -> IntervalStrategy:
-        """When evaluation happens, with defaults filled in."""
+        """When evaluation happens, after defaults are applied."""
         if self.eval_strategy is not None:
             return self.eval_strategy
         return IntervalStrategy.NO if self.eval_steps is None else IntervalStrategy.STEPS
 
     def divided(self, world_size: int) -> Self:
-        """The same with train_batch_size divided into sequences per rank and micro-batches.
+        """Returns the configuration with train_batch_size divided over ranks and micro-batches.
 
         Raises:
-            ConfigError: it is not a multiple of the ranks and the given part of the batch.
+            ConfigError: train_batch_size is not a multiple of the ranks and the given part of the
+                batch.
         """
         if self.train_batch_size is None or self.leaves_micro_batch:
             return self
@@ -265,10 +266,10 @@ class TrainingConfig(Section):
         return self.per_device_train_batch_size == 0
 
     def undivided(self, world_size: int) -> Self:
-        """The same with all sequences of a rank and an update in one micro-batch.
+        """Returns the configuration with all sequences of a rank's update in one micro-batch.
 
         Raises:
-            ConfigError: train_batch_size is no multiple of the ranks.
+            ConfigError: train_batch_size is not a multiple of the ranks.
         """
         samples = DEFAULT_SAMPLES * self.gradient_accumulation_steps
         if self.train_batch_size is not None:
@@ -280,7 +281,7 @@ class TrainingConfig(Section):
         return self.in_micro_batches(samples, 1)
 
     def in_micro_batches(self, micro_batch: int, accumulation: int) -> Self:
-        """The same with this many sequences in so many micro-batches of a rank and an update."""
+        """Returns the configuration with this many sequences per micro-batch and rank."""
         changes = {
             "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": accumulation,
@@ -290,12 +291,12 @@ class TrainingConfig(Section):
 
     @property
     def saves(self) -> IntervalStrategy:
-        """When checkpoints are saved, with defaults filled in."""
+        """When checkpoints are saved, after defaults are applied."""
         return IntervalStrategy.STEPS if self.save_strategy is None else self.save_strategy
 
     @classmethod
     def unknown(cls, key: str, value: Any) -> Problem | None:
-        """The problem of a value of a Hugging Face name that is not supported yet."""
+        """The problem of an unsupported value of a Hugging Face name."""
         if key not in NAMES:
             return super().unknown(key, value)
         try:
@@ -306,5 +307,5 @@ class TrainingConfig(Section):
 
     @classmethod
     def known_names(cls) -> list[str]:
-        """Names for did-you-mean: a misspelt name may be one that is not supported yet."""
+        """Names for suggestions, including those that are not supported yet."""
         return [*super().known_names(), *NAMES]

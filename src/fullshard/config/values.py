@@ -1,8 +1,8 @@
-"""The words of a configuration: enums, and every spelling of other tools that means one of them.
+"""The enums of a configuration, with the spellings of other tools.
 
-Text becomes an enum here, once; inside fullshard, code matches on enums. A spelling is compared
-without regard to case, and `-` counts as `_`. A dotted value counts by its last part, so that
-`torch.bfloat16`, `ShardingStrategy.FULL_SHARD` and the objects that print like this are words too.
+Text is converted to an enum here, once; all other code matches on enums. Comparison ignores case
+and treats `-` as `_`. Only the last part of a dotted value counts, so `torch.bfloat16`,
+`ShardingStrategy.FULL_SHARD` and the objects that print like this are accepted.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Choice(StrEnum):
-    """An enum whose members also list the spellings that other tools have for them.
+    """An enum whose members have alternative spellings from other tools.
 
-    A field of this type accepts every spelling; its JSON Schema offers our own words alone.
+    A field of this type accepts every spelling; its JSON Schema contains only ours.
     """
 
     spellings: tuple[str, ...]
 
     def __new__(cls, word: str, spellings: str = "") -> Self:
-        """Our own word, and other spellings in lower case between blanks."""
+        """Takes our word, and other lower-case spellings separated by blanks."""
         member = str.__new__(cls, word)
         member._value_, member.spellings = word, tuple(spellings.split())
         return member
@@ -37,7 +37,7 @@ class Choice(StrEnum):
     def __get_pydantic_core_schema__(
         cls, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Read a field of this type as `parse` does."""
+        """Reads a field of this type with `parse`."""
         # Not at the top, because `fullshard --help` imports this file.
         from pydantic_core import core_schema
 
@@ -48,7 +48,7 @@ class Choice(StrEnum):
 
 
 class Strategy(Choice):
-    """What every rank keeps of each kind of state between uses."""
+    """Which state is sharded between uses."""
 
     # ZeRO-3: parameters, gradients, optimizer state sharded
     FULL_SHARD = "full_shard", "full fsdp zero3 zero_3 1"
@@ -56,9 +56,9 @@ class Strategy(Choice):
     SHARD_GRAD_OP = "shard_grad_op", "grad_op zero2 zero_2 2"
     # DDP: every rank keeps everything
     NO_SHARD = "no_shard", "ddp zero0 zero_0 3"
-    # full_shard inside a host, copies across hosts
+    # full_shard within a host, replicas across hosts
     HYBRID_SHARD = "hybrid_shard", "hybrid hybrid_full hybrid_full_shard hsdp 4"
-    # shard_grad_op inside a host, copies across hosts
+    # shard_grad_op within a host, replicas across hosts
     HYBRID_SHARD_ZERO2 = (
         "hybrid_shard_zero2",
         "_hybrid_shard_zero2 hybrid_zero2 hybrid_shard_grad_op 5",
@@ -68,7 +68,7 @@ class Strategy(Choice):
 
 
 class DType(Choice):
-    """A floating point dtype, under torch's name."""
+    """A floating-point dtype, under torch's name."""
 
     FLOAT64 = "float64", "fp64 f64 double"
     FLOAT32 = "float32", "fp32 f32 float"
@@ -77,42 +77,43 @@ class DType(Choice):
 
 
 class Transport(Choice):
-    """What moves the bytes of gathers and reductions."""
+    """The communication of gathers and reductions."""
 
     AUTO = "auto"
     C10D = "c10d"  # torch's own collectives, in place
-    DIRECT = "direct"  # gloo: each rank sends each peer only the slice that it needs
-    SHARED = "shared"  # the ranks of a host map one master copy
-    FAKE = "fake"  # any world size in one process; no data is moved
+    DIRECT = "direct"  # gloo: each rank sends a peer only the slice that the peer needs
+    SHARED = "shared"  # the ranks of a host map one copy of the masters
+    FAKE = "fake"  # any world size in one process; moves no data
 
 
 class GradReduction(Choice):
-    """What the gradients of the ranks become: their mean (as DDP and FSDP) or their sum."""
+    """The reduction of gradients over ranks: mean (as in DDP and FSDP) or sum."""
 
     MEAN = "mean", "avg average"
     SUM = "sum"
 
 
 class Reduction(Choice):
-    """In which order c10d adds: its own (fast), or rank order (the bits of other transports)."""
+    """The order of c10d's sums: its own (fast), or rank order (bits equal to other transports)."""
 
     NATIVE = "native"
     ORDERED = "ordered"
 
 
 class GradSync(Choice):
-    """Which micro-batches of an accumulated step reduce their gradients."""
+    """Which micro-batches of a step reduce their gradients."""
 
     EVERY_MICRO_BATCH = "every_micro_batch"  # least memory
     LAST_MICRO_BATCH = "last_micro_batch"  # least traffic; unsharded gradients stay in memory
-    LAST_MICRO_BATCH_OUTER = "last_micro_batch_outer"  # inside the shard axis always, across last
+    LAST_MICRO_BATCH_OUTER = "last_micro_batch_outer"  # shard axis: every time; replicate axis:
+    # last
 
 
 class WrapKind(Choice):
-    """How the units are chosen if no class names are given."""
+    """How units are chosen without class names."""
 
-    AUTO = "auto"  # the repeated blocks, found structurally
-    # the blocks that the model class names itself
+    AUTO = "auto"  # repeated blocks, found by structure
+    # blocks that the model class declares
     TRANSFORMER = "transformer", "transformer_based_wrap transformer_based"
     # modules of at least wrap_min_params parameters
     SIZE = "size", "size_based_wrap size_based"
@@ -121,12 +122,12 @@ class WrapKind(Choice):
 
 
 class RecomputeKind(Choice):
-    """What activation checkpointing drops in forward and computes again in backward."""
+    """What activation checkpointing recomputes in backward."""
 
     NONE = "none", "no off false"
     BLOCK = "block", "true full"  # the inside of every block (or of every n-th: `every_2`)
-    SELECTIVE = "selective"  # everything but the results of matrix products and attention
-    OFFLOAD = "offload"  # nothing: activations are kept on the host
+    SELECTIVE = "selective"  # all but results of matrix products and attention
+    OFFLOAD = "offload"  # nothing: activations are moved to the host
 
 
 class Backend(Choice):
@@ -137,7 +138,7 @@ class Backend(Choice):
 
 
 class TokenDType(Choice):
-    """The dtype of tokens in files."""
+    """The dtype of tokens in array files."""
 
     UINT8 = "uint8"
     INT16 = "int16"
@@ -156,14 +157,14 @@ class MatmulPrecision(Choice):
 
 
 class Home(Choice):
-    """The memory of a kind of state between uses, if not the device's."""
+    """The memory of offloaded state between uses."""
 
     CPU = "cpu", "host"
     NVME = "nvme", "disk"
 
 
 class IntervalStrategy(Choice):
-    """When something periodic (evaluation, saving, logging) happens."""
+    """The interval of evaluation, saving or logging."""
 
     NO = "no", "none off false"
     STEPS = "steps", "step"
@@ -171,25 +172,25 @@ class IntervalStrategy(Choice):
 
 
 class LrSchedule(Choice):
-    """The learning rate over the steps, after the warm-up."""
+    """The learning rate schedule after warm-up."""
 
     LINEAR = "linear"  # to zero at the last step
     COSINE = "cosine"  # half a cosine to zero at the last step
-    CONSTANT = "constant"  # no warm-up either
+    CONSTANT = "constant"  # also without warm-up
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
 
 
 class DistillLoss(Choice):
-    """The distance of a student from its teacher."""
+    """The loss between a student and its teacher."""
 
-    FORWARD_KL = "forward_kl", "kl kld fkl"  # KL(teacher || student): covers all of the teacher's
-    REVERSE_KL = "reverse_kl", "rkl"  # KL(student || teacher): keeps to the teacher's likeliest
-    JSD = "jsd", "js"  # generalized Jensen-Shannon: between the two, by beta
-    HIDDEN = "hidden", "mse"  # hidden states, through projections that are learned too
+    FORWARD_KL = "forward_kl", "kl kld fkl"  # KL(teacher || student): covers the whole distribution
+    REVERSE_KL = "reverse_kl", "rkl"  # KL(student || teacher): covers the main modes
+    JSD = "jsd", "js"  # generalized Jensen-Shannon: between both, by beta
+    HIDDEN = "hidden", "mse"  # hidden states, through learned projections
 
 
 class Tracker(Choice):
-    """Where metrics are shown in addition to the run's own files, by the names of `report_to`."""
+    """Trackers that receive metrics, under the names of `report_to`."""
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -208,10 +209,10 @@ class Optimizer(Choice):
     ADAMW_BNB_8BIT = "adamw_bnb_8bit", "adamw_8bit"
 
 
-# Optimizers that need whole tensors: one rank owns each tensor.
+# Optimizers that need full tensors: each tensor is owned by one rank.
 BY_OWNER = (Optimizer.MUON, Optimizer.ADAFACTOR, Optimizer.ADAMW_BNB_8BIT)
 
-# Hugging Face's words that are not supported yet, by a part of them, and the reason.
+# Unsupported Hugging Face values, by a part of the word, with the reason.
 LATER: Mapping[type[Choice], Mapping[str, str]] = {
     LrSchedule: {"restarts min_lr polynomial inverse_sqrt plateau stable_decay greedy": ""},
     Optimizer: {
@@ -223,7 +224,7 @@ LATER: Mapping[type[Choice], Mapping[str, str]] = {
     IntervalStrategy: {"best": ""},
 }
 
-# BackwardPrefetch of FSDP1, as a depth.
+# FSDP1's BackwardPrefetch as a depth.
 PREFETCH_DEPTHS: Mapping[str, int] = {
     **dict.fromkeys(("backward_pre", "pre", "true"), 1),
     **dict.fromkeys(("backward_post", "post", "no_prefetch", "none", "no", "off", "false"), 0),
@@ -231,13 +232,13 @@ PREFETCH_DEPTHS: Mapping[str, int] = {
 
 
 class Recompute(NamedTuple):
-    """Activation checkpointing as data: what is recomputed, in every how many-th block."""
+    """Activation checkpointing: what is recomputed, in every n-th block."""
 
     kind: RecomputeKind
     every: int = 1
 
     def __str__(self) -> str:
-        """The word that a configuration says: `none`, `block`, `every_2`."""
+        """The configuration's word: `none`, `block`, `every_2`."""
         return f"every_{self.every}" if self.every > 1 else self.kind.value
 
 
@@ -245,7 +246,7 @@ ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 
 def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
-    """The member that a value means.
+    """Returns the member for a value.
 
     Args:
         enum_cls: one of the enums of this module.
@@ -255,7 +256,7 @@ def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
         key: the dotted key, for the message.
 
     Raises:
-        ConfigError: with key, value, the choices and the nearest of them.
+        ConfigError: Names key, value, the choices and the nearest one.
     """
     if isinstance(value, enum_cls):
         return value
@@ -265,7 +266,7 @@ def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
             return table[word]
     own = [member.value for member in enum_cls]
     expected = "one of " + ", ".join(own)
-    if not isinstance(value, str):  # a number or a list is no misspelt word
+    if not isinstance(value, str):  # numbers and lists are not misspelled words
         raise ConfigProblems([Problem(key, expected, show(value))])
     for parts, why in LATER.get(enum_cls, {}).items():
         if any(part in value.lower() for part in parts.split()):
@@ -277,7 +278,7 @@ def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
 
 
 def parse_recompute(value: object) -> Recompute:
-    """Read `none | block | selective | offload | every_2 | every_3 ...`, or a flag."""
+    """Reads `none | block | selective | offload | every_2 | every_3 ...`, or a flag."""
     if isinstance(value, Recompute):
         return value
     table = spellings(RecomputeKind)
@@ -293,15 +294,15 @@ def parse_recompute(value: object) -> Recompute:
 
 
 def spellings(enum_cls: type[ChoiceT]) -> dict[str, ChoiceT]:
-    """Every accepted word of an enum, in lower case with `_`, and its member."""
+    """Maps every accepted word of an enum, in lower case with `_`, to its member."""
     return {word: member for member in enum_cls for word in (member.value, *member.spellings)}
 
 
 def words_of(value: object) -> tuple[str, ...]:
-    """The words that a value may stand for: itself, then its last dotted part.
+    """The words to try for a value: itself, then its last dotted part.
 
-    YAML 1.1 turns `no` and `off` into False, `yes` and `on` into True: these give `no` and
-    `false`, `yes` and `true`.
+    YAML 1.1 reads `no` and `off` as False, `yes` and `on` as True. Flags therefore give `no` and
+    `false`, or `yes` and `true`.
     """
     if value is None:
         return ()
@@ -309,16 +310,16 @@ def words_of(value: object) -> tuple[str, ...]:
         return ("true", "yes") if value else ("false", "no")
     word = str(value).strip().lower().replace("-", "_")
     last = word.rpartition(".")[2]
-    return (word,) if last[:1].isdigit() else (word, last)  # 0.3 does not mean 3
+    return (word,) if last[:1].isdigit() else (word, last)  # 0.3 is not 3
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:
-    """The choice that a mistyped word most likely meant, or None where none is near.
+    """Returns the choice nearest to a mistyped word, or None.
 
-    A word that begins exactly one choice means that choice (`cos`: cosine), that ends exactly one
-    (`epochs`: num_train_epochs) or is its initials (`lr`: learning_rate) as well, and so does one
-    of the same parts in another order (`prefetch_forward`); otherwise the most similar one by
-    difflib, compared without regard to case and with `-` as `_`.
+    The first rule that matches exactly one choice decides: its beginning (`cos`: cosine), its end
+    (`epochs`: num_train_epochs), its initials (`lr`: learning_rate), its parts in another order
+    (`prefetch_forward`). Otherwise difflib's most similar choice is returned. Comparison ignores
+    case and treats `-` as `_`.
     """
     wanted = word.strip().lower().replace("-", "_")
     by_word = {choice.lower().replace("-", "_"): choice for choice in choices}
@@ -336,6 +337,6 @@ def nearest(word: str, choices: Collection[str]) -> str | None:
 
 
 def did_you_mean(value: object, choices: Collection[str]) -> str:
-    """`Did you mean 'x'?`; nothing if no choice is near, or the value is no text."""
+    """`Did you mean 'x'?`; empty if no choice is near, or the value is not text."""
     near = nearest(value, choices) if isinstance(value, str) else None
     return f"Did you mean '{near}'?" if near else ""

@@ -1,6 +1,6 @@
 """Accelerate's YAML: the machines, and `fsdp_config` or `deepspeed_config`.
 
-The Trainer and axolotl have the keys of `fsdp_config` too, with or without `fsdp_`.
+The Trainer and axolotl also have the keys of `fsdp_config`, with or without `fsdp_`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _strategy = to("sharding.strategy")
 
 @unless()
 def _reshard(value: object, said: Said) -> Meaning:
-    """FSDP2's flag, FSDP1's strategy under FSDP2's name, or both."""
+    """Reads FSDP2's flag, or FSDP1's strategy under FSDP2's name."""
     try:
         word: object = Strategy.FULL_SHARD if to_flag(value) else Strategy.SHARD_GRAD_OP
     except Rejected:
@@ -66,7 +66,7 @@ def _reshard(value: object, said: Said) -> Meaning:
 
 
 def _policy(said: Said) -> str:
-    """The wrap that the policy means; nothing where it is left out, or is no policy."""
+    """The wrap for a policy; empty if the policy is absent or invalid."""
     words = words_of(said.get("auto_wrap_policy"))
     return next((_WRAP[word] for word in words if word in _WRAP), "")
 
@@ -97,13 +97,13 @@ def _min_num_params(value: object, said: Said) -> Meaning:
 
 
 def _backward_prefetch(value: object, said: Said) -> Meaning:
-    """Null is a choice here, as torch's `backward_prefetch=None` is: nothing is fetched ahead."""
+    """Reads the prefetch; null disables it, like torch's `backward_prefetch=None`."""
     word = "none" if value is None else value
     return choice("sharding.backward_prefetch", _BACKWARD, "a depth in units")(word, said)
 
 
 def _globs(value: object) -> list[str]:
-    """Accelerate matches a whole name by a regular expression; ours are globs."""
+    """Converts Accelerate's regular expressions for full names to globs."""
     parts = [part for name in to_names(value) for part in name.split("|")]
     globs = [part.replace("\\.", ".").replace(".*", "*").strip("()^$") for part in parts]
     if any(set(glob) & set("\\[](){}+?^$") for glob in globs):
@@ -153,7 +153,7 @@ FSDP: Table = {
     **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
 }
 
-# The sizes of a mesh, in Accelerate's `parallelism_config` and in axolotl's file.
+# Mesh sizes, in Accelerate's `parallelism_config` and in axolotl's file.
 MESH: Table = {
     "dp_replicate_size": to("sharding.replicate", "", -1, 0),
     "dp_shard_size": to("sharding.shard", "", -1, 0),
@@ -168,7 +168,7 @@ MESH: Table = {
     ),
 }
 
-# The strategy that a type means; None: the configuration of that engine has it.
+# The strategy of each type; None: given by that engine's configuration.
 _DDP = "multi_gpu multi_cpu multi_xpu multi_npu multi_mlu multi_hpu no"
 _TYPES: Mapping[str, str | None] = {
     **dict.fromkeys(("fsdp", "deepspeed"), None),

@@ -29,7 +29,7 @@ from fullshard.config.fields import Rejected, means_same, to_number
 
 
 def _times_an_epoch(kind: str) -> Rule:
-    """`evals_per_epoch: 2`: a share of all steps."""
+    """Converts `evals_per_epoch: 2` to a fraction of all steps."""
 
     @unless(0)
     def rule(value: object, said: Said) -> Meaning:
@@ -73,7 +73,7 @@ def _datasets(value: object, _: Said) -> Meaning:
 
 @unless("", False)
 def _adapter(value: object, said: Said) -> Meaning:
-    """axolotl's word for the adapters that are trained with a frozen model."""
+    """Reads axolotl's adapter type."""
     if means_same(value, "lora"):
         return translated({"lora.r": said.get("lora_r") or 16})
     raise refused(value, "Write lora, or leave it out")
@@ -85,7 +85,7 @@ def _packing(value: object, _: Said) -> Meaning:
     return translated({"sft.packing": value})
 
 
-# Trainer's names that axolotl has too, as they are there.
+# The Trainer's names that axolotl shares.
 _SHARED = """
     learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm max_steps
     warmup_steps warmup_ratio logging_steps eval_steps eval_strategy evaluation_strategy save_steps

@@ -41,7 +41,7 @@ _STAGES = {
 
 @unless()
 def stage(value: object, said: Said) -> Meaning:
-    """A stage of ZeRO; with MiCS it is sharded inside a group."""
+    """A ZeRO stage; with MiCS it is sharded within a group."""
     if is_auto(value):
         return Meaning(Status.NO_EFFECT, "auto: sharding.strategy decides")
     strategy, why = _STAGES[word_among(value, _STAGES)]
@@ -58,9 +58,9 @@ def _zero(value: object, said: Said) -> Meaning:
 
 @unless()
 def home(value: object, said: Said) -> Meaning:
-    """Where DeepSpeed keeps parameters, or the optimizer state with the gradients.
+    """The memory of DeepSpeed's parameters, or of optimizer states with gradients.
 
-    torch's optimizers update where the parameters are, so here none of these stays on the device.
+    torch's optimizers update parameters in place, so here all state leaves the device.
     """
     if HOMES[word_among(value, HOMES)] is None:
         return HAPPENS
@@ -73,13 +73,13 @@ def home(value: object, said: Said) -> Meaning:
 
 
 def _device(said: Said, key: str) -> object:
-    """Nested or flat; the value may be wrong, which its own rule reports."""
+    """The device, from a nested or flat key; an invalid value is reported by its own rule."""
     value = mapping_of(said.get(key)).get("device", said.get(f"{key}_device"))
     return next((HOMES[word] for word in words_of(value) if HOMES.get(word)), "cpu")
 
 
 def nvme_path(key: str) -> Rule:
-    """The folder of what is on NVMe, if `offload_*` (the key) puts something there."""
+    """The NVMe folder, if the key `offload_*` uses NVMe."""
 
     @unless("none")
     def rule(value: object, said: Said) -> Meaning:
@@ -96,7 +96,7 @@ def _old_offload(value: object, said: Said) -> Meaning:
 
 
 def _among(key: str, words: Mapping[str, str], advice: str) -> Rule:
-    """A class of DeepSpeed's, by its name; one that has no counterpart is not supported yet."""
+    """Reads a class name of DeepSpeed's; one without a counterpart is not supported yet."""
 
     @unless()
     def rule(value: object, _: Said) -> Meaning:
@@ -128,7 +128,7 @@ def _betas(value: object, _: Said) -> Meaning:
 
 @unless("auto")
 def _train_batch(value: object, said: Said) -> Meaning:
-    """Two of the three numbers of a batch give the third."""
+    """Computes the third of the three batch sizes."""
     others = (said.get("train_micro_batch_size_per_gpu"), said.get("gradient_accumulation_steps"))
     if None not in map(to_number, others):
         return Meaning(Status.NO_EFFECT, "it is the product of the other two and the ranks")

@@ -1,4 +1,4 @@
-"""The rules of a dialect's table: a key of ours, no effect, lost, not yet supported.
+"""The rules of a dialect's table: our key, no effect, lost, not supported yet.
 
 TABLE = {
     "sharding_strategy": to("sharding.strategy"),
@@ -20,23 +20,23 @@ from fullshard.config.values import did_you_mean, words_of
 
 
 class Status(StrEnum):
-    """What became of a key of another tool."""
+    """The result of translating a key."""
 
-    TRANSLATED = "translated"  # a key of ours says the same
-    LOST = "lost"  # it asks for something that will not happen
-    NO_EFFECT = "no_effect"  # what it asks for happens anyway, or has no meaning here
+    TRANSLATED = "translated"  # a key of ours has the same meaning
+    LOST = "lost"  # it requests something that will not happen
+    NO_EFFECT = "no_effect"  # it requests existing behaviour, or has no meaning here
 
 
 @dataclass(frozen=True)
 class Note:
-    """One key of another tool, and what became of it.
+    """The translation of one key of another tool.
 
     Args:
-        key: as it stands there.
-        status: what became of it.
+        key: the key as written.
+        status: the result.
         why: in words.
         place: `fsdp.yaml:7`, `command line`.
-        targets: keys of ours that it decides.
+        targets: our keys that it sets.
     """
 
     key: str
@@ -46,19 +46,19 @@ class Note:
     targets: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line of `config explain`."""
+        """The note as a line of `config explain`."""
         return f"{self.place}: {self.key}: {self.status.replace('_', ' ')}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a value of a key means: keys of ours with their values, and why.
+    """The meaning of a key's value: our keys with values, and the reason.
 
     Args:
-        status: what became of the key.
+        status: the result.
         why: in words.
         values: dotted keys of ours.
-        file: a file to read in its place.
+        file: a file to read in place of the value.
     """
 
     status: Status
@@ -67,14 +67,14 @@ class Meaning:
     file: str = ""
 
 
-# A rule gets a value, and the other values of its mapping under their plain names.
+# A rule receives a value, and the other values of its mapping under names without a prefix.
 Said = Mapping[str, object]
 Rule = Callable[[object, Said], Meaning]
 Table = Mapping[str, Union[Rule, "Table"]]
 
 
 def each(rule: Rule, *names: str) -> dict[str, Rule]:
-    """One rule for several keys, whose names are separated by blanks."""
+    """Assigns one rule to several keys, whose names are separated by blanks."""
     return dict.fromkeys(" ".join(names).split(), rule)
 
 
@@ -83,46 +83,47 @@ HAPPENS = Meaning(Status.NO_EFFECT, "this happens anyway")
 
 
 def translated(values: Mapping[str, object], why: str = "") -> Meaning:
-    """Keys of ours have the meaning."""
+    """A meaning with keys of ours."""
     named = f"is {' and '.join(values)} here"
     return Meaning(Status.TRANSLATED, f"{named}: {why}" if why else named, values)
 
 
 def refused(value: object, advice: str) -> ConfigProblems:
-    """The error of a value that has a meaning elsewhere and is not supported here yet."""
+    """The error of a value that is not supported yet."""
     return ConfigProblems([Problem("", "", f"{show(value)} is not yet supported", advice)])
 
 
-# ---- what a value is -----------------------------------------------------------------------------
+# ---- properties of values
+# -----------------------------------------------------------------------------
 
 
 def is_empty(value: object) -> bool:
-    """Null, and mappings, lists and texts without anything in them."""
+    """Whether a value is null, or an empty mapping, list or text."""
     return value is None or value in ("", {}, [])
 
 
 def is_auto(value: object) -> bool:
-    """DeepSpeed's word for "TrainingArguments decide"."""
+    """Whether a value is DeepSpeed's `auto`, which leaves it to TrainingArguments."""
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
 def is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
-    """Nothing at all, a group that is switched off, or one of these values."""
+    """Whether a value is empty, a disabled group, or one of the given values."""
     if is_empty(value) or any(means_same(value, other) for other in neutral):
         return True
     return means_same(mapping_of(value).get("enabled"), other=False)
 
 
 def mapping_of(value: object) -> Mapping[object, object]:
-    """The keys and values of a mapping; nothing for any other value."""
+    """The keys and values of a mapping; empty for any other value."""
     return cast("Mapping[object, object]", value) if isinstance(value, Mapping) else {}
 
 
 def word_among(value: object, words: Collection[str]) -> str:
-    """The one of some words that a value means; numbers are not offered in the error.
+    """Returns the word for a value; the error does not list numbers.
 
     Raises:
-        Rejected: it is none of them.
+        Rejected: The value is none of the words.
     """
     for word in words_of(value):
         if word in words:
@@ -135,7 +136,7 @@ def word_among(value: object, words: Collection[str]) -> str:
 
 
 def unless(*neutral: object) -> Callable[[Rule], Rule]:
-    """Makes a rule that is not asked about an empty value, or about one of the neutral ones."""
+    """Makes a rule that skips empty and neutral values."""
 
     def limited(rule: Rule) -> Rule:
         def checked(value: object, said: Said) -> Meaning:
@@ -151,13 +152,13 @@ def unless(*neutral: object) -> Callable[[Rule], Rule]:
 def to(
     key: str, why: str = "", *neutral: object, read: Callable[[Any], object] = lambda value: value
 ) -> Rule:
-    """A key of ours with the value, which that key checks; `auto` leaves it to that key.
+    """Sets our key to the value, which that key checks; `auto` leaves the key unset.
 
     Args:
-        key: dotted, of ours.
-        why: what a reader should know about it.
-        neutral: values that ask for what happens anyway.
-        read: makes our value of theirs; None leaves the key alone.
+        key: our dotted key.
+        why: explanation for the user.
+        neutral: values that request the existing behaviour.
+        read: converts the value; None leaves the key unset.
     """
 
     def rule(value: object, _: Said) -> Meaning:
@@ -170,7 +171,7 @@ def to(
 
 
 def choice(key: str, words: Mapping[str, object], why: str = "") -> Rule:
-    """A key of ours with what one of some words stands for; None leaves the key alone."""
+    """Sets our key to the value of a word; None leaves the key unset."""
 
     def rule(value: object, _: Said) -> Meaning:
         meant = words[word_among(value, words)]
@@ -180,12 +181,12 @@ def choice(key: str, words: Mapping[str, object], why: str = "") -> Rule:
 
 
 def flag(key: str, on: object, why: str = "", *, off: object = None) -> Rule:
-    """A flag that sets a key of ours to one of two values; None leaves the key alone."""
+    """Sets our key to one of two values by a flag; None leaves the key unset."""
     return to(key, why, read=lambda value: on if to_flag(value) else off)
 
 
 def no_effect(why: str, check: Callable[[Any], object] | None = None) -> Rule:
-    """A value that changes nothing; `check` raises if the other tool would not take it either."""
+    """A value without effect; `check` raises if the other tool would reject it too."""
 
     def rule(value: object, _: Said) -> Meaning:
         if check is not None and not is_empty(value):
@@ -196,12 +197,12 @@ def no_effect(why: str, check: Callable[[Any], object] | None = None) -> Rule:
 
 
 def lost(why: str, *neutral: object) -> Rule:
-    """A wish that is not fulfilled, unless the value is one of the neutral ones."""
+    """A value that is lost, unless it is neutral."""
     return unless(*neutral)(lambda _value, _said: Meaning(Status.LOST, why))
 
 
 def not_yet(instead: str, *neutral: object) -> Rule:
-    """An error, unless the value is one of the neutral ones."""
+    """An error, unless the value is neutral."""
 
     def rule(value: object, _: Said) -> Meaning:
         raise refused(value, instead)
@@ -211,5 +212,5 @@ def not_yet(instead: str, *neutral: object) -> Rule:
 
 @unless()
 def file_rule(value: object, _: Said) -> Meaning:
-    """A value that names a DeepSpeed file."""
+    """A value that is the name of a DeepSpeed file."""
     return Meaning(Status.TRANSLATED, f"{value} is read", file=str(value))

@@ -1,7 +1,7 @@
 """Hugging Face's TrainingArguments, under `training:` or flat, and TRL's script arguments.
 
-Most names are fields of TrainingConfig and stay what they are. Here is the rest: `fsdp`,
-`fsdp_config`, `deepspeed`, what has no effect, and what is not supported yet (`NAMES`).
+Most names are fields of TrainingConfig. This table has the others: `fsdp`, `fsdp_config`,
+`deepspeed`, and names without effect or support (`NAMES`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _WORDS = ("auto_wrap", "offload")
 
 @unless()
 def _fsdp(value: object, said: Said) -> Meaning:
-    """`full_shard auto_wrap offload` as text or list, or FSDP2's flag.
+    """Reads `full_shard auto_wrap offload` as text or list, or FSDP2's flag.
 
-    A mapping is walked as an `fsdp_config` is.
+    A mapping is read as an `fsdp_config`.
     """
     try:
         on = to_flag(value)
@@ -73,7 +73,7 @@ def _fsdp_words(value: object) -> Meaning:
             if "sharding.strategy" in values:
                 raise Rejected("one strategy, and auto_wrap and offload")
             values["sharding.strategy"] = known[word]
-    if not values:  # `auto_wrap` alone
+    if not values:  # only `auto_wrap`
         return Meaning(Status.NO_EFFECT, "units are found in every model")
     return translated(values)
 
@@ -90,7 +90,7 @@ def _min_params(value: object, said: Said) -> Meaning:
 
 
 def _decides(name: str, target: str) -> Rule:
-    """A flag whose meaning is a key of `sharding` (`bf16`), and which stays beside it."""
+    """A flag that sets a key of `sharding` (`bf16`) and is kept."""
 
     def rule(value: object, _: Said) -> Meaning:
         if value is None:
@@ -109,7 +109,7 @@ def _use_peft(value: object, said: Said) -> Meaning:
 
 
 def lora_keys(is_on: Callable[[Said], bool], off: str) -> dict[str, Rule]:
-    """`lora_*`, which count where another key turns adapters on; `off`: why they do not."""
+    """Rules for `lora_*`, which apply if another key enables adapters; `off`: the reason if not."""
 
     def rule_of(name: str) -> Rule:
         def rule(value: object, said: Said) -> Meaning:
@@ -133,7 +133,7 @@ _LORA: Table = {
 }
 
 
-# Names below `training:` that are more than a field of TrainingConfig.
+# Names below `training:` other than fields of TrainingConfig.
 TRAINING: Table = {
     **NAMES,
     **{name: _decides(name, move.target) for name, move in MOVED.items() if move.stays},
@@ -147,7 +147,7 @@ TRAINING: Table = {
 
 
 def _field(name: str) -> Rule:
-    """A field of TrainingConfig, or the key of another section that has its meaning."""
+    """A field of TrainingConfig, or the key of another section that it sets."""
     key = canonical(f"training.{name}")
 
     def rule(value: object, _: Said) -> Meaning:
@@ -156,7 +156,7 @@ def _field(name: str) -> Rule:
     return rule
 
 
-# A file of these at its top level, with or without TRL's arguments of scripts and models.
+# A flat file of these names, with or without TRL's script and model arguments.
 FLAT: Table = {
     **{
         name: _field(name)
@@ -182,5 +182,5 @@ FLAT: Table = {
     **each(not_yet("Leave it out", False), "load_in_4bit load_in_8bit use_rslora use_dora"),
 }
 
-# A name that stands in no file of ours at the top level.
+# A name that files of ours do not have at the top level.
 FLAT_MARKS = frozenset(FLAT) - {"model", "data"}

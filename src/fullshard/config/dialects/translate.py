@@ -1,4 +1,4 @@
-"""A file of any tool in our keys: every value with its place, every key with a note."""
+"""Translates a file of any tool to our keys: values keep their places, keys get notes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from fullshard.config.values import did_you_mean, words_of
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """The files of another tool.
+    """The file format of another tool.
 
     Args:
         name: the tool's name.
-        marks: keys of the top level that no other tool has.
+        marks: top-level keys that no other tool has.
         table: the meaning of every key.
     """
 
@@ -73,34 +73,33 @@ _ENGINES = {
     "zero_optimization": "DeepSpeed",
 }
 
-# Before a plain name in some tools, or some versions of one.
+# Prefixes of names in some tools or versions.
 _PREFIXES = ("fsdp_", "parallelism_config_", "stage3_")
 
 
 def dialect_of(keys: Iterable[str]) -> Dialect | None:
-    """The tool whose file this is, by its keys; None for ours."""
+    """Detects the tool of a file by its keys; None for ours."""
     names = {_word(key) for key in keys}
     return next((dialect for dialect in DIALECTS if names & dialect.marks), None)
 
 
 class Translation:
-    """Replaces the keys of another tool in a file by ours.
+    """Replaces another tool's keys in a file by ours.
 
     Attributes:
-        file: The file, which is changed in place. A key of ours keeps the origin of the key that
-            was translated.
+        file: The file, changed in place. Our keys keep the origins of the translated keys.
         dialect: The tool's name; empty for a file of ours.
-        notes: What became of every key of another tool.
-        problems: What is wrong with these keys.
-        engines: FSDP or DeepSpeed, if a key asks for one of them.
+        notes: The result of every key of another tool.
+        problems: The problems of these keys.
+        engines: FSDP or DeepSpeed, if a key selects it.
     """
 
     def __init__(self, file: File, table: Table | None = None) -> None:
-        """Translate a file.
+        """Translates a file.
 
         Args:
             file: A whole file of any tool, or the keys of one table.
-            table: The table that has all keys of the file; None: the keys tell which tool it is.
+            table: The table for the file's keys; None: the tool is detected.
         """
         dialect = dialect_of(file.values) if table is None else None
         self.file, self.dialect = file, dialect.name if dialect else ""
@@ -133,14 +132,14 @@ class Translation:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Translate the keys of a mapping.
+        """Translates the keys of a mapping.
 
         Args:
             table: The rules of its keys.
             values: The mapping.
             prefix: The dotted key of the mapping.
-            around: The keys of the mappings around it, which rules may look at.
-            is_whole: Whether the mapping is the top level of a file, where our keys stay.
+            around: The keys of the surrounding mappings, which rules may read.
+            is_whole: Whether the mapping is the top level of a file, where our keys are kept.
         """
         own = {_name_in(str(key), table) or str(key): value for key, value in values.items()}
         said = {**(around or {}), **own}
@@ -194,7 +193,7 @@ class Translation:
             self._read(meaning.file, key, None)
 
     def _put(self, target: str, value: object, origin: Origin) -> None:
-        """Set a key of ours, unless another key of the file says something else."""
+        """Sets our key, unless another key of the file contradicts it."""
         other, before = find(self.file.values, target), self.file.origins.get(target)
         if other is None or before is None or agree(target, value, other):
             self.file.set(target, value, origin)
@@ -202,7 +201,7 @@ class Translation:
         self.problems.append(contradiction(target, (value, origin), (other, before)))
 
     def _read(self, name: str, key: str, table: Table | None) -> None:
-        """Read another file, whose keys count as if they stood here."""
+        """Reads another file, whose keys are treated as part of this one."""
         path = Path(name) if Path(name).exists() else self.file.folder / name
         try:
             file = read_file(path)
@@ -220,7 +219,7 @@ class Translation:
             self._put(target, find(values, target), origin)
 
     def _notes_of_names(self) -> None:
-        """Note the keys of ours under another tool's name (`training.evaluation_strategy`)."""
+        """Adds notes for our keys under another tool's name (`training.evaluation_strategy`)."""
         for key in self.file.origins:
             target = canonical(key)
             if target != key:
@@ -255,7 +254,7 @@ class Translation:
         self._problem(key, Problem(key, "", "unknown key", near))
 
     def _origin(self, key: str) -> Origin:
-        """The origin of a key, or of the nearest key around it under the key's own name."""
+        """The origin of a key, or of the nearest surrounding key, with the key's own name."""
         around = key
         while around and around not in self._written:
             around = around.rpartition(".")[0]
@@ -267,14 +266,14 @@ class Translation:
 
 
 def _keys_below(value: object, key: str) -> Iterator[str]:
-    """The keys of a group that has no table, each of which comes to what the group comes to."""
+    """The keys of a group without a table, which share the group's result."""
     for name, inner in mapping_of(value).items():
         yield join_key(key, str(name))
         yield from _keys_below(inner, join_key(key, str(name)))
 
 
 def leaves(origins: Mapping[str, Origin]) -> dict[str, Origin]:
-    """The keys that hold a value and no keys of their own."""
+    """The keys whose value is not a mapping."""
     holders = {key.rpartition(".")[0] for key in origins}
     return {key: origin for key, origin in origins.items() if key not in holders}
 
@@ -288,7 +287,7 @@ def _word(key: object) -> str:
 
 
 def _name_in(name: str, table: Table) -> str | None:
-    """The name that a table has for a key, with or without a prefix."""
+    """The name of a key in a table, with or without a prefix."""
     word = _word(name)
     for candidate in (word, *(word.removeprefix(prefix) for prefix in _PREFIXES)):
         if candidate and candidate in table:
@@ -297,7 +296,7 @@ def _name_in(name: str, table: Table) -> str | None:
 
 
 def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, Origin]) -> Problem:
-    """Two keys that say different things of one."""
+    """The problem of two keys that set one key to different values."""
     (value, origin), (said, before) = one, other
     expected = f"what {before.written} ({before.place}) says, {show(said)}"
     got = show(value) if origin.written == target else f"{show(value)} as {target}"
@@ -305,7 +304,7 @@ def contradiction(target: str, one: tuple[object, Origin], other: tuple[object, 
 
 
 def agree(key: str, one: object, other: object) -> bool:
-    """Whether two values of a key of ours mean the same."""
+    """Whether two values of our key are equal."""
     try:
         return field_value(RunConfig, key, one) == field_value(RunConfig, key, other)
     except ConfigProblems:
