@@ -1,1 +1,1 @@
-"""The Python interfaces of other tools, thin over the engine."""
+"""Other tools' Python interfaces, as thin layers over the engine."""

@@ -39,13 +39,13 @@ def checkpoint_wrapper(
     """Makes a module recompute its activations in backward; returns the module itself.
 
     Args:
-        module: Before or after it is wrapped by FSDP.
+        module: The module, before or after FSDP wraps it.
         checkpoint_impl: REENTRANT is changed to NO_REENTRANT with a warning: reentrant
             checkpointing hides which gradients will be computed.
-        checkpoint_fn: In place of torch.utils.checkpoint.checkpoint.
-        offload_to_cpu: Only False, which PyTorch's own tutorial still says; torch has
-            `offload_wrapper` for it since 1.13.
-        **checkpoint_fn_kwargs: For it.
+        checkpoint_fn: Replacement for torch.utils.checkpoint.checkpoint.
+        offload_to_cpu: Must be False. PyTorch's tutorial still passes it; since 1.13 torch has
+            `offload_wrapper` instead.
+        **checkpoint_fn_kwargs: Arguments of `checkpoint_fn`.
     """
     if offload_to_cpu:
         raise NotOfferedError(
@@ -82,10 +82,10 @@ def apply_activation_checkpointing(
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
     auto_wrap_policy: Callable[..., bool] | None = None,
 ) -> None:
-    """Makes modules recompute that a check or a policy chooses, but not the model itself.
+    """Makes the modules that a check or policy selects recompute; never the model itself.
 
     Args:
-        model: Before or after it is wrapped by FSDP.
+        model: The model, before or after FSDP wraps it.
         checkpoint_wrapper_fn: Called on each chosen module.
         check_fn: Chooses modules.
         auto_wrap_policy: Policy of FSDP that chooses modules; takes precedence.
@@ -116,14 +116,14 @@ __all__ = [
 
 
 def make_callable(name: str, function: Callable[..., Any]) -> None:
-    """Let `package.name(...)` call the function, and `package.name.other` be the module's.
+    """Makes a module callable: `package.name(...)` calls its function of that name.
 
-    torch has `torch.distributed.fsdp.wrap`, the module, and `wrap`, the function in it: a package
-    that offers the function too has one name for both.
+    torch has the module `torch.distributed.fsdp.wrap` with a function `wrap`. A package that also
+    exports the function has one name for both.
     """
 
     class CallableModule(ModuleType):
-        """A module that stands for a function in it."""
+        """A module that can be called as one of its functions."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Misuse of a compat interface, catchable as what the interface itself raises.
+"""Errors of the compat interfaces, which also have the types that the originals raise.
 
 EngineError (RuntimeError)
 `-- MisuseError
@@ -19,20 +19,20 @@ class MisuseError(EngineError):
 
 
 class MisuseValueError(MisuseError, ValueError):
-    """The same, where the interface raises a ValueError."""
+    """A MisuseError where the interface raises a ValueError."""
 
 
 class MisuseTypeError(MisuseError, TypeError):
-    """The same, where the interface raises a TypeError."""
+    """A MisuseError where the interface raises a TypeError."""
 
 
 class MisuseAssertionError(MisuseError, AssertionError):
-    """The same, where the interface raises an AssertionError."""
+    """A MisuseError where the interface raises an AssertionError."""
 
 
 class NoSuchPartError(MisuseError, AttributeError):
-    """A part of torch's own engine that there is none of here."""
+    """A part of torch's engine that does not exist here."""
 
 
 class NotOfferedError(MisuseError, NotImplementedError):
-    """A part of the interface that is not offered here; names the way out."""
+    """A part of the interface that is not supported; names the alternative."""

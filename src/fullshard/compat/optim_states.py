@@ -69,7 +69,7 @@ def _agreed(names: list[str]) -> list[str]:
     """Rank 0's names, on all ranks: the order of parameters may differ between optimizers.
 
     Raises:
-        MisuseError: A rank has no states for one of them.
+        MisuseError: A rank has no states for one of these parameters.
     """
     said = everyones(names)
     for rank, own in enumerate(said):
@@ -84,7 +84,7 @@ def _agreed(names: list[str]) -> list[str]:
 
 
 def everyones(value: Any) -> list[Any]:
-    """The values of all ranks. A collective."""
+    """Returns the values of all ranks. A collective."""
     world = topology().world_size
     return tell_everyone(value, own_group("all", [range(world)])) if world > 1 else [value]
 
@@ -158,7 +158,7 @@ def _part(param: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, Guarded):
         return value
     if not isinstance(param, ShardedParameter) or value.dim() == 0 == param.dim():
-        return value.detach().clone()  # what is loaded belongs to one optimizer
+        return value.detach().clone()  # a state dict belongs to one optimizer
     piece = param.record.piece
     flat = value.detach().reshape(-1)
     if tuple(value.shape) == tuple(piece.shape):

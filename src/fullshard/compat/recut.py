@@ -1,7 +1,7 @@
-"""Shards that are cut before there is an engine, and cut anew when the model changes between steps.
+"""Sharding before an engine exists, and resharding when the model changes between steps.
 
-    cut_early         turns parameters into shards by arithmetic alone: no plan, no collective
-    reclaim           turns parameters that users made of shards into shards
+    cut_early         shards parameters without a plan or a collective
+    reclaim           shards parameters that users created from shards
     put_back_shards   copies shards that the user moved back into the flat buffers
     replace_engines   one new engine takes over values, gradients and optimizer states
 
@@ -42,13 +42,13 @@ Local = dict[str, torch.Tensor]  # (n_local,) plain, by a parameter's first name
 def cut_early(
     params: Mapping[str, nn.Parameter], mesh: Mesh, rank: int, settings: UnitSettings
 ) -> None:
-    """Turn whole parameters into shards where they are, as a unit of these will be laid out.
+    """Shards whole parameters in place, with the layout that their unit will have.
 
     Args:
-        params: By name, each once, with values, equal on all ranks.
-        mesh: What they are cut over.
+        params: Parameters by name, each once, with equal values on all ranks.
+        mesh: The mesh to shard over.
         rank: This rank.
-        settings: The unit's.
+        settings: Settings of the unit.
     """
     specs = [param_spec((name,), param) for name, param in params.items()]
     part = mesh.coordinates(rank)[1]
@@ -79,14 +79,14 @@ def cut_early(
 
 
 def reclaim(model: nn.Module) -> None:
-    """A parameter that was made of a shard, `nn.Parameter(torch.ones_like(p))`, is one too."""
+    """Turns a parameter created from a shard, `nn.Parameter(torch.ones_like(p))`, into a shard."""
     for param in model.parameters():
         if type(param) is ShardedTensor:
             param.__class__ = ShardedParameter
 
 
 def share_copies(model: nn.Module, world: Topology) -> None:
-    """Replicas that were cut early take the first one's values. A collective."""
+    """Copies the first replica's values to the other replicas of early shards. A collective."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for param in _shards(model):
         by_copies.setdefault(param.record.copies, []).append(param.to_local())
@@ -96,11 +96,11 @@ def share_copies(model: nn.Module, world: Topology) -> None:
 
 
 def _nothing() -> None:
-    """Nobody else reads what was cut early."""
+    """A no-op: no other rank reads early shards."""
 
 
 class _EarlyNorms(GradientNorms):
-    """Norms before there is an engine: the transport is made when one is asked for."""
+    """Norms before an engine exists; the transport is created for the first one."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         super().__init__(None, device)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def _early_gather(
 
 
 def put_back_shards(engine: Engine) -> None:
-    """Copy shards that were moved (`p.data = ...` of the shard's size) back. No collective."""
+    """Copies moved shards (`p.data = ...` of the shard's size) back. No collective."""
     with no_guard():
         for group in engine.groups:
             if not group.is_in_place():
@@ -142,7 +142,7 @@ def _put_back(engine: Engine, group: Group, member: Member) -> None:
 
 
 def needs_new_plan(engine: Engine) -> bool:
-    """Whether the model holds what this plan has no place for. The same on all ranks."""
+    """Whether the model has parameters outside the plan. Equal on all ranks."""
     with no_guard():
         places = (place for unit in engine.units for place in unit.places)
         return any(table.get(name) is not param for table, name, param, _ in places) or any(
@@ -165,12 +165,12 @@ def _misfits(group: Group, member: Member) -> bool:
 
 
 def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
-    """Replace the engines in a model by one new engine. A collective.
+    """Replaces the engines in a model by one new engine. A collective.
 
-    Values, gradients and states of optimizers that have stepped are cut as the new plan has them.
+    Values, gradients and states of optimizers that have stepped are resharded for the new plan.
 
     Args:
-        model: Holds engines, shards that were cut early, or whole parameters.
+        model: A model with engines, early shards or whole parameters.
         shard: Shards the model (`shard_model` with its arguments).
     """
     old = [_close(module) for module in model.modules() if hasattr(module, ATTRIBUTE)]
@@ -179,12 +179,12 @@ def replace_engines(model: nn.Module, shard: Callable[[], Engine]) -> Engine:
     states = {id(param): state for param, state in WATCHED.states()}
     for one in kept:
         one.restore(engine, states.get(id(one.param), {}))
-    del old  # alive until here: its records gather what lies elsewhere now
+    del old  # alive until here, because its records gather resharded values
     return engine
 
 
 class _Kept:
-    """A shard as it was: its record and its gradient."""
+    """A shard's previous record and gradient."""
 
     def __init__(self, param: ShardedParameter) -> None:
         self.param = param
@@ -194,7 +194,7 @@ class _Kept:
             self.grad = None if grad is None else grad.to_local().clone()
 
     def restore(self, engine: Engine, states: dict[str, Any]) -> None:
-        """Cut the gradient and the optimizer's states as the parameter is cut now."""
+        """Reshards the gradient and the optimizer's states like the parameter."""
         param = self.param
         if param.record is self.record:  # no longer in the model
             return
@@ -218,7 +218,7 @@ def _gradient_of(engine: Engine, param: ShardedParameter) -> Any:
 
 
 def recut(local: torch.Tensor, record: ShardRecord, piece: Slice) -> torch.Tensor:
-    """(n_local,) of a shard as `piece` has it; a collective where that is another range."""
+    """Returns (n_local,) values in the range of `piece`; a collective if the range changed."""
     before = record.piece
     whole = torch.Size(piece.shape).numel()
     if local.numel() == whole != before.numel:  # `p.data = whole`
@@ -229,11 +229,11 @@ def recut(local: torch.Tensor, record: ShardRecord, piece: Slice) -> torch.Tenso
 
 
 def shard_values(params: Mapping[str, nn.Parameter], pieces: Iterable[Slice]) -> Local:
-    """Values of the parameters that are shards already, cut as the plan has it.
+    """Values of the existing shards, resharded for the plan.
 
     Args:
-        params: The model's, by name.
-        pieces: This rank's in the plan, by first name.
+        params: The model's parameters, by name.
+        pieces: This rank's slices in the plan, by first name.
     """
     found: Local = {}
     for piece in pieces:
@@ -249,7 +249,7 @@ def _shards(model: nn.Module) -> list[ShardedParameter]:
 
 
 def _close(module: nn.Module) -> Engine:
-    """Take an engine out of its model; the shards stay shards."""
+    """Removes an engine from its model; the parameters stay shards."""
     engine = getattr(module, ATTRIBUTE)
     engine.runtime.reset()
     for handle in engine.handles:

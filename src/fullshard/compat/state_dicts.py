@@ -1,10 +1,10 @@
-"""State dicts of marked modules: whole tensors, rows as DTensors, or this rank's elements.
+"""State dicts of marked modules: full tensors, DTensors of rows, or this rank's elements.
 
-    full      whole tensors, one flat buffer gathered after another
-    sharded   DTensors, Shard(0): each rank's rows, laid out from the same gathers
-    local     (n_local,) plain tensors: what this rank holds, for the same ranks and strategy
+    full      full tensors, gathered one flat buffer after another
+    sharded   DTensors, Shard(0): each rank's rows, from the same gathers
+    local     (n_local,) plain tensors of this rank, for the same ranks and strategy
 
-A state dict is converted once, by the outermost marked module that it is asked of.
+A state dict is converted once, by the outermost marked module of the call.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Wanted:
 
 
 def asked_by_torch() -> bool:
-    """Whether torch's `get_state_dict`, `set_state_dict` or their kin are on the stack.
+    """Whether torch's `get_state_dict`, `set_state_dict` or similar functions are on the stack.
 
-    They configure torch's own FSDP1 class for the state dict that they need; other modules only get
-    a call of `state_dict()`, like a script that needs whole tensors. Only the stack differs.
+    They set the state-dict type of torch's own FSDP1 class. On other modules they call only
+    `state_dict()`, as a script that needs full tensors does, so the stack is the only difference.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != TORCHS_STATE_DICTS:
@@ -98,7 +98,7 @@ def _outermost_call() -> Generator[None]:
 def state_dict(
     module: nn.Module, wanted: Wanted, inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """A marked module's `state_dict()`. A collective, but for LOCAL.
+    """The `state_dict()` of a marked module. A collective, except for LOCAL.
 
     Args:
         module: Marked module.
@@ -134,13 +134,13 @@ def prefix_of(args: Any, kwargs: Any) -> str:
 
 
 def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Values for a state dict; a parameter with two names has one value."""
+    """Converts values for a state dict; a tied parameter has one value."""
     if wanted.kind is Kind.LOCAL:
         return {key: value.to_local().reshape(-1).clone() for key, value in shards.items()}
     keep = not wanted.rank0_only or own_rank() == 0
     names = {value.record.piece.name for value in shards.values()}
     made: dict[str, Any] = {}
-    as_rows = wanted.kind is Kind.SHARDED and dist.is_initialized()  # else there is one rank
+    as_rows = wanted.kind is Kind.SHARDED and dist.is_initialized()  # otherwise there is one rank
     for name, whole in whole_params(engine, names):
         if as_rows:
             made[name] = rows_of(engine, whole, wanted.mesh)
@@ -150,7 +150,7 @@ def convert(engine: Engine, shards: Mapping[str, Any], wanted: Wanted) -> dict[s
 
 
 def rows_of(engine: Engine, whole: torch.Tensor, mesh: Any = None) -> DTensor:
-    """This rank's rows of a whole tensor, as a DTensor; 0-dim ones are replicated."""
+    """Returns this rank's rows of a full tensor as a DTensor; 0-dim tensors are replicated."""
     mesh = mesh if mesh is not None else device_mesh(engine.plan.mesh, engine.device.type)
     return _rows(whole, mesh, engine.plan.mesh, engine.rank)
 
@@ -173,7 +173,7 @@ def _rows(whole: torch.Tensor, on: DeviceMesh, mesh: Mesh, rank: int) -> DTensor
 
 
 def placements_of(mesh: Mesh, num_axes: int, num_dims: int) -> tuple[Any, ...]:
-    """Of rows, on a device mesh of so many axes."""
+    """The placements of rows on a device mesh with this number of axes."""
     last = Shard(0) if num_dims and mesh.shard > 1 else Replicate()
     return (*(Replicate() for _ in range(num_axes - 1)), last)
 
@@ -182,7 +182,7 @@ _MESHES: WeakKeyDictionary[Any, dict[Any, DeviceMesh]] = WeakKeyDictionary()  # 
 
 
 def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
-    """A mesh of all ranks as torch has it, of this kind of device."""
+    """torch's device mesh of all ranks for this device type."""
     sizes = (
         (mesh.world_size,) if 1 in (mesh.replicate, mesh.shard) else (mesh.replicate, mesh.shard)
     )
@@ -200,12 +200,12 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 def rows_on_meta(
     module: nn.Module, on: Any, inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The `state_dict()` of a marked module that has no values yet: DTensors without values.
+    """The `state_dict()` of a marked module on meta: DTensors without values.
 
     Args:
-        module: Marked; some of its parameters may have values.
-        on: Mesh of the DTensors; None: made for the module's.
-        inner: Its own class's method.
+        module: Marked module; some of its parameters may have values.
+        on: Mesh of the DTensors; None: created for the module's mesh.
+        inner: `state_dict` of its original class.
         args: The call's.
         kwargs: The call's.
     """
@@ -227,18 +227,18 @@ def rows_on_meta(
 
 
 def take_values(root: nn.Module, state: dict[str, Any]) -> None:
-    """Give a marked module on meta its values, and cut them, one unit after another.
+    """Loads values into a marked module on meta and shards them, one unit after another.
 
-    A collective where values are DTensors. What was taken stays in `state` as the parameter itself.
+    A collective if values are DTensors. In `state`, loaded values are replaced by the parameters.
 
     Args:
-        root: Marked; its parameters become other objects, as with torch's `assign=True`.
-        state: By the names that `root` gives, whole tensors or DTensors.
+        root: Marked module; its parameters are replaced, as with torch's `assign=True`.
+        state: Full tensors or DTensors, by `root`'s names.
     """
     names = {id(module): name for name, module in root.named_modules()}
     for module, wrapped in reversed(list(marked(root))):
         start = names[id(module)] + "." if names[id(module)] else ""
-        made: dict[int, nn.Parameter] = {}  # by the old one: tied ones stay tied
+        made: dict[int, nn.Parameter] = {}  # by the old parameter, so that tied ones stay tied
         taken: dict[str, nn.Parameter] = {}
         for name, param in places_of(module).items():
             key = clean_name(start + name)
@@ -252,7 +252,7 @@ def take_values(root: nn.Module, state: dict[str, Any]) -> None:
             ):
                 continue
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if piece is not None:  # cut by an earlier call
+            if piece is not None:  # sharded by an earlier call
                 local = param.to_local()  # type: ignore[attr-defined]
                 local.copy_(whole.detach().reshape(-1)[piece.start : piece.stop].view(local.shape))
                 taken[key] = param
@@ -273,7 +273,7 @@ def take_values(root: nn.Module, state: dict[str, Any]) -> None:
 
 
 def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Module) -> None:
-    """Let a module load what `Kind.LOCAL` gave."""
+    """Makes a module load state dicts of `Kind.LOCAL`."""
     for name, param in module.named_parameters(remove_duplicate=False):
         key = prefix + clean_name(name)
         value = state.get(key)
@@ -286,10 +286,10 @@ def take_local(engine: Engine, state: dict[str, Any], prefix: str, module: nn.Mo
 
 
 class HoldsShards:
-    """What nn.Module's methods need of shards. For classes in front of nn.Module."""
+    """Overrides of nn.Module's methods for shards. For classes before nn.Module in the MRO."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
-        """Convert a gradient together with its parameter; torch would convert it in place."""
+        """Converts a gradient together with its parameter; torch would convert it in place."""
         module: Any = self
         shards = [param for param in module.parameters() if isinstance(param, ShardedParameter)]
         held = [(param, param.grad) for param in shards if param.grad is not None]
@@ -304,5 +304,5 @@ class HoldsShards:
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
         if not has_meta(outermost(module)):
-            engine_for(module)  # it listens to what follows
+            engine_for(module)  # follows later changes
         return super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]

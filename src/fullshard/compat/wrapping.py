@@ -9,7 +9,7 @@ runs (or is saved, loaded, clipped ...); its plan has one unit per mark.
     FSDP(model)     model is marked, the rest of them are cut         no collective
     model(x)        one plan, one engine over model                   all ranks together
 
-Changes between steps (dtype, Parameter objects, requires_grad) are adopted there too.
+Changes between steps (dtype, Parameter objects, requires_grad) also take effect there.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Wrapped:
     stale: bool = False
 
     def __deepcopy__(self, memo: Any) -> Wrapped:
-        """A copied model gets an engine of its own when it runs."""
+        """Copies the record without its engine; a copied model creates its own when it runs."""
         return replace(
             self,
             extra=dict(self.extra),
@@ -126,7 +126,7 @@ class Wrapped:
 
 
 def topology(order: tuple[int, ...] = ()) -> Topology:
-    """The ranks of the default process group; one without. `order`: see planner.mesh.Mesh."""
+    """The ranks of the default process group, or one rank. `order`: see planner.mesh.Mesh."""
     started = dist.is_available() and dist.is_initialized()
     world = dist.get_world_size() if started else 1
     environment = read_launch_environment()
@@ -243,7 +243,7 @@ def original_class(kind: type) -> type | None:
     return kind.__bases__[1] if kind in _SWAPPED.values() else None
 
 
-_SWAPPED: dict[tuple[type, type], type] = {}  # one class for each, as torch's FSDP2 has it
+_SWAPPED: dict[tuple[type, type], type] = {}  # one class for each, as in torch's FSDP2
 
 
 # ---- running
@@ -320,7 +320,7 @@ def _order_of(units: Mapping[str, Wrapped]) -> tuple[int, ...]:
 
 
 def _with_changes(root: nn.Module) -> Engine | None:
-    """Adopts changes since the last step; returns the new engine, if one was created."""
+    """Applies changes since the last step; returns the new engine, if one was created."""
     wrapped, engine = record_of(root), getattr(root, ATTRIBUTE)
     if engine.unsharded or any(unit.swapped for unit in engine.units):
         return None  # inside a forward: modules contain compute parameters

@@ -12,7 +12,7 @@ import torch
 
 from fullshard.formats.source import CHECKPOINT, Entry, Source
 
-CHUNK = 1 << 22  # elements compared at a time, so that wider copies stay small
+CHUNK = 1 << 22  # elements compared at a time, to bound the memory of wider copies
 
 
 class Verdict(StrEnum):

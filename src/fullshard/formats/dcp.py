@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint's folders, read without torch's reader, written with its writer.
+"""Reads folders of torch.distributed.checkpoint without torch's reader; writes with its writer.
 
-`.metadata` is a pickle; it is read with a list of the classes that it may name. Each chunk of a
-tensor is a file of torch.save inside a .distcp file.
+`.metadata` is a pickle, read with a list of the classes that it may name. Each chunk of a tensor is
+a torch.save file inside a .distcp file.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict")
 
 
 def open_dcp(folder: Path) -> Source:
-    """The model's tensors of one folder, and the optimizer's where both are there.
+    """Opens the model's tensors in a folder, and the optimizer's if present.
 
     Raises:
-        CheckpointError: The folder is damaged, or holds no model.
+        CheckpointError: The folder is damaged, or contains no model.
     """
     values = _Folder(folder).values()
     model = {path: value for path, value in values.items() if path[0] not in _OPTIMIZERS}
@@ -73,13 +73,13 @@ def open_dcp(folder: Path) -> Source:
 
 
 def optimizer_folder(folder: Path, tensors: Mapping[str, Entry]) -> Any:
-    """Accelerate keeps the optimizer's states in a folder of its own."""
+    """Accelerate's separate folder of optimizer states."""
     states = {path[1:]: value for path, value in _Folder(folder).values().items()}
     return _optimizer(states, tensors)
 
 
 class _Folder:
-    """The table of a folder, and its chunks."""
+    """The metadata of a folder, and its chunks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ class _Folder:
             self._where[_place(facts["fqn"], facts.get("offset"))] = attributes_of(info)
 
     def values(self) -> dict[tuple[Any, ...], Any]:
-        """Everything by its path in the nested state dict: an Entry, or what a small file holds."""
+        """All values by path in the nested state dict: Entries, or contents of small files."""
         paths = self._table.get("planner_data") or {}
         found: dict[tuple[Any, ...], Any] = {}
         for name, facts in self._table["state_dict_metadata"].items():
@@ -108,11 +108,11 @@ class _Folder:
         for chunk in map(attributes_of, facts["chunks"]):
             read = partial(self._read, _place(name, chunk["offsets"]))
             chunks.append(Chunk(tuple(chunk["offsets"]), tuple(chunk["sizes"]), read))
-        properties = facts["properties"]  # their state is a tuple that begins with the dtype
+        properties = facts["properties"]  # their state is a tuple whose first item is the dtype
         return joined(name, properties.state[0], tuple(facts["size"]), chunks)
 
     def _read(self, place: tuple[Any, ...]) -> Any:
-        """What torch.save wrote for one chunk."""
+        """Reads the torch.save file of a chunk."""
         where = self._where[place]
         if where.get("transform_descriptors"):
             raise CheckpointError(
@@ -127,12 +127,12 @@ class _Folder:
 
 
 def _place(name: str, offset: Any) -> tuple[Any, ...]:
-    """Under which a chunk is found."""
+    """The key of a chunk."""
     return (name, None if offset is None else tuple(offset))
 
 
 def _optimizer(values: Mapping[tuple[Any, ...], Any], tensors: Mapping[str, Entry]) -> Any:
-    """From {"state": {parameter: {...}}, "param_groups": [{...}]}; None where it is not that."""
+    """Converts {"state": {parameter: {...}}, "param_groups": [{...}]}; None for another form."""
     states: dict[str, dict[str, Any]] = {}
     groups: dict[Any, dict[str, Any]] = {}
     for path, value in values.items():
@@ -150,7 +150,7 @@ def _optimizer(values: Mapping[tuple[Any, ...], Any], tensors: Mapping[str, Entr
 
 
 class _Streamed(DefaultSavePlanner):
-    """Plans with tensors without storage, and reads each when it is written."""
+    """A planner that uses tensors without storage and reads each when it is written."""
 
     def __init__(self, entries: Mapping[str, Entry], on_bytes: Callable[[int], None]) -> None:
         super().__init__()
@@ -169,19 +169,19 @@ class _Streamed(DefaultSavePlanner):
 def write_dcp(
     source: Source, folder: Path, dtype: torch.dtype | None, on_bytes: Callable[[int], None]
 ) -> list[str]:
-    """Write {"model": tensors, "optimizer": {"state", "param_groups"}} for torch's dcp.load.
+    """Writes {"model": tensors, "optimizer": {"state", "param_groups"}} for torch's dcp.load.
 
     Args:
-        source: What to write; tied parameters under each of their names, as torch does.
-        folder: New or empty.
-        dtype: Dtype of the model's floating point tensors; None: as they are.
+        source: Source to write; tied parameters are written under each name, as torch does.
+        folder: New or empty folder.
+        dtype: Dtype of the model's floating-point tensors; None keeps each tensor's own.
         on_bytes: Called with the number of bytes after each write.
 
     Returns:
-        Descriptions of what was left out.
+        Descriptions of omitted content.
 
     Raises:
-        CheckpointError: The folder is taken, or cannot be written.
+        CheckpointError: The folder is not empty, or cannot be written.
     """
     check_empty(folder, "export")
     model = {name: entry.cast(dtype) for name, entry in source.tensors.items()}
@@ -198,12 +198,12 @@ def write_dcp(
         state["optimizer"] = {"state": states, "param_groups": optimizer.groups}
         left += optimizer.own
     with whole_or_nothing(folder) as aside, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "assuming ... a single process": yes
-        # A file a tensor: torch's writer keeps all tensors of a file until the file is whole.
+        warnings.simplefilter("ignore", UserWarning)  # "assuming ... a single process": intended
+        # One file per tensor, because torch's writer keeps all tensors of a file in memory.
         writer = FileSystemWriter(aside, single_file_per_rank=False)
         try:
             save(state, storage_writer=writer, planner=_Streamed(entries, on_bytes), no_dist=True)
-        except CheckpointException as error:  # torch's; no Exception, and hides a full disk
+        except CheckpointException as error:  # torch's type is no Exception and hides a full disk
             cause = next(iter(error.failures.values()))[0]
             raise cause from error
     return left

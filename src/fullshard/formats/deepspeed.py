@@ -1,12 +1,12 @@
 """DeepSpeed's ZeRO checkpoints: fp32 masters in flat vectors, cut over the ranks.
 
     stages 1, 2   a group's parameters one after another in one vector, of which each rank has a
-                  part            mp_rank_00_model_states.pt   *zero_pp_rank_R_*_optim_states.pt
+    part            mp_rank_00_model_states.pt   *zero_pp_rank_R_*_optim_states.pt
     stage 3       each parameter is cut over the ranks by itself, padded to equal parts; a rank's
                   vector has its parts one after another
                                   zero_pp_rank_R_mp_rank_00_model_states.pt   ..._optim_states.pt
 
-Parameters' names and shapes stand in the model states, in the order of the vectors.
+The model states list the parameters' names and shapes in the order of the vectors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANK = re.compile(r"(?:.*zero_pp_rank_(\d+)_)?mp_rank_(\d+)_\w+\.pt")
 
 
 def steps_folder(path: Path) -> Path | None:
-    """The folder of a step's files: this one, or the one that `latest` names; None: no such."""
+    """The folder of a step: this folder, or the one named in `latest`; None if there is none."""
     latest = path / "latest"
     if latest.exists():
         name = read_regular(latest, 4096).decode().strip()
@@ -41,17 +41,17 @@ def steps_folder(path: Path) -> Path | None:
 
 
 def open_deepspeed(folder: Path) -> Source:
-    """The masters of all ranks, and the buffers.
+    """Opens the masters of all ranks, and the buffers.
 
     Raises:
-        CheckpointError: A rank's files are missing, or the model was cut by tensor parallelism.
+        CheckpointError: A rank's files are missing, or the model used tensor parallelism.
     """
     models = [read_pickle(path, str(path)) for path in _files(folder, MODEL)]
     facts: dict[str, Any] = models[0]
     optimizers = [read_pickle(p, str(p))["optimizer_state_dict"] for p in _files(folder, OPTIMIZER)]
     what, left = "a DeepSpeed checkpoint", ("the optimizer's states",)
     step = facts.get("global_steps")
-    if not optimizers:  # no ZeRO: the module is whole
+    if not optimizers:  # without ZeRO the module is stored whole
         tensors = {n: Entry.of(v) for n, v in facts["module"].items() if torch.is_tensor(v)}
         return Source(what, tensors, step=step, left_out=left)
     stage = _stage(optimizers[0])
@@ -76,7 +76,7 @@ def open_deepspeed(folder: Path) -> Source:
 
 
 def _files(folder: Path, what: str) -> list[Path]:
-    """In the order of the ranks."""
+    """The files in rank order."""
     found: list[tuple[int, Path]] = []
     for path in folder.glob(f"*mp_rank_*_{what}"):
         match = _RANK.fullmatch(path.name)
@@ -95,7 +95,7 @@ def _files(folder: Path, what: str) -> list[Path]:
 
 
 def _stage(optimizer: Mapping[str, Any]) -> int:
-    """An enum of DeepSpeed's, or what stands in for it: the vectors' name says as much."""
+    """The ZeRO stage, from the name of the vectors; DeepSpeed's own value is an enum."""
     return 3 if "fp32_flat_groups" in optimizer else 2
 
 
@@ -125,7 +125,7 @@ def _zero3(
 
 
 def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Entry]:
-    """Parameters that were not trained have no masters: they lie in the model states."""
+    """Frozen parameters, which are in the model states because they have no masters."""
     shapes: Mapping[str, Any] = models[0].get("frozen_param_shapes") or {}
     found: dict[str, Entry] = {}
     for name, shape in shapes.items():
@@ -136,7 +136,7 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Entry]
 
 
 def _cut_over_ranks(parts: Sequence[Entry], shape: tuple[int, ...]) -> Entry:
-    """Parts one after another; the last ones are padded."""
+    """Joins the parts of all ranks; the last ones are padded."""
 
     def read() -> torch.Tensor:
         return torch.cat([part.read() for part in parts])[: math.prod(shape)].view(shape)

@@ -74,7 +74,7 @@ class ExportSettings:
         """Parses the options of `ckpt export`.
 
         Raises:
-            ConfigError: One of them is unknown.
+            ConfigError: An option is unknown.
         """
         known = None if dtype is None else torch_dtype(parse(DType, dtype, "--dtype"))
         if format_ not in list(Format):
@@ -83,10 +83,10 @@ class ExportSettings:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "5GB" (as Hugging Face: 5e9), "500MiB", "1000".
+    """Parses "5GB" (5e9 bytes, as in Hugging Face), "500MiB" or "1000".
 
     Raises:
-        ConfigError: It is no size.
+        ConfigError: The text is not a size.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match.group(2).upper()) if match else None
@@ -100,11 +100,11 @@ def export_folder(source: Source, folder: Path, settings: ExportSettings) -> lis
     """Writes a source as a folder; returns notes on what was left out.
 
     Raises:
-        CheckpointError: The source has no config.json, its tensors are not those of that model, or
-            the folder cannot be written.
+        CheckpointError: The source has no config.json, its tensors differ from that model's, or the
+            folder cannot be written.
     """
     if settings.format is Format.DCP:
-        from fullshard.formats.dcp import write_dcp  # importing it takes half a second
+        from fullshard.formats.dcp import write_dcp  # the import takes half a second
 
         return write_dcp(source, folder, settings.dtype, settings.on_bytes)
     if CONFIG not in source.companions:
@@ -139,14 +139,14 @@ def as_files_have(source: Source, shell: nn.Module) -> tuple[dict[str, Entry], l
     """The model's tensors under their names in files, and a list of what else the source contains.
 
     Raises:
-        CheckpointError: One is missing, or of another shape.
+        CheckpointError: A tensor is missing, or has another shape.
     """
     named, left = _as_the_model_has(source, shell)
     return converted(shell, named), left
 
 
 def model_of(folder: Path) -> nn.Module | None:
-    """The model of a folder's config.json without storage; None where transformers has none."""
+    """Builds the model of a config.json without storage; None if transformers does not know it."""
     if importlib.util.find_spec("transformers") is None:
         return None
     import transformers
@@ -349,20 +349,20 @@ def export_together(
 ) -> list[str]:
     """Writes the weights of a sharded model; the ranks that see the folder write files in turn.
 
-    No rank holds more than one whole tensor. A collective.
+    Each rank holds at most one full tensor. A collective.
 
     Args:
         engine: Engine of the model.
         source: Its tensors.
-        shell: A model of these tensors without storage.
-        folder: Folder with config.json, if this rank sees it.
-        max_shard_bytes: Largest file, unless one tensor is larger.
+        shell: The model without storage.
+        folder: Folder with config.json, if this rank can access it.
+        max_shard_bytes: Maximum size of a file that holds more than one tensor.
 
     Returns:
         The files that this rank wrote.
 
     Raises:
-        CheckpointError: On every rank, if any could not write.
+        CheckpointError: On every rank, if one cannot write.
     """
     named, _ = as_files_have(source, shell)
     sees = tell(engine, folder.is_dir())

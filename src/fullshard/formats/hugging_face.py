@@ -1,4 +1,4 @@
-"""Hugging Face folders: what they hold."""
+"""Reads Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fullshard.formats.source import COMPANIONS, Entry, Source
 
 
 def open_safetensors(folder: Path, closing: ExitStack) -> Source:
-    """A folder with model.safetensors, or with several files and their index.
+    """Opens a folder with model.safetensors, or with several files and their index.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or holds a dtype that torch has not.
+        CheckpointError: A file is missing or damaged, or contains a dtype unknown to torch.
     """
     names = files_of(folder, ONE_FILE, INDEX)
     files = {name: closing.enter_context(TensorFile.open(folder / name)) for name in names}
@@ -35,7 +35,7 @@ def open_safetensors(folder: Path, closing: ExitStack) -> Source:
 
 
 def check_once(known: Collection[str], names: Collection[str], file: Path) -> None:
-    """Raises CheckpointError where a file has a tensor of the files before it: which one counts?"""
+    """Raises CheckpointError if two files contain the same tensor, which is ambiguous."""
     if twice := sorted({*known} & {*names}):
         raise CheckpointError(
             f"'{file}': expected each tensor in one file; got {twice[0]} in another one too. Copy "
@@ -44,10 +44,10 @@ def check_once(known: Collection[str], names: Collection[str], file: Path) -> No
 
 
 def files_of(folder: Path, one: str, index: str) -> list[str]:
-    """The one file with weights, or those that the index lists.
+    """The single weights file, or the files in the index.
 
     Raises:
-        CheckpointError: The index cannot be read, or lists a file that is not there.
+        CheckpointError: The index cannot be read, or lists a missing file.
     """
     if (folder / one).is_file() or not (folder / index).is_file():  # as transformers does
         return [one]
@@ -64,11 +64,11 @@ def files_of(folder: Path, one: str, index: str) -> list[str]:
 
 
 def companions_of(folder: Path) -> dict[str, bytes]:
-    """Configuration and tokenizer of a folder.
+    """Reads the configuration and tokenizer files of a folder.
 
     Raises:
-        CheckpointError: One is a link that leads out of the folder, and not into the blobs of a
-            Hugging Face cache: an export would publish whatever file of yours it names.
+        CheckpointError: A file is a link out of the folder, other than into the blobs of a Hugging
+            Face cache. An export would publish whatever file it points to.
     """
     home = folder.resolve()
     inside = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)

@@ -36,10 +36,10 @@ from fullshard.saving import SaveSettings, Values, write
 
 @contextmanager
 def open_checkpoint(found: Found) -> Generator[Source]:
-    """A complete checkpoint.
+    """Opens a complete checkpoint.
 
     Raises:
-        CheckpointError: It is not complete, or its index is damaged.
+        CheckpointError: The checkpoint is incomplete, or its index is damaged.
     """
     with Checkpoint.open(found) as checkpoint:
         names = checkpoint.index.names(Kind.MODEL)
@@ -105,10 +105,10 @@ def _optimizer(checkpoint: Checkpoint) -> OptimizerSource | None:
 
 
 def write_checkpoint(source: Source, folder: Path, on_bytes: Callable[[int], None]) -> None:
-    """A checkpoint as one rank would write it; tensors that are equal are kept once, as tied.
+    """Writes a checkpoint as a single rank; equal tensors are stored once, as tied.
 
     Raises:
-        CheckpointError: The folder is taken, or cannot be written.
+        CheckpointError: The folder is not empty, or cannot be written.
     """
     check_empty(folder, "import")
     with untrusted(source.what, "tensors and settings that a checkpoint can hold"):
@@ -149,7 +149,7 @@ def _contents(
 
 
 def equal_tensors(source: Source) -> dict[str, str]:
-    """Matrices of the same numbers: second name -> first. Other tools save tied weights twice."""
+    """Finds equal matrices, since other tools save tied weights twice: second -> first name."""
     alike: dict[Any, list[str]] = {}
     for name, entry in source.tensors.items():
         if len(entry.shape) > 1:
@@ -160,12 +160,12 @@ def equal_tensors(source: Source) -> dict[str, str]:
         for name in names if len(names) > 1 else ():
             tensor = source.tensors[name].read()
             if bool((tensor == tensor.reshape(-1)[:1]).all()):
-                continue  # zeros and ones are equal by chance
+                continue  # constant vectors are often equal by coincidence
             digest = xxhash.xxh3_128_hexdigest(as_bytes(tensor.contiguous()))
             if digest in first:
                 tied[name] = first[digest]
             first.setdefault(digest, name)
-            del tensor  # before the next one is read
+            del tensor  # freed before the next one is read
     return tied
 
 
@@ -174,10 +174,10 @@ def _without(tied: dict[str, str], table: Any) -> dict[str, Any]:
 
 
 def piece_of(key: str, entry: Entry, on_bytes: Callable[[int], None]) -> Piece:
-    """A whole tensor, read when it is written.
+    """A piece with the full tensor, which is read when it is written.
 
     Raises:
-        CheckpointError: safetensors has no such dtype.
+        CheckpointError: safetensors does not support the dtype.
     """
 
     def data() -> memoryview:

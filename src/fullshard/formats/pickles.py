@@ -1,8 +1,8 @@
-"""Files that torch.save wrote, read without executing anything in them.
+"""Reads torch.save files without executing code in them.
 
-`weights_only=True` builds tensors and plain containers, and of other classes only those that are
-named here. Sharded tensors and other tools' records become stand-ins: data without behaviour, so
-that neither a process group nor the other tool is needed to read them.
+`weights_only=True` builds tensors, plain containers and the classes named here. Sharded tensors and
+other tools' records become stand-ins, data without behaviour, so reading needs neither a process
+group nor the other tool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.errors import CheckpointError, untrusted
 
 
 class Record:
-    """A stand-in for an object of another tool: what it was built from, and its attributes."""
+    """A stand-in for another tool's object: its constructor arguments and attributes."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -33,7 +33,7 @@ class Record:
 
 
 class PartOfTensor(torch.Tensor):
-    """A stand-in for torch's DTensor and ShardedTensor: its shape is the whole tensor's."""
+    """A stand-in for torch's DTensor and ShardedTensor, with the full tensor's shape."""
 
     state: Any
 
@@ -43,11 +43,11 @@ class PartOfTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
-        """Nothing can be computed with it."""
+        """Raises an error: a stand-in cannot be computed with."""
         raise CheckpointError(f"a part of a tensor: expected its local tensor to be read; {func}")
 
 
-# Other tools' classes whose content is read or passed over.
+# Other tools' classes whose content is read or skipped.
 _RECORDS = (
     "torch.distributed.device_mesh.DeviceMesh",
     "torch.distributed._mesh_layout._FlatLayout",
@@ -80,16 +80,16 @@ _PARTS = (
 
 
 class _Attribute(Record):
-    """Whatever a pickle asks of a class: nested classes, members of an enum."""
+    """Resolves the attributes that a pickle reads from a class: nested classes, enum members."""
 
 
 def _get_attribute(*_: Any) -> type:
-    """A stand-in for getattr, which pickles name: it gets nothing."""
+    """A harmless replacement for getattr, which pickles may name."""
     return _Attribute
 
 
 def _stand_in(name: str, base: type) -> tuple[Any, str]:
-    """A class of its own for a name: torch knows what it may build by identity."""
+    """Makes one class per name, because torch's allow list compares identity."""
     return type(name.rpartition(".")[2], (base,), {}), name
 
 
@@ -101,7 +101,7 @@ _ALLOWED += [_stand_in(name, PartOfTensor) for name in _PARTS]
 
 @contextmanager
 def _stand_ins_alone() -> Generator[None]:
-    """What others have allowed would come before a stand-in of the same name, or not: by chance."""
+    """Clears torch's global allow list meanwhile: its entries could precede our stand-ins."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(cast("list[Any]", _ALLOWED))
@@ -113,15 +113,15 @@ def _stand_ins_alone() -> Generator[None]:
 
 
 def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
-    """What torch.save wrote; large files are mapped, not read.
+    """Reads a torch.save file; large files are memory-mapped.
 
     Raises:
-        CheckpointError: It names something that could execute code, or is no such file.
+        CheckpointError: The file names something that could execute code, or has another format.
     """
     with untrusted(origin, "a whole file of torch.save"):
         try:
             with _stand_ins_alone():
-                # The one place that reads pickles: weights_only builds nothing but what is listed.
+                # The only place that reads pickles; weights_only builds only listed classes.
                 return torch.load(  # noqa: TID251
                     file,
                     map_location="cpu",
@@ -138,18 +138,18 @@ def read_pickle(file: Path | io.BytesIO, origin: str) -> Any:
 
 
 def attributes_of(stand_in: Any) -> dict[str, Any]:
-    """The attributes that an object had when it was saved."""
+    """The attributes of the saved object."""
     state = getattr(stand_in, "state", None)
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-        return state[1]  # (nothing, those of slots)
+        return state[1]  # (None, slot values)
     return state if isinstance(state, dict) else {}
 
 
 class _NamedOnly(pickle.Unpickler):
-    """Builds only what a list names: torch's DCP has a pickle that torch.load does not read.
+    """An unpickler with an allow list, for DCP's metadata, which torch.load does not read.
 
-    Classes of Python are never given out themselves, since a pickle can set attributes of what it
-    gets: each read has stand-ins of its own, which are gone with it.
+    A pickle can set attributes of its objects, so Python classes are never returned. Each read has
+    its own stand-ins, which are discarded after it.
     """
 
     def __init__(self, file: io.BytesIO, records: Collection[str], plain: Collection[str]) -> None:
@@ -158,7 +158,7 @@ class _NamedOnly(pickle.Unpickler):
         self._plain = plain
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in, or an immutable value, if it is on a list."""
+        """Returns a stand-in or an immutable value for a listed name."""
         full = f"{module}.{name}"
         if full in self._records:
             return self._records[full]
@@ -168,15 +168,15 @@ class _NamedOnly(pickle.Unpickler):
 
 
 def read_listed(path: Path, records: Collection[str], plain: Collection[str]) -> Any:
-    """A plain pickle that may name what two lists allow.
+    """Reads a plain pickle that may name only the listed objects.
 
     Args:
-        path: The file.
-        records: Classes and functions that become stand-ins (`Record`).
-        plain: Values and classes of C, which nobody can change.
+        path: Path of the file.
+        records: Names of classes and functions that become stand-ins (`Record`).
+        plain: Immutable values and C classes.
 
     Raises:
-        CheckpointError: It names anything else, or is damaged.
+        CheckpointError: The pickle names anything else, or is damaged.
     """
     wanted = "torch.distributed.checkpoint's own classes and nothing that could execute code"
     with untrusted(path, wanted, advice="Save it anew with a known torch."):

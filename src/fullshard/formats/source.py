@@ -50,7 +50,7 @@ class Entry:
         """Reads and checks the tensor.
 
         Raises:
-            CheckpointError: It cannot be read, or differs from its entry.
+            CheckpointError: The tensor cannot be read, or differs from its entry.
         """
         wanted = f"a dense tensor of {self.dtype} and shape {self.shape}"
         with untrusted(self.origin, wanted):

@@ -1,4 +1,4 @@
-"""State dicts as sources: one file of torch.save, or one file per rank."""
+"""State dicts as sources: one torch.save file, or one per rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRAPPERS = ("model", "state_dict", "module", "model_state_dict")  # around the t
 
 
 def open_pickled(files: Sequence[Path], what: str) -> Source:
-    """Files of torch.save with a model's whole tensors."""
+    """Opens torch.save files with the full tensors of a model."""
     tensors: dict[str, Entry] = {}
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -50,7 +50,7 @@ def open_pickled(files: Sequence[Path], what: str) -> Source:
 
 
 def open_rank_files(folder: Path) -> Source:
-    """model_world_size_N_rank_R.pt, as verl writes them: the sharded state dict of each rank.
+    """Opens model_world_size_N_rank_R.pt, the sharded state dicts of ranks that verl writes.
 
     Raises:
         CheckpointError: The file of a rank is missing.
@@ -84,7 +84,7 @@ def optimizer_of(
     groups: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> OptimizerSource | None:
-    """An optimizer's state dict under parameters' names; None where it is of no known kind.
+    """Converts an optimizer's state dict to parameter names; None if its form is unknown.
 
     Args:
         states: Parameter -> state -> an Entry, a tensor or a number.
@@ -115,7 +115,7 @@ def optimizer_of(
 def _kind_of(
     states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """The class that has such states: its name is in no state dict."""
+    """The optimizer class, guessed from its states, because state dicts do not name it."""
     names = {state for values in states.values() for state in values} - {AVERAGE}
     if names and names <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
         decoupled = groups[0].get("decoupled_weight_decay") if groups else None
@@ -124,8 +124,8 @@ def _kind_of(
 
 
 def _unwrapped(state: Any) -> Mapping[str, Any]:
-    """The dict that holds the tensors."""
-    for _ in WRAPPERS:  # a pickle can hold itself
+    """Unwraps the dict that contains the tensors."""
+    for _ in WRAPPERS:  # a pickle can contain itself
         inner = next((state[w] for w in WRAPPERS if isinstance(state.get(w), Mapping)), None)
         if inner is None:
             break
@@ -138,9 +138,9 @@ class Chunk:
     """A block of a tensor.
 
     Attributes:
-        offsets: Where it begins, a number a dim.
-        sizes: Its shape.
-        read: Its elements.
+        offsets: Index of the first element, per dimension.
+        sizes: Shape of the block.
+        read: Reads the elements.
     """
 
     offsets: tuple[int, ...]
@@ -149,10 +149,10 @@ class Chunk:
 
 
 def joined(name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> Entry:
-    """A tensor made of blocks.
+    """Joins blocks into a tensor.
 
     Raises:
-        CheckpointError: They do not fill it.
+        CheckpointError: The blocks do not cover the tensor.
     """
     for chunk in chunks:
         pairs = zip(chunk.offsets, chunk.sizes, shape, strict=True)
@@ -183,10 +183,10 @@ def joined(name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequen
 
 
 def joined_ranks(name: str, parts: Sequence[Any]) -> Entry | None:
-    """A tensor of which every rank saved its part; None for what is no tensor.
+    """Joins the parts that each rank saved; None for values other than tensors.
 
     Raises:
-        CheckpointError: It was cut in a way that is not known here.
+        CheckpointError: The tensor was sharded in an unknown way.
     """
     first = parts[0]
     if not isinstance(first, PartOfTensor):
@@ -195,7 +195,7 @@ def joined_ranks(name: str, parts: Sequence[Any]) -> Entry | None:
     chunks: list[Chunk] = []
     for part in parts:
         spec = attributes_of(part).get("_spec")
-        if spec is None:  # ShardedTensor: its shards know where they are
+        if spec is None:  # ShardedTensor: each shard has its offsets
             chunks += [_block(shard) for shard in part.state[0]]
             continue
         chunks += _rows(name, part, spec, chunks)
@@ -211,9 +211,9 @@ def _block(shard: Any) -> Chunk:
 
 
 def _rows(name: str, part: Any, spec: Any, before: Sequence[Chunk]) -> list[Chunk]:
-    """What a rank adds of a DTensor: the next rows, until the tensor is whole.
+    """The rows that a rank contributes to a DTensor, until it is complete.
 
-    On a mesh (replicate, shard) the first ranks make it whole; the others have the same again.
+    On a mesh (replicate, shard) the first ranks complete it; the others hold copies.
     """
     local: torch.Tensor = attributes_of(part)["_local_tensor"]
     placements = attributes_of(spec)["placements"]
@@ -236,10 +236,10 @@ def _rows(name: str, part: Any, spec: Any, before: Sequence[Chunk]) -> list[Chun
 
 
 def flat(name: str, parts: Sequence[torch.Tensor], start: int, shape: tuple[int, ...]) -> Entry:
-    """Elements from `start` on of a vector that is stored in several parts.
+    """Reads elements from `start` on of a vector that is stored in several parts.
 
     Raises:
-        CheckpointError: The vector ends before.
+        CheckpointError: The vector is too short.
     """
     stop, pieces, begin = start + math.prod(shape), list[torch.Tensor](), 0
     for part in parts:

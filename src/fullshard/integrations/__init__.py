@@ -1,1 +1,1 @@
-"""Other libraries' training loops on our engine."""
+"""Training loops of other libraries on our engine."""

@@ -32,15 +32,15 @@ _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class ShardedAccelerator(Accelerator):
-    """Accelerate's, but for what concerns sharding.
+    """Accelerate's Accelerator with our sharding.
 
         from fullshard.integrations.accelerator import ShardedAccelerator as Accelerator
 
-    A model stays the object that it is: nothing wraps it, and nothing must be unwrapped. Batches,
-    the loss scaler, gathering of metrics are Accelerate's own.
+    Models are sharded in place and not wrapped. Batches, the loss scaler and the gathering of
+    metrics are Accelerate's own.
 
     Args:
-        sharding: How models are sharded; None: as the launcher's file says, or full_shard.
+        sharding: Sharding configuration; None: that of the launcher's file, or full_shard.
     """
 
     def __init__(self, *args: Any, sharding: ShardConfig | None = None, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class ShardedAccelerator(Accelerator):
 
     @classmethod
     def taking_over(cls, accelerator: Accelerator, sharding: ShardConfig) -> ShardedAccelerator:
-        """The same accelerator. The Trainer makes it itself and others hold it by then."""
+        """Converts an existing accelerator, since the Trainer creates and passes on its own."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
         accelerator.sharding = sharding
@@ -67,7 +67,7 @@ class ShardedAccelerator(Accelerator):
         device_placement: bool | None = None,  # noqa: ARG002, FBT001  Accelerate's signature
         evaluation_mode: bool = False,  # noqa: ARG002, FBT001, FBT002
     ) -> nn.Module:
-        """Shard it, if it is not; mixed precision is the engine's."""
+        """Shards the model if necessary; the engine handles mixed precision."""
         if not is_sharded(model):
             fs.shard(model, self.sharding)
             _generate_together(model)
@@ -77,15 +77,16 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
-        """Backwards inside keep their gradients on this rank."""
+        """Context in which backwards do not reduce gradients."""
         with fs.no_sync(model):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:  # noqa: ARG002, FBT001, FBT002
-        """The whole model on the first rank, nothing on the others. A collective."""
-        return OrderedDict(fs.full_state_dict(model, rank0_only=True))  # tied ones are looked for
+        """The full state dict on rank 0, an empty one on other ranks. A collective."""
+        return OrderedDict(fs.full_state_dict(model, rank0_only=True))  # for the detection of tied
+        # weights
 
-    # ---- Accelerate's own files, which runs without us read and write too
+    # ---- Accelerate's own file format
 
     def save_state(
         self,
@@ -93,7 +94,7 @@ class ShardedAccelerator(Accelerator):
         safe_serialization: bool = True,  # noqa: FBT001, FBT002
         **more: Any,
     ) -> Path:
-        """Accelerate's folder, whole. A collective."""
+        """Writes Accelerate's folder with full states. A collective."""
         with ExitStack() as stack:
             for wrapped in self._optimizers:
                 handle = wrapped.optimizer.register_state_dict_post_hook(
@@ -105,7 +106,7 @@ class ShardedAccelerator(Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **more: Any
     ) -> None:
-        """Read Accelerate's folder; each rank keeps its part. A collective."""
+        """Reads Accelerate's folder; each rank keeps its part. A collective."""
         with self.register_load_state_pre_hook(_load_models):
             super().load_state(input_dir, load_kwargs, **more)
         for wrapped in self._optimizers:
@@ -113,7 +114,7 @@ class ShardedAccelerator(Accelerator):
 
 
 def _load_models(models: list[nn.Module], folder: str) -> None:
-    """In place of Accelerate's own reading, which compares memory."""
+    """Replaces Accelerate's own loading of models, which compares full tensors."""
     for at, model in enumerate(models):
         file = Path(folder) / f"model{f'_{at}' if at else ''}.safetensors"
         if not file.exists():
@@ -126,10 +127,10 @@ def _load_models(models: list[nn.Module], folder: str) -> None:
 
 
 def _generate_together(model: nn.Module) -> None:
-    """Let `generate` go on until all ranks have stopped, since each of its forwards gathers.
+    """Makes `generate` run until all ranks have stopped, since each forward gathers.
 
-    transformers asks for this name of torch's FSDP, and torch.compile for the second where it
-    finds the first.
+    transformers checks the first name, which is from torch's FSDP. torch.compile checks the second
+    if the first exists.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -138,15 +139,15 @@ def _generate_together(model: nn.Module) -> None:
 
 ARGUMENTS = "TrainingArguments"
 
-# What TrainingArguments adds to every fsdp_config, asked for or not.
+# Keys that TrainingArguments adds to every fsdp_config.
 _ADDED = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
 
 
 def sharding_of(args: TrainingArguments) -> ShardConfig:
-    """The sharding that the arguments ask for, over that of `fullshard launch --config_file`.
+    """The sharding of TrainingArguments, over that of `fullshard launch --config_file`.
 
     Raises:
-        ConfigError: DeepSpeed is asked for too, or a key of `fsdp_config` is none.
+        ConfigError: DeepSpeed is set too, or `fsdp_config` has an unknown key.
     """
     if args.deepspeed:
         raise ConfigError(
@@ -157,7 +158,7 @@ def sharding_of(args: TrainingArguments) -> ShardConfig:
 
 
 def sharding_in(mixed_precision: str) -> ShardConfig:
-    """The sharding of the launcher's file, in Accelerate's mixed precision: no, bf16, fp16."""
+    """The sharding of the launcher's file with Accelerate's mixed precision: no, bf16, fp16."""
     training = {} if mixed_precision == "no" else {mixed_precision: True}
     return _over_launch(parse_text(json.dumps({"training": training}), "Accelerator"))
 
@@ -170,7 +171,7 @@ def _over_launch(own: File) -> ShardConfig:
 
 
 def _file_of(args: TrainingArguments) -> File:
-    """The arguments that concern sharding, as if they stood in a file."""
+    """The arguments that concern sharding, in the form of a file."""
     training: dict[str, Any] = {}
     for name in ("bf16", "fp16"):
         if getattr(args, name):

@@ -1,12 +1,11 @@
-"""transformers' Trainer, and every trainer made of it, on our engine.
+"""transformers' Trainer and its subclasses on our engine.
 
     from fullshard.integrations.transformers import Trainer       # was: from transformers import
     from fullshard.integrations.transformers import SFTTrainer    # was: from trl import
     MyTrainer = sharded(MyTrainer)                                # any other
 
-The loop, batches, schedule and logs stay theirs; what changes is who shards the model, and what a
-checkpoint of the run holds beside the Hugging Face folder: `fullshard/`, a checkpoint of ours, in
-place of optimizer.pt and scheduler.pt.
+The loop, batches, schedule and logs stay theirs. Our engine shards the model, and a checkpoint of
+the run contains `fullshard/`, in our format, in place of optimizer.pt and scheduler.pt.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ TrainerT = TypeVar("TrainerT", bound=transformers.Trainer)
 
 
 class ShardedTrainer(transformers.Trainer):
-    """What a Trainer does otherwise when our engine shards its model; see `sharded`."""
+    """Overrides of a Trainer whose model our engine shards; see `sharded`."""
 
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate must not shard too."""
+        """Replaces the accelerator, so that Accelerate does not shard too."""
         from fullshard.integrations.accelerator import ShardedAccelerator
 
         sharding = self._sharding()
@@ -63,11 +62,11 @@ class ShardedTrainer(transformers.Trainer):
     # ---- numbers of the whole model ----
 
     def get_num_trainable_parameters(self) -> int:
-        """Of the whole model."""
+        """The number for the full model."""
         return sum(_numel(p) for p in self._the_model.parameters() if p.requires_grad)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As the model's own, which would count this rank's elements."""
+        """The model's own estimate, which would otherwise count this rank's elements."""
         model: Any = self._the_model
         if not is_sharded(model) or not hasattr(model, "estimate_tokens"):
             return super().floating_point_ops(inputs)
@@ -75,7 +74,7 @@ class ShardedTrainer(transformers.Trainer):
 
     @functools.cached_property
     def _num_computing(self) -> int:
-        """Parameters but for embeddings, as transformers counts them."""
+        """The number of non-embedding parameters, as transformers counts them."""
         embeddings = {
             id(module.weight)
             for module in self._the_model.modules()
@@ -91,7 +90,7 @@ class ShardedTrainer(transformers.Trainer):
     # ---- saving ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  their signature
-        """A Hugging Face folder, or an adapter's. A collective."""
+        """Saves a Hugging Face folder, or an adapter's folder. A collective."""
         if is_sharded(self._the_model):
             self._save(output_dir or self.args.output_dir, state_dict=self._values())
             if self.args.push_to_hub and not _internal_call:
@@ -100,12 +99,12 @@ class ShardedTrainer(transformers.Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """What a folder holds: all weights, or those that an adapter trains."""
+        """The weights to save: all, or those of the adapter."""
         model = self._the_model
         if not hasattr(model, "peft_config"):
             return fs.full_state_dict(model, rank0_only=True)
         trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
-        whole = ((name, _whole(param)) for name, param in trained)  # every rank takes part
+        whole = ((name, _whole(param)) for name, param in trained)  # all ranks take part
         return {name: value for name, value in whole if self.args.should_save}
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -114,7 +113,7 @@ class ShardedTrainer(transformers.Trainer):
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """Without Accelerate's wrapper."""
+        """The optimizer without Accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     # ---- loading ----
@@ -122,7 +121,7 @@ class ShardedTrainer(transformers.Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """One of ours is read once the model is sharded, with the optimizer."""
+        """Loads a checkpoint; ours is read later, with the optimizer, once the model is sharded."""
         if not _has_ours(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -130,7 +129,7 @@ class ShardedTrainer(transformers.Trainer):
         if checkpoint is not None and _has_ours(checkpoint):
             state = fs.load(Path(checkpoint) / OURS, self._the_model, self._plain_optimizer)
             self.lr_scheduler.load_state_dict(state["scheduler"])
-        else:  # each rank cuts its part of a plain Trainer's
+        else:  # each rank keeps its part of a plain Trainer's states
             super()._load_optimizer_and_scheduler(checkpoint)
             optimizers.WATCHED.look(self._plain_optimizer)
 
@@ -143,17 +142,17 @@ class ShardedTrainer(transformers.Trainer):
 
 
 def sharded(trainer: type[TrainerT]) -> type[TrainerT]:
-    """A trainer of the same name whose model is sharded by our engine.
+    """Makes a trainer class of the same name whose model our engine shards.
 
     Args:
-        trainer: transformers.Trainer, or a class made of it.
+        trainer: transformers.Trainer, or a subclass.
     """
     made: Any = type(trainer.__name__, (ShardedTrainer, trainer), {"__doc__": trainer.__doc__})
     return made
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` and `SFTTrainer`, made when they are asked for."""
+    """Creates `Trainer` and `SFTTrainer` on first use."""
     if name not in ("Trainer", "SFTTrainer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _made(name)
@@ -174,7 +173,7 @@ def _made(name: str) -> type[transformers.Trainer]:
 
 
 def _has_ours(folder: str) -> bool:
-    return (Path(folder) / OURS).exists()  # one that cannot be read is an error, not another's
+    return (Path(folder) / OURS).exists()  # an unreadable checkpoint is an error
 
 
 def _numel(param: torch.Tensor) -> int:

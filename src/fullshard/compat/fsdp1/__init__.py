@@ -1,4 +1,4 @@
-"""torch.distributed.fsdp's first interface: change the import lines, keep the script.
+"""The interface of torch's FSDP1: change the imports, keep the script.
 
 from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP, ShardingStrategy
 from fullshard.compat.fsdp1.wrap import transformer_auto_wrap_policy

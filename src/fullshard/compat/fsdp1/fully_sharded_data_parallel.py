@@ -1,10 +1,11 @@
-"""`FullyShardedDataParallel` as torch has it, on this engine.
+"""torch's `FullyShardedDataParallel` interface on this engine.
 
     before   from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     after    from fullshard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 
-`FSDP(module, ...)` is a wrapper around the module, as in torch: `.module` is the module, names of
-parameters and state dicts are the module's own. `docs/migrate/fsdp1.md` says what differs and why.
+`FSDP(module, ...)` is a wrapper around the module, as in torch: `.module` is the module. Parameters
+and state dicts have the module's own names. `docs/migrate/fsdp1.md` lists the differences and
+reasons.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ from fullshard.planner.strategy import row_of
 logger = logging.getLogger(__name__)
 
 FSDP_PREFIX = "_fsdp_wrapped_module."
-_FLAT = ("_handle", "_all_handles", "_flat_param", "params")  # what scripts look for it by
-_HOMOGENEOUS = {  # torch wants one value in a model: what we keep, what it says
+_FLAT = ("_handle", "_all_handles", "_flat_param", "params")  # scripts search for this attribute
+_HOMOGENEOUS = {  # torch requires one value per model: (stored, given)
     "use_orig_params": "_use_orig_params",
     "limit_all_gathers": "limit_all_gathers",
     "full_in_eval": "_use_full_prec_in_eval",
@@ -96,26 +97,26 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 class FullyShardedDataParallel(HoldsShards, nn.Module):
     """A module whose parameters, gradients and optimizer states are sharded over the ranks.
 
-    The arguments are torch's. What differs:
+    The arguments are torch's, with these differences:
 
     Args:
-        module: What is wrapped.
-        process_group: None, one of all ranks, (shard group, replicate group), or one of this rank
-            alone: such a unit stays whole and is not reduced (experts of a mixture).
+        module: The module to wrap.
+        process_group: None, a group of all ranks, (shard group, replicate group), or a group of
+            this rank alone, whose unit stays whole and is not reduced (experts of a mixture).
         sharding_strategy: Strategy of this unit; units of one model may differ.
         cpu_offload: Read from the outermost unit.
-        auto_wrap_policy: Which modules inside are units; None: this module is one unit.
-        backward_prefetch: BACKWARD_PRE looks one unit ahead; BACKWARD_POST and None do not.
-        mixed_precision: Dtypes of this unit. Gradients are accumulated in float32 whatever it says.
-        ignored_modules: Stay whole on every rank; their gradients are not reduced.
-        param_init_fn: Gives values to modules on meta; None: their reset_parameters().
-        device_id: Where the module is moved first.
-        sync_module_states: Every rank takes rank 0's values.
-        forward_prefetch: The engine always looks one unit ahead in forward.
-        limit_all_gathers: No effect: memory is bounded by the plan's slots.
-        use_orig_params: No effect: the module's own parameters are always shown.
-        ignored_states: As ignored_modules, or parameters.
-        device_mesh: One axis, or (replicate, shard).
+        auto_wrap_policy: Selects the inner modules that are units; None: this module is one unit.
+        backward_prefetch: BACKWARD_PRE gathers one unit ahead; BACKWARD_POST and None do not.
+        mixed_precision: Dtypes of this unit. Gradients are always accumulated in float32.
+        ignored_modules: Modules that stay whole on every rank; their gradients are not reduced.
+        param_init_fn: Initialises modules on meta; None: their reset_parameters().
+        device_id: Device to which the module is moved first.
+        sync_module_states: Whether to broadcast rank 0's values.
+        forward_prefetch: No effect: the engine always gathers one unit ahead in forward.
+        limit_all_gathers: No effect: the plan's slots bound the memory.
+        use_orig_params: No effect: the module's own parameters are always visible.
+        ignored_states: Ignored modules or parameters.
+        device_mesh: A mesh with one axis, or (replicate, shard).
     """
 
     def __init__(  # noqa: PLR0913
@@ -230,17 +231,17 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         self._comm_hook: Any = None
         self._comm_hook_state: Any = None
 
-    # ---- what it is
+    # ---- the wrapper
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; what is inside of a checkpoint wrapper."""
+        """The wrapped module, without a checkpoint wrapper."""
         wrapped = self._fsdp_wrapped_module
         return getattr(wrapped, "_checkpoint_wrapped_module", wrapped)
 
     @property
     def training_state(self) -> TrainingState:
-        """What the model is doing."""
+        """The phase of the model: idle, forward or backward."""
         engine = record_of(self).engine_ref()
         if engine is None:
             return TrainingState.IDLE
@@ -254,7 +255,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return record_of(self).extra["state_dict_type"]
 
     def __getattr__(self, name: str) -> Any:
-        """What the wrapper lacks is the module's."""
+        """Forwards missing attributes to the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -276,17 +277,17 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the module's own names."""
+        """Yields them under the module's own names."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield name.replace(FSDP_PREFIX, ""), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Under the module's own names."""
+        """Yields them under the module's own names."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield name.replace(FSDP_PREFIX, ""), buffer
 
     def train(self, mode: bool = True) -> FullyShardedDataParallel:  # noqa: FBT001, FBT002
-        """As the module's; FSDP_USE_FULL_PREC_IN_EVAL=1 evaluates in the parameters' own dtype."""
+        """Switches the mode; FSDP_USE_FULL_PREC_IN_EVAL=1 evaluates in the stored dtype."""
         super().train(mode)
         wrapped = record_of(self)
         low = wrapped.extra.get("in_training")
@@ -308,7 +309,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             )
 
     def check_is_root(self) -> bool:
-        """Whether no other FSDP module is around it."""
+        """Whether no other FSDP module contains it."""
         return outermost(self) is self
 
     @staticmethod
@@ -326,7 +327,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Inside, every backward keeps its gradients on this rank, unreduced."""
+        """Context in which backwards accumulate unreduced gradients on each rank."""
         if not self.check_is_root():
             raise MisuseError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
@@ -336,7 +337,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; gives the norm."""
+        """Scales gradients to a global norm of at most `max_norm`; returns the norm before."""
         engine = engine_for(self)
         if not self.check_is_root():
             raise MisuseError("`clip_grad_norm_()` should only be called on the root FSDP instance")
@@ -352,9 +353,11 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return clip.clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by `hook(state, full)` under NO_SHARD, else `hook(state, full, part)`.
+        """Reduces gradients with a hook.
 
-        It is given one flat buffer of a unit after another, in reduce_dtype, and divides as well.
+        It is called as `hook(state, full)` under NO_SHARD, otherwise as `hook(state, full, part)`.
+        The hook receives the flat buffer of one unit after another, in reduce_dtype. It must divide
+        too.
         """
         if not self.check_is_root():
             raise MisuseAssertionError("register_comm_hook can only be called on a root instance.")
@@ -378,12 +381,12 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
             engine.reduce_with(partial(hook, state))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Apply `fn` to every module, with whole parameters."""
+        """Applies `fn` to every module, with full parameters."""
         self._assert_state(TrainingState.IDLE)
         with self.summon_full_params(self):
             return _apply_below(self, fn)
 
-    # ---- whole parameters
+    # ---- full parameters
 
     @staticmethod
     @contextlib.contextmanager
@@ -395,7 +398,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         offload_to_cpu: bool = False,  # noqa: FBT001, FBT002
         with_grads: bool = False,  # noqa: FBT001, FBT002
     ) -> Generator[None, None, None]:
-        """Inside, parameters are whole. A collective at both ends."""
+        """Context with full parameters. A collective on entry and exit."""
         if with_grads and offload_to_cpu:
             raise NotOfferedError(
                 "summon_full_params: with_grads=True, offload_to_cpu=True is not "
@@ -433,7 +436,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
                 if rank0_only and own_rank() != 0:
                     names = {m.piece.name for u in units for g in u.groups for m in g.members}
                     for _ in whole_params(engine, names):
-                        pass  # takes part, and shows nothing
+                        pass  # takes part in the collective only
                     continue
                 root = outermost(inside[0])
                 stack.enter_context(
@@ -444,9 +447,9 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
     # ---- state dicts
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's state dict, of the type that is set (FULL_STATE_DICT unless said).
+        """The module's state dict of the current type (FULL_STATE_DICT by default).
 
-        For torch.distributed.checkpoint.state_dict it is sharded, as torch's own is there.
+        It is always sharded for torch.distributed.checkpoint.state_dict, as with torch's class.
         """
         wanted = _wanted(record_of(self), record_of(self).extra["state_dict_config"])
         if state_dicts.asked_by_torch():
@@ -458,7 +461,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return state
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """What torch.distributed.checkpoint.state_dict asks a module: a name that its keys lack."""
+        """For torch.distributed.checkpoint.state_dict: the attribute name that keys omit."""
         return {"": FSDP_PREFIX.removesuffix(".")}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -475,7 +478,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose what state dicts hold; gives the settings before."""
+        """Sets the state-dict type; returns the previous settings."""
         kinds = _CONFIGS[state_dict_type]
         state_dict_config = state_dict_config or kinds[0]()
         optim_state_dict_config = optim_state_dict_config or kinds[1]()
@@ -491,7 +494,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         for _, wrapped in marked(module):
             if wrapped.extra["device_mesh"] is not None:
                 for config in (state_dict_config, optim_state_dict_config):
-                    if hasattr(config, "_use_dtensor"):  # what they hold is said as torch says it
+                    if hasattr(config, "_use_dtensor"):  # settings in torch's form
                         config._use_dtensor = True  # type: ignore[attr-defined]
             wrapped.extra.update(
                 state_dict_type=state_dict_type,
@@ -505,7 +508,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         """The settings of the FSDP modules at or below a module.
 
         Raises:
-            MisuseAssertionError: They differ.
+            MisuseAssertionError: The settings differ.
         """
         found: StateDictSettings | None = None
         for _, wrapped in marked(module):
@@ -532,7 +535,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None, None, None]:
-        """Context: what state dicts hold inside."""
+        """Context that sets the state-dict type."""
         before = FullyShardedDataParallel.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -555,7 +558,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,  # noqa: ARG004
     ) -> dict[str, Any]:
-        """The optimizer's states by parameter name, of the type that is set."""
+        """The optimizer's states by parameter name, of the current type."""
         wanted = _optim_wanted(model)
         return optim_states.optim_state_dict(model, optim, optim_state_dict, wanted)
 
@@ -568,7 +571,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         load_directly: bool = False,  # noqa: FBT001, FBT002
         group: Any = None,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes."""
+        """Converts a state dict for `optim.load_state_dict`."""
         state = optim_state_dict
         if _optim_wanted(model).rank0_only:
             state = _from_rank0(state, group)
@@ -585,7 +588,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         rank0_only: bool = True,  # noqa: FBT001, FBT002
         group: Any = None,  # noqa: ARG004
     ) -> dict[str, Any]:
-        """Whole states by parameter name, on the CPU."""
+        """Full states by parameter name, on the CPU."""
         _warn_optim_input(optim_input)
         wanted = Wanted(Kind.FULL, to_cpu=True, rank0_only=rank0_only)
         return optim_states.optim_state_dict(model, optim, None, wanted)
@@ -606,7 +609,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of what `full_optim_state_dict` gave (to every rank)."""
+        """This rank's part of a result of `full_optim_state_dict` on all ranks."""
         _warn_optim_input(optim_input)
         optim = _optimizer_of(model, optim, optim_input)
         return optim_states.state_dict_to_load(model, optim, full_optim_state_dict)
@@ -617,7 +620,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         model: nn.Module,
         optim: torch.optim.Optimizer,
     ) -> dict[str, Any]:
-        """This rank's part of what `sharded_optim_state_dict` gave."""
+        """This rank's part of a result of `sharded_optim_state_dict`."""
         return optim_states.state_dict_to_load(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -628,7 +631,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The same, where only rank 0 has it."""
+        """This rank's part of a result of `full_optim_state_dict` on rank 0."""
         _warn_optim_input(optim_input)
         optim = _optimizer_of(model, optim, optim_input)
         state = _from_rank0(full_optim_state_dict, group)
@@ -642,7 +645,7 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         optim_input: Any = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """The same state dict with the other kind of key."""
+        """Converts a state dict's keys between names and numbers."""
         _warn_optim_input(optim_input)
         if optim is None and optim_input is not None:
             optim = _optimizer_of(model, None, optim_input)
@@ -650,11 +653,11 @@ class FullyShardedDataParallel(HoldsShards, nn.Module):
         return optim_states.rekeyed(optim_state_dict, model, optim, to_names=to_names)
 
 
-# ---- parts
+# ---- helpers
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`nn.Module.apply`, past the methods of FSDP modules inside."""
+    """`nn.Module.apply` without the `apply` of inner FSDP modules."""
     for child in module.children():
         _apply_below(child, fn)
     fn(module)
@@ -687,7 +690,7 @@ def _clean_keys(_: nn.Module, incompatible: Any) -> None:
 
 
 def _rename(state: dict[str, Any], old: str, new: str) -> None:
-    """Put one prefix in place of another, in order."""
+    """Replaces a prefix of keys and keeps their order."""
     for key in [key for key in state if key.startswith(old)]:
         state[new + key[len(old) :]] = state.pop(key)
 
@@ -714,7 +717,7 @@ def _optim_wanted(model: nn.Module) -> Wanted:
 
 
 def _from_rank0(state: Any, group: Any = None) -> Any:
-    """Rank 0's, on every rank. A collective."""
+    """Broadcasts rank 0's value. A collective."""
     return (
         state
         if options.is_alone(group)
@@ -723,13 +726,13 @@ def _from_rank0(state: Any, group: Any = None) -> Any:
 
 
 def _optimizer_of(model: nn.Module, optim: Any, optim_input: Any) -> torch.optim.Optimizer:
-    """An optimizer that numbers parameters as the user's does."""
+    """An optimizer that numbers parameters like the user's."""
     if optim is not None:
         return optim
     given = list(optim_input) if optim_input is not None else list(model.parameters())
     copied: list[Any] = [
         dict(one) if isinstance(one, dict) else one for one in given
-    ]  # SGD writes into them
+    ]  # SGD modifies them
     return torch.optim.SGD(copied, lr=0.0)
 
 
@@ -744,7 +747,7 @@ def _warn_optim_input(optim_input: Any) -> None:
 
 
 def _engines(module: nn.Module) -> list[tuple[Engine, list[nn.Module]]]:
-    """The engines that run a module, each with its FSDP modules inside, outer ones first."""
+    """The engines of a module, each with its FSDP modules, outer ones first."""
     found: dict[int, tuple[Engine, list[nn.Module]]] = {}
     for inner, _ in marked(module):
         engine = engine_for(inner)
@@ -764,7 +767,7 @@ def _check_can_summon(module: nn.Module, engine: Engine) -> None:
 
 
 class _Started:
-    """What is done and said when the engine of a unit is there."""
+    """Actions and warnings once the engine of a unit exists."""
 
     def __init__(
         self, module: nn.Module, precision: MixedPrecision, modules: list[nn.Module]
@@ -775,9 +778,9 @@ class _Started:
         self.is_done = False
 
     def __call__(self, engine: Engine) -> None:
-        """Cast the unit's buffers, and warn where float16 has no loss scaler."""
+        """Casts the unit's buffers, and warns about float16 without a gradient scaler."""
         module = self.module()
-        if module is not None:  # its parameters may be others now
+        if module is not None:  # its parameters may have been replaced
             optim_states.show_rows(module, when=state_dicts.asked_by_torch)
         if self.is_done:
             return
@@ -798,7 +801,7 @@ class _Started:
             )
 
     def cast_buffers(self, *, low: bool) -> None:
-        """To buffer_dtype, or back to what they were."""
+        """Casts buffers to buffer_dtype, or back."""
         for module in (ref() for ref in self.modules):
             if self.precision.buffer_dtype is None or module is None:
                 continue
@@ -813,7 +816,7 @@ BUFFER_DTYPES = "_fullshard_buffer_dtypes"  # dtypes of a module's buffers befor
 
 
 def _restore_buffer_dtypes(root: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """State dicts hold buffers as the model had them."""
+    """Restores the buffers' original dtypes in a state dict."""
     for name, module in root.named_modules():
         for leaf, dtype in vars(module).get(BUFFER_DTYPES, {}).items():
             key = prefix + clean_name(f"{name}.{leaf}" if name else leaf)

@@ -1,4 +1,4 @@
-"""What FSDP's arguments mean here: strategy, mesh, dtypes, devices, first values."""
+"""Translates FSDP's arguments: strategy, mesh, dtypes, devices, initial values."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ STRATEGIES = {
 
 
 def strategy_of(value: Any) -> ShardingStrategy:
-    """torch's member, also from a word.
+    """Returns torch's enum member, also for its name.
 
     Raises:
-        ConfigError: It is no strategy; names the nearest.
+        ConfigError: There is no such strategy; names the nearest.
     """
     if isinstance(value, ShardingStrategy):
         return value
@@ -47,7 +47,7 @@ def strategy_of(value: Any) -> ShardingStrategy:
 
 
 def settings_of(precision: MixedPrecision | None) -> UnitSettings:
-    """A unit's dtypes: at rest its own; gradients travel in param_dtype unless said otherwise."""
+    """A unit's dtypes. Parameters are stored in theirs; reduce_dtype defaults to param_dtype."""
     given = precision or MixedPrecision()
     reduce = given.reduce_dtype or given.param_dtype
     return UnitSettings(
@@ -56,10 +56,10 @@ def settings_of(precision: MixedPrecision | None) -> UnitSettings:
 
 
 def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> dict[str, Any]:
-    """Sizes of the axes, and the order of ranks, from process groups or a device mesh.
+    """Returns axis sizes and rank order from process groups or a device mesh.
 
     Raises:
-        MisuseValueError: Both were given, or something else.
+        MisuseValueError: Both were given, or a value of another type.
         NotOfferedError: The groups do not cover all ranks.
     """
     if process_group is not None and device_mesh is not None:
@@ -68,10 +68,10 @@ def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> di
             "only one of them."
         )
     if not torch.distributed.is_initialized():
-        return {}  # one process, whatever stands for its group
+        return {}  # one process, with any placeholder for its group
     hybrid = row_of(strategy).hybrid
     if hybrid and process_group is None and device_mesh is None:
-        return {}  # shard inside a host, replicate over hosts
+        return {}  # shards within a host, replicates across hosts
     if hybrid and device_mesh is not None and device_mesh.ndim != 2:
         raise MisuseValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
     if device_mesh is not None:
@@ -97,10 +97,10 @@ def mesh_options(strategy: Strategy, process_group: Any, device_mesh: Any) -> di
 
 
 def _check_order(shard_group: Any, shard: int) -> None:
-    """A rank knows the order of its own groups alone, so that others cannot be followed.
+    """Checks the rank order; a rank knows the order of its own groups only.
 
     Raises:
-        NotOfferedError: The ranks of the shard group are not neighbours.
+        NotOfferedError: The ranks of the shard group are not adjacent.
     """
     ranks = torch.distributed.get_process_group_ranks(shard_group)
     first = min(ranks) // shard * shard
@@ -112,7 +112,7 @@ def _check_order(shard_group: Any, shard: int) -> None:
 
 
 def is_alone(process_group: Any) -> bool:
-    """Whether a unit is to be this rank's own business, as experts are in a mixture."""
+    """Whether a unit belongs to this rank alone, as an expert of a mixture."""
     if process_group is None or isinstance(process_group, tuple):
         return False
     return process_group.size() == 1 and topology().world_size > 1
@@ -124,11 +124,11 @@ def is_alone(process_group: Any) -> bool:
 def ignored_params(
     root: nn.Module, modules: Iterable[Any] | None, states: Iterable[Any] | None
 ) -> set[int]:
-    """Ids of the parameters that are left out of a module that is wrapped.
+    """Ids of the ignored parameters of a wrapped module.
 
     Raises:
-        MisuseValueError: Both arguments were given, or of wrong kinds.
-        MisuseTypeError: `modules` is no iterable.
+        MisuseValueError: Both arguments were given, or have wrong types.
+        MisuseTypeError: `modules` is not iterable.
     """
     if modules is not None and states is not None:
         raise MisuseValueError(
@@ -176,7 +176,7 @@ def _params_of_modules(root: nn.Module, modules: list[nn.Module]) -> set[int]:
 
 
 def _unmarked(root: nn.Module) -> list[nn.Module]:
-    """The modules at or below one, down to those that are marked already."""
+    """The modules at or below a module, excluding marked ones and their contents."""
     found, left = [], [root]
     while left:
         module = left.pop(0)
@@ -187,7 +187,7 @@ def _unmarked(root: nn.Module) -> list[nn.Module]:
 
 
 def own_modules(root: nn.Module, ignored: set[int]) -> list[nn.Module]:
-    """The modules whose parameters a unit manages: inner units and ignored ones left out."""
+    """The modules whose parameters a unit manages, without inner units and ignored modules."""
     return [
         module
         for module in _unmarked(root)
@@ -198,10 +198,10 @@ def own_modules(root: nn.Module, ignored: set[int]) -> list[nn.Module]:
 def auto_wrap(
     root: nn.Module, policy: Any, ignored: set[int], given: dict[str, Any], wrapper: type
 ) -> None:
-    """Wrap what a policy chooses inside `root`.
+    """Wraps the modules inside `root` that a policy selects.
 
     Raises:
-        MisuseValueError: Something inside is wrapped already.
+        MisuseValueError: A module inside is wrapped already.
     """
     for name, module in root.named_modules():
         if wrapped_of(module) is not None:

@@ -1,8 +1,8 @@
-"""torch.distributed.fsdp.sharded_grad_scaler: torch's own, on the device of the losses.
+"""torch.distributed.fsdp.sharded_grad_scaler: torch's scaler on the device of the losses.
 
-`unscale_` sees shards, whose check for infinities spans all ranks by itself. torch's is made for
-CUDA unless told otherwise, and switches itself off, with a warning, where there is none: a model on
-CPUs would then train with unscaled gradients, and an infinity would reach all weights.
+`unscale_` receives shards, whose check for infinities spans all ranks. torch's scaler defaults to
+CUDA and, without CUDA, disables itself with a warning. A model on CPUs would then train without
+loss scaling or the check for infinities.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(_TorchsScaler):
-    """Scales losses on whatever device they are.
+    """Scales losses on any device.
 
     Args:
-        device: None takes that of the first loss.
-        settings: As torch's.
+        device: Device type; None: that of the first loss.
+        settings: Further arguments of torch's scaler.
     """
 
     def __init__(self, device: str | None = None, *settings: Any, **more: Any) -> None:
@@ -29,7 +29,7 @@ class ShardedGradScaler(_TorchsScaler):
         self._follows = device is None
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply losses by the scale."""
+        """Multiplies losses by the scale."""
         if self._follows:
             self._device = tree_leaves(outputs)[0].device.type
         return super().scale(outputs)

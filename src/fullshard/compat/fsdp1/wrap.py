@@ -1,6 +1,6 @@
 """torch.distributed.fsdp.wrap: torch's own policies, `wrap` and `enable_wrap`.
 
-They call the wrapper they are given: `enable_wrap(wrapper_cls=FullyShardedDataParallel)`.
+They call the given wrapper class: `enable_wrap(wrapper_cls=FullyShardedDataParallel)`.
 """
 
 from torch.distributed.fsdp.wrap import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]

@@ -1,4 +1,4 @@
-"""torch.distributed.fsdp's second interface, and FSDP2 behind a configuration.
+"""The interface of torch's FSDP2, and FSDP2 with a configuration object.
 
 from fullshard.compat.fsdp2 import fully_shard, MixedPrecisionPolicy
 from fullshard.compat.fsdp2 import FSDP2Config, wrap_model_fsdp2

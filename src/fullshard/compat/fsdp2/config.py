@@ -1,4 +1,4 @@
-"""FSDP2 behind a configuration: `wrap_model_fsdp2(model, FSDP2Config(...))`."""
+"""FSDP2 with a configuration object: `wrap_model_fsdp2(model, FSDP2Config(...))`."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ GB = 1e9
 
 @dataclass
 class FSDP2Config:
-    """How `wrap_model_fsdp2` shards a model.
+    """Settings of `wrap_model_fsdp2`.
 
     Attributes:
         sharding_strategy: "full", "shard_grad_op", "hybrid_full" or "no_shard".
-        mixed_precision: Whether compute_dtype and reduce_dtype count.
-        compute_dtype: In which units are gathered and computed.
-        param_dtype: In which parameters are stored; None: as they come. (Elsewhere this word means
-            the compute dtype: here it is ShardConfig's master_dtype.)
-        reduce_dtype: Dtype of gradients between ranks; None: float32.
-        cpu_offload: Parameters, gradients and optimizer states rest on the host.
-        activation_checkpointing: Blocks recompute in backward.
+        mixed_precision: Whether compute_dtype and reduce_dtype apply.
+        compute_dtype: Dtype in which units are gathered and computed.
+        param_dtype: Dtype in which parameters are stored; None: unchanged. Note that elsewhere this
+            is the compute dtype; here it is ShardConfig's master_dtype.
+        reduce_dtype: Dtype in which gradients are reduced; None: float32.
+        cpu_offload: Whether parameters, gradients and optimizer states are stored on the host.
+        activation_checkpointing: Whether blocks recompute their activations in backward.
         auto_wrap_policy: "transformer" (blocks), "size_based", or None: one unit.
-        auto_wrap_min_params: Parameters of the smallest unit under "size_based".
-        backward_prefetch: "backward_pre" or "pre" looks one unit ahead, the others do not.
-        forward_prefetch: No effect: forward always looks one unit ahead.
-        limit_all_gathers: No effect: memory is bounded by the plan's slots.
-        sync_module_states: Every rank takes rank 0's values first.
+        auto_wrap_min_params: Minimum number of parameters per unit for "size_based".
+        backward_prefetch: "backward_pre" or "pre" gathers one unit ahead, other values do not.
+        forward_prefetch: No effect: forward always gathers one unit ahead.
+        limit_all_gathers: No effect: the plan's slots bound the memory.
+        sync_module_states: Whether to broadcast rank 0's values first.
     """
 
     sharding_strategy: str = "full"
@@ -66,7 +66,7 @@ class FSDP2Config:
     sync_module_states: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse unknown words at once."""
+        """Raises an error for unknown values."""
         self.strategy  # noqa: B018  raises
         if self.auto_wrap_policy not in _POLICIES:
             raise MisuseValueError(
@@ -81,16 +81,16 @@ class FSDP2Config:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, in whatever spelling it was given."""
+        """The strategy, from any of its spellings."""
         return parse(Strategy, self.sharding_strategy, "sharding_strategy")
 
 
 def wrap_model_fsdp2(model: nn.Module, config: FSDP2Config | None = None) -> nn.Module:
-    """Shard a model in place; also a part of a model, before the model around it.
+    """Shards a model in place, or a part of a model before the whole.
 
     Args:
-        model: Its parts may be wrapped already, with other strategies.
-        config: None: the defaults.
+        model: The model. Its parts may already be wrapped, with other strategies.
+        config: Settings; None: the defaults.
 
     Returns:
         The model.
@@ -139,7 +139,7 @@ def _unwrapped(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _units(model: nn.Module, config: FSDP2Config) -> list[nn.Module]:
-    """The modules that the configuration makes units, inner ones first."""
+    """The modules that become units, inner ones first."""
     if config.auto_wrap_policy is None:
         return []
     if config.auto_wrap_policy == "size_based":
@@ -149,7 +149,7 @@ def _units(model: nn.Module, config: FSDP2Config) -> list[nn.Module]:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """A model's blocks: classes named like one (TransformerBlock, EncoderLayer), else lists."""
+    """Finds a model's blocks by class name (TransformerBlock, EncoderLayer), else by lists."""
     named = list(_outermost_blocks(model))
     return named or [model.get_submodule(name) for name in repeated_blocks(spec_of(model))]
 
@@ -164,17 +164,17 @@ def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def apply_activation_checkpointing(model: nn.Module, **_: Any) -> nn.Module:
-    """Let the blocks recompute their activations; before or after `wrap_model_fsdp2`."""
+    """Makes blocks recompute their activations; call before or after `wrap_model_fsdp2`."""
     for block in find_blocks(model) or [model]:
         checkpoint_wrapper(block)
     return model
 
 
 class FSDP2Wrapper:
-    """The same as an object.
+    """An object that shards models with one configuration.
 
     Args:
-        config: How models are sharded.
+        config: Settings of `wrap_model_fsdp2`.
     """
 
     def __init__(self, config: FSDP2Config | None = None) -> None:
@@ -185,7 +185,7 @@ class FSDP2Wrapper:
         return wrap_model_fsdp2(model, self.config)
 
     def get_memory_stats(self, model: nn.Module) -> dict[str, float]:
-        """GB of 1e9 bytes: of the device's allocator; on the CPU, what the engine holds."""
+        """Returns GB (1e9 bytes) of the device's allocator or, on CPUs, of the engine."""
         engine = engine_for(model)
         if engine.device.type == "cuda":
             now = torch.cuda.memory_allocated(engine.device)
@@ -209,14 +209,14 @@ def save_fsdp2_checkpoint(
     rank: int = 0,  # noqa: ARG001
     **state: Any,
 ) -> Path:
-    """Save model and optimizer at exactly this path, a folder. A collective.
+    """Saves model and optimizer as a folder at exactly this path. A collective.
 
     Args:
-        model: Wrapped by `wrap_model_fsdp2` or `fully_shard`.
+        model: Model wrapped by `wrap_model_fsdp2` or `fully_shard`.
         optimizer: Optimizer of its parameters, or None.
-        path: Such as "checkpoint.pt": a folder of safetensors of this name.
-        rank: No effect: every rank writes its own part, whatever rank was meant to write.
-        **state: More to save: JSON values, tensors, objects with state_dict().
+        path: Name of the folder of safetensors, such as "checkpoint.pt".
+        rank: No effect: every rank writes its own part.
+        **state: Further values: JSON values, tensors, objects with state_dict().
     """
     _start(model)
     return Path(api.save(path, model, optimizer, **state))
@@ -228,10 +228,10 @@ def load_fsdp2_checkpoint(
     path: str | Path,
     rank: int = 0,  # noqa: ARG001
 ) -> dict[str, Any]:
-    """Load what `save_fsdp2_checkpoint` wrote; into another strategy or number of ranks too.
+    """Loads a checkpoint of `save_fsdp2_checkpoint`, under any strategy and number of ranks.
 
     Returns:
-        The further state that was saved.
+        The further values that were saved.
     """
     _start(model)
     return api.load(path, model, optimizer)

@@ -1,9 +1,10 @@
-"""`fully_shard` and `FSDPModule` as torch has them, on this engine.
+"""torch's `fully_shard` and `FSDPModule` interfaces on this engine.
 
     before   from torch.distributed.fsdp import fully_shard
     after    from fullshard.compat.fsdp2 import fully_shard
 
-Called bottom up, in place; classes become `FSDP<Name>`. `docs/migrate/fsdp2.md` says what differs.
+`fully_shard` is called bottom-up and works in place; classes become `FSDP<Name>`.
+`docs/migrate/fsdp2.md` lists the differences.
 """
 
 from __future__ import annotations
@@ -58,28 +59,28 @@ from fullshard.planner.units import UnitSettings
 
 
 class UnshardHandle:
-    """What `unshard(async_op=True)` gives."""
+    """The result of `unshard(async_op=True)`."""
 
     def wait(self) -> None:
-        """Return when the parameters are whole: they are."""
+        """Returns at once, because the parameters are already gathered."""
 
 
 class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
-    """The methods that `fully_shard` gives a module: all of torch's, which also knows it as one.
+    """The methods of a sharded module: all of torch's. It is an instance of torch's class too.
 
-    A helper that imports torch's class then calls them, and does not pass our modules by. Torch's
-    class stands last among the bases, so that none of its own methods runs.
+    Helpers that check for torch's class therefore do not skip our modules. torch's class is the
+    last base, so none of its own methods runs.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A slice of a sharded Sequential is of the original class."""
+        """Creates a slice of a sharded Sequential, which has the original class."""
         original = original_class(cls)
         if original is not None and (args or kwargs):
             return original(*args, **kwargs)
         return object.__new__(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `unshard` shows whole is gathered by the plan again."""
+        """Ends the effect of `unshard`: the plan gathers the parameters again."""
         if _OPEN:
             call_outside_compile(_close_open, self)
         return super().__call__(*args, **kwargs)
@@ -95,9 +96,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         self,
         async_op: bool = False,  # noqa: FBT001, FBT002
     ) -> UnshardHandle | None:
-        """Show whole parameters until `reshard` or the next forward. A collective.
+        """Shows full parameters until `reshard` or the next forward. A collective.
 
-        Inside a forward or backward nothing happens: the plan gathers ahead by itself.
+        No effect inside a forward or backward, where the plan gathers ahead.
         """
         engine = engine_for(self)
         stacks = _OPEN.get(engine, {})
@@ -111,7 +112,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """Show shards again."""
+        """Shows shards again."""
         wrapped = record_of(self)
         engine = wrapped.engine_ref()
         stack = _OPEN.get(engine, {}).pop(id(self), None) if engine is not None else None
@@ -128,9 +129,10 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         *,
         recurse: bool = True,
     ) -> None:
-        """Whether backwards reduce gradients, or keep them for a later one that does.
+        """Sets whether backwards reduce gradients or defer the reduction to a later backward.
 
-        Deferred where no unit is to reduce; while some are, all do, which adds up to the same.
+        Reduction is deferred only while no unit is set to reduce; otherwise all units reduce, and
+        the sums are the same.
         """
         self._set("sync", requires_gradient_sync, recurse=recurse)
 
@@ -140,14 +142,14 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         *,
         recurse: bool = True,
     ) -> None:
-        """Whether backwards sum over replicas, or keep what is summed over shards."""
+        """Sets whether backwards also sum over replicas or defer that sum."""
         self._set("all_reduce", requires_all_reduce, recurse=recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:  # noqa: FBT001
-        """No effect: each backward is complete in itself."""
+        """No effect: each backward is complete."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients by this and not by the number of ranks."""
+        """Sets the divisor of gradient sums, in place of the number of ranks."""
         self._set("divide_factor", factor, recurse=True)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -169,7 +171,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         reshard_after_forward: bool,  # noqa: FBT001
         recurse: bool = True,  # noqa: FBT001, FBT002
     ) -> None:
-        """Whether units give their memory back after forward, from the next step on."""
+        """Sets whether units reshard after forward, from the next step on."""
         if not isinstance(reshard_after_forward, bool):
             raise MisuseValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
@@ -185,14 +187,14 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         *,
         recurse: bool = True,
     ) -> None:
-        """No effect: slots belong to the plan, and hold nothing between steps."""
+        """No effect: the plan's slots are empty between steps."""
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
-        """Look as many units ahead in forward; which ones follows from the order that runs."""
+        """Sets how many units forward gathers ahead, in execution order."""
         self._look_ahead("forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
-        """The same in backward."""
+        """Sets how many units backward gathers ahead, in execution order."""
         self._look_ahead("backward_prefetch", modules)
 
     def _look_ahead(self, key: str, modules: list[Any]) -> None:
@@ -204,7 +206,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
             root.stale = True
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward waits for it before it gathers: another stream may run the optimizer."""
+        """Makes the next forward wait for an event, for an optimizer on another stream."""
 
         def wait(*_: Any) -> None:
             handle.remove()
@@ -212,13 +214,13 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
 
         handle = outermost(self).register_forward_pre_hook(wait, prepend=True)
 
-    # ---- what has no counterpart
+    # ---- methods without a counterpart
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:  # noqa: FBT001
-        """No effect: what a backward needs is gathered, and nothing else."""
+        """No effect: backward gathers only the units that it needs."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:  # noqa: FBT001
-        """No effect: reductions are sums already, divided afterwards."""
+        """No effect: reductions are always sums, divided afterwards."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:  # noqa: FBT001
         """No effect: buffers are the plan's."""
@@ -227,19 +229,19 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         """No effect: buffers are the plan's."""
 
     def set_reduce_scatter_unused_params(self, *_: Any, **__: Any) -> None:
-        """No effect: what gets no gradient on a rank takes part as zero, always."""
+        """No effect: parameters without a gradient on a rank always contribute zero."""
 
     def set_reduce_scatter_max_input_buffers(self, *_: Any, **__: Any) -> None:
         """No effect: buffers are the plan's."""
 
     def set_separate_reduce_scatter_group(self, *_: Any, **__: Any) -> None:
-        """No effect: gathers and reductions have groups of their own."""
+        """No effect: gathers and reductions always have separate groups."""
 
     def _set_unshard_async_op(self, async_op: bool) -> None:  # noqa: FBT001
         """No effect."""
 
     def reset_iter_state(self) -> None:
-        """Close what an exception left open (the next forward does so by itself)."""
+        """Resets state left by an exception. The next forward does this automatically."""
         engine = record_of(self).engine_ref()
         if engine is not None:
             engine.runtime.reset()
@@ -259,7 +261,7 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
     # ---- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """DTensors, each rank's rows. A collective, but for a model on meta."""
+        """DTensors of each rank's rows. A collective, except for a model on meta."""
         mesh = record_of(self).extra["mesh"]
         if has_meta(outermost(self)):
             return state_dicts.rows_on_meta(self, mesh, super().state_dict, args, kwargs)
@@ -273,9 +275,9 @@ class FSDPModule(HoldsShards, nn.Module, TorchFSDPModule):
         strict: bool = True,  # noqa: FBT001, FBT002
         assign: bool = False,  # noqa: FBT001, FBT002
     ) -> Any:
-        """Load DTensors or whole tensors; a model on meta takes them with `assign=True`.
+        """Loads DTensors or full tensors; a model on meta needs `assign=True`.
 
-        One unit is whole at a time. A model that has values copies, whatever `assign` says.
+        Only one unit is gathered at a time. A model with values copies, even with `assign`.
         """
         _close_open(self)
         state = dict(state_dict)
@@ -316,21 +318,21 @@ def fully_shard(  # noqa: PLR0913
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Make a module, or each of several, a unit of its own, in place.
+    """Makes a module, or each of several modules, a unit, in place.
 
     Args:
-        module: A module that is called, or a list of such.
-        mesh: None for all ranks, one axis, or (replicate, shard).
-        reshard_after_forward: False keeps the unit whole until its backward. An int counts as
-            True: what is kept between is the plan's business.
-        shard_placement_fn: No effect: units are flat buffers, cut without regard to dimensions.
+        module: A module with a forward, or a list of them.
+        mesh: None for all ranks, or a mesh with one axis, or (replicate, shard).
+        reshard_after_forward: False keeps the unit gathered until its backward. An int counts as
+            True.
+        shard_placement_fn: No effect: units are flat buffers, sharded independently of dimensions.
         mp_policy: Dtypes of this unit.
         offload_policy: Read from the outermost unit.
-        ignored_params: Stay whole on every rank; their gradients are not reduced.
-        dp_mesh_dims: Names of the mesh's axes, where it has others too: refused.
+        ignored_params: Parameters that stay whole on every rank; their gradients are not reduced.
+        dp_mesh_dims: Must be None: meshes with other axes are not supported.
 
     Returns:
-        What was given.
+        The argument `module`.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     if dp_mesh_dims is not None:
@@ -354,7 +356,7 @@ def fully_shard(  # noqa: PLR0913
     return module
 
 
-fully_shard.state = wrapped_of  # type: ignore[attr-defined] as torch's, of a module it marked
+fully_shard.state = wrapped_of  # type: ignore[attr-defined] as on torch's modules
 
 
 def mark_unit(
@@ -364,7 +366,7 @@ def mark_unit(
     policy: MixedPrecisionPolicy,
     ignored: set[int],
 ) -> None:
-    """Make one module a unit."""
+    """Makes a module a unit."""
     kind = type(module)
     compute, reduce = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
     wrapped = Wrapped(
@@ -464,7 +466,7 @@ def _check_placements(
 
 
 def _check_values(root: nn.Module) -> None:
-    left: list[list[str]] = []  # unit by unit, as they are wrapped
+    left: list[list[str]] = []  # in the order in which units are wrapped
     seen: set[int] = set()
     places = list(root.named_parameters())
     for unit, _ in reversed(list(marked(root))):
@@ -491,9 +493,9 @@ def _on_engine(ref: Callable[[], nn.Module | None], engine: Engine) -> None:
 
 
 def _show_placements(root: nn.Module) -> None:
-    """Tell each parameter how state dicts show it: `param.placements`, `param.device_mesh`.
+    """Sets `param.placements` and `param.device_mesh`, the form of parameters in state dicts.
 
-    Scripts look there for the layout that they bring a checkpoint's tensors into.
+    Scripts use them to distribute a checkpoint's tensors.
     """
     wrapped = record_of(root)
     mesh, on = wrapped.mesh, wrapped.extra["mesh"]
@@ -510,7 +512,7 @@ def _show_placements(root: nn.Module) -> None:
 
 
 def _apply_settings(root: nn.Module, engine: Engine) -> None:
-    """What setters said, on the engine of the outermost module."""
+    """Applies the setters' values to the engine of the outermost module."""
     all_of = [wrapped.extra for _, wrapped in marked(root)]
     if not any(extra.get("sync", True) for extra in all_of):
         engine.gradients.sync = Sync.NONE
@@ -525,7 +527,7 @@ def _apply_settings(root: nn.Module, engine: Engine) -> None:
 
 
 def _close_open(module: nn.Module) -> None:
-    """Show shards in all of the model."""
+    """Shows shards everywhere in the model."""
     engine = record_of(module).engine_ref()
     stacks = _OPEN.get(engine) if engine is not None else None
     while stacks:
@@ -535,10 +537,10 @@ def _close_open(module: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than forward find whole parameters.
+    """Makes a method other than forward run with full parameters.
 
     Raises:
-        MisuseValueError: There is no such method.
+        MisuseValueError: The module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -549,7 +551,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         before = vars(module).get("forward")
-        object.__setattr__(module, "forward", method)  # hooks of forward run around it
+        object.__setattr__(module, "forward", method)  # the hooks of forward run around it
         try:
             return module(*args, **kwargs)
         finally:
@@ -562,5 +564,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """No effect: models of one process do not wait for each other's buffers."""
+    """No effect: models of one process share no buffers."""
     _check_all(modules)
