@@ -193,6 +193,25 @@ def test_prune_never_removes_the_only_good_one(fullshard, run_dir, caplog):
     assert len(list(folder.iterdir())) == 3
 
 
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        ("export", "step-00000001/hf"),
+        ("export", "step-00000001/a/b"),
+        ("export", "step-00000009"),
+        ("import", "step-00000001/copy"),
+    ],
+)
+def test_nothing_is_written_where_checkpoints_are_pruned(fullshard, run_dir, command, place):
+    folder = run_dir / "checkpoints"
+    done = fullshard("ckpt", command, folder / "step-00000001", folder / place, "--json")
+    within = folder if place.endswith("9") else folder / "step-00000001"
+    message = done.json["error"]["message"]
+    assert message.startswith(f"FOLDER: expected a folder outside of checkpoints, got '{folder}")
+    assert f"Name another, such as '{within}-{command}'" in message
+    assert not (folder / place).exists()
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune"])
 def test_a_folder_without_checkpoints_is_a_checkpoint_error(fullshard, tmp_path, command):
     done = fullshard("ckpt", command, tmp_path / "nothing")

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,40 @@ def test_a_reader_that_has_seen_enough_gets_no_complaint(words):
     assert done.stderr == ""
 
 
+def test_closed_streams_are_dev_null_and_no_file_takes_their_numbers():
+    program = (
+        "import os, sys; from fullshard.cli.app import _open_streams; _open_streams();"
+        "print('x'); print('y', file=sys.stderr);"
+        "found = [os.path.realpath(f'/proc/self/fd/{n}') for n in range(3)];"
+        "sys.exit(found != ['/dev/null'] * 3 or not all(map(os.get_inheritable, range(3))))"
+    )
+    closed = f'{sys.executable} -c "$0" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", closed, program], check=False).returncode == 0
+    command = f"{sys.executable} -m fullshard config explain >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_with_json_a_failing_rank_0_of_a_launcher_prints_one_object(tmp_path):
+    (tmp_path / "a.txt").write_text("too short")
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    words = [f"data.path={tmp_path}/a.txt", f"output_dir={tmp_path}/run", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fullshard", "train", *words],
+        env={**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    error = json.loads(done.stdout)["error"]
+    assert error["type"] == "DataError"
+    assert error["exit_code"] == done.returncode != 0
+    assert error["message"].startswith("command line: data.path: expected at least")
+
+
 def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
     reading, writing = os.pipe()
     os.close(reading)
@@ -139,8 +174,12 @@ def test_json_that_nobody_reads_or_nothing_takes_is_no_traceback():
         ),
         (
             ["plan", "--nodes", "none"],
-            "Invalid value for '--nodes': Input should be a valid integer, unable to parse string "
-            "as an integer. See `fullshard plan --help`.",
+            "--nodes: expected a valid integer, got 'none'. See `fullshard plan --help`.",
+        ),
+        (
+            ["ckpt", "prune", ".", "--keep", "0"],
+            "--keep: expected a number greater than or equal to 1, got '0'. "
+            "See `fullshard ckpt prune --help`.",
         ),
         (["plan", "max_stps=3"], "command line: max_stps: unknown key. Did you mean 'max_steps'?"),
         (

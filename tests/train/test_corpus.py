@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fullshard.config.files import read_job
+from fullshard.config.load import load_config
+from fullshard.config.schema import RunConfig
 from fullshard.data import tokenize
 from fullshard.data.arrays import _map
 from fullshard.data.dataset import load_facts
@@ -17,6 +20,9 @@ from fullshard.data.order import BatchShape, SampleOrder
 from fullshard.data.text import Dataset, DatasetSettings, Source, make_dataset
 from fullshard.data.tokenizer import train_tokenizer
 from fullshard.errors import DataError
+from fullshard.recipes.batches import make_data
+from fullshard.recipes.registry import Command
+from fullshard.run.paths import check_paths
 from support.text import seeded_text
 
 NO_HOLD_OUT = DatasetSettings(16, 0.0, 300)
@@ -95,6 +101,27 @@ def test_a_truncated_part_of_the_cache_is_made_anew(tmp_path, tokenizer):
     assert tokens(make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)) == expected
 
 
+def test_a_flipped_bit_of_the_cache_or_of_a_runs_link_to_it_is_never_trained_on(
+    tmp_path, tokenizer
+):
+    text = tmp_path / "a.txt"
+    text.write_text(seeded_text(100))
+    made = make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
+    expected = tokens(made)
+    made.save(tmp_path / "run")
+    (part,) = (tmp_path / "cache").rglob("*.npy")
+    data = bytearray(part.read_bytes())
+    data[500] ^= 1
+    part.write_bytes(data)  # in place, so the run's link has it too
+    _map.cache_clear()
+    again = make_dataset([Source.at(text)], NO_HOLD_OUT, tokenizer)
+    assert tokens(again) == expected
+    assert again.facts == made.facts
+    again.save(tmp_path / "run")
+    _, facts, read = load_facts(tmp_path / "run")
+    assert tokens(Dataset.load(tmp_path / "run", facts, read)) == expected
+
+
 def test_a_file_that_changes_while_it_is_tokenized_is_refused(tmp_path, tokenizer, monkeypatch):
     text = tmp_path / "a.txt"
     text.write_text(seeded_text(100))
@@ -118,7 +145,12 @@ def test_tokens_that_are_gone_before_ranks_map_them_are_named(tmp_path, tokenize
     made = make_dataset([Source.at(tmp_path / "a.npy")], NO_HOLD_OUT, tokenizer)
     made.save(tmp_path / "data")
     _, facts, read = load_facts(tmp_path / "data")
-    for change in (lambda: np.save(tmp_path / "a.npy", np.arange(9)), (tmp_path / "a.npy").unlink):
+    changes = (
+        lambda: np.save(tmp_path / "a.npy", np.arange(1, 101, dtype="uint16")),  # as long as before
+        lambda: np.save(tmp_path / "a.npy", np.arange(9)),
+        (tmp_path / "a.npy").unlink,
+    )
+    for change in changes:
         change()
         _map.cache_clear()
         with pytest.raises(DataError, match=r"a.npy': expected the tokens that were there"):
@@ -135,6 +167,35 @@ def test_a_source_with_too_few_tokens_is_named_with_its_own_count(tmp_path, toke
     (tmp_path / "c.txt").write_text("one line\n" * 50)
     most = DatasetSettings(16, 0.9999, 300)
     refused(tmp_path / "c.txt", "lower .* data.validation_fraction", most, tokenizer)
+
+
+def test_errors_of_a_mixture_name_the_source_by_its_key(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text(seeded_text(100))
+    (tmp_path / "b.bin").write_bytes(b"123")
+    (tmp_path / "c.jsonl").write_text('{"words": "a"}\n')
+    (tmp_path / "d.txt").write_text("a b c\n")
+    (tmp_path / "e.txt").touch()
+    for name, said in (
+        ("missing", r"data.mixture.1.path: expected a file or folder, got"),
+        ("b.bin", r"data.mixture.1.path: '.*b.bin': expected an array of tokens"),
+        ("c.jsonl", r"data.mixture.1.text_column: expected a column 'text'"),
+        ("d.txt", r"data.mixture.1.path: expected at least 64 training tokens in"),
+        ("e.txt", r"data.mixture.1.path: expected text, got none in"),
+    ):
+        mixture = [{"path": str(tmp_path / one)} for one in ("a.txt", name)]
+        config = RunConfig(
+            model={"config": {"model_type": "llama"}},
+            data={"mixture": mixture},
+            training={"max_seq_length": 64},
+        )
+        with pytest.raises(DataError, match=f"^{said}"):
+            make_data(config, Command.TRAIN, tokenizer, 300)
+    file = tmp_path / "train.yaml"
+    file.write_text(
+        "data:\n  mixture: [{path: a.txt}, {path: missing}]\n".replace("a.txt", __file__)
+    )
+    with pytest.raises(DataError, match=r"train.yaml:2: data.mixture.1.path: expected a file or"):
+        check_paths(load_config([read_job(), file]))
 
 
 def test_a_run_keeps_its_tokens_when_the_cache_is_removed(tmp_path, tokenizer):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
-import importlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -82,10 +83,8 @@ class _LazyGroup(TyperGroup):
             raise ConfigError(
                 f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}. {hint}"
             )
-        if cmd_name in RECIPES:
-            made = app_of(Command(cmd_name))
-        else:
-            made = importlib.import_module(f"fullshard.cli.{cmd_name}").app
+        module = f"fullshard.cli.{cmd_name}"
+        made = app_of(Command(cmd_name)) if cmd_name in RECIPES else import_module(module).app
         command = typer.main.get_command(made)
         command.name = cmd_name
         command.params = [p for p in command.params if p.name not in _COMPLETION]
@@ -133,8 +132,20 @@ def _root(
 
 def main() -> None:
     """Run the command line of this process and end it with the command's exit code."""
+    _open_streams()
     atexit.register(gc.freeze)  # a process that ends need not look for garbage: a second less
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_streams() -> None:
+    """Open /dev/null as standard streams that are closed (`>&-`), for this process and its ranks.
+
+    Otherwise the first files that are opened, such as logs, would take their numbers.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
 
 
 def run(words: Sequence[str]) -> int:

@@ -175,10 +175,7 @@ StepsFlag = Annotated[int, typer.Option(min=3, help="Updates of every run.")]
 
 
 @app.command()
-def strategies(
-    max_steps: StepsFlag = 20,
-    out: OutFlag = None,
-) -> Outcome:
+def strategies(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
     """Train the main job's model under every strategy, and compare memory and speed."""
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
     shardings: dict[str, dict[str, Any]] = {name: {"strategy": name} for name in names}
@@ -186,10 +183,7 @@ def strategies(
 
 
 @app.command()
-def prefetch(
-    max_steps: StepsFlag = 20,
-    out: OutFlag = None,
-) -> Outcome:
+def prefetch(max_steps: StepsFlag = 20, out: OutFlag = None) -> Outcome:
     """Train the main job's model with prefetch in no, one or both directions, and compare.
 
     Uses the process group's collectives: ranks that share their weights have nothing to fetch.

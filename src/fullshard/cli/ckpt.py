@@ -32,8 +32,26 @@ def _named(path: Path) -> Path:
     return path
 
 
+def _outside(ctx: typer.Context, folder: Path) -> Path:
+    """The folder to write; one in a checkpoint would be pruned with it, or pass for one."""
+    from fullshard.checkpoint.retain import checkpoints_in, look_at
+    from fullshard.errors import CheckpointError
+
+    real = folder.resolve()
+    within = next((place for place in real.parents if look_at(place).manifest), None)
+    if ctx.info_name == "export" and real.name.startswith("step-") and checkpoints_in(real.parent):
+        within = real.parent
+    if within is not None:
+        raise CheckpointError(
+            f"FOLDER: expected a folder outside of checkpoints, got '{folder}' in '{within}', from "
+            f"which it may be pruned. Name another, such as '{within}-{ctx.info_name}'."
+        )
+    return folder
+
+
 Folder = Annotated[Path, typer.Argument(help="A folder of step-* folders, or a run's folder.")]
 NEWEST = "A checkpoint, or a folder or run, of which the newest is taken."
+Target = Annotated[Path, typer.Argument(callback=_outside)]
 Any_ = Annotated[Path, typer.Argument(callback=_named, help=NEWEST)]
 
 
@@ -171,7 +189,7 @@ def diff(
 @app.command()
 def export(  # noqa: PLR0913  (one parameter an option)
     checkpoint: Any_,
-    folder: Path,
+    folder: Target,
     dtype: str | None = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", "--max_shard_size")] = "5GB",
     format_: Annotated[str, typer.Option("--format")] = "hf",
@@ -208,7 +226,7 @@ def export(  # noqa: PLR0913  (one parameter an option)
 @app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(callback=_named)],
-    folder: Path,
+    folder: Target,
     config: ConfigFolder = None,
     dry_run: DryRunFlag = False,
 ) -> Outcome:
@@ -248,9 +266,7 @@ def import_(
 
 @app.command()
 def prune(
-    folder: Folder,
-    keep: Annotated[int, typer.Option(min=1)] = 1,
-    dry_run: DryRunFlag = False,
+    folder: Folder, keep: Annotated[int, typer.Option(min=1)] = 1, dry_run: DryRunFlag = False
 ) -> Outcome:
     """Remove all complete checkpoints but the newest, and what crashes left behind.
 

@@ -39,9 +39,7 @@ def explain(
 
 @app.command(context_settings=OPEN_WORDS)
 def lint(
-    words: Words = None,
-    config: ConfigFlag = None,
-    config_file: ConfigFileFlag = None,
+    words: Words = None, config: ConfigFlag = None, config_file: ConfigFileFlag = None
 ) -> Outcome:
     """Report errors, unsupported values and known-bad settings, each with the reason.
 

@@ -16,8 +16,7 @@ MARKS = {"ok": "ok    ", "warn": "warn  ", "broken": "BROKEN"}
 
 @app.command()
 def doctor(
-    out: Path = Path("runs"),
-    nproc_per_node: Annotated[int | None, typer.Option(min=1)] = None,
+    out: Path = Path("runs"), nproc_per_node: Annotated[int | None, typer.Option(min=1)] = None
 ) -> Outcome:
     """Test communication between local ranks and report known-bad settings.
 

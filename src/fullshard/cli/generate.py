@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
 from fullshard.errors import ConfigError, untrusted
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
     found: list[Sample] = []
     launched = read_launch_environment()
     if launched is not None:
-        run_rank(lambda: found.extend(generation.be_a_rank(request)))
+        run_rank(lambda: found.extend(generation.be_a_rank(request)), rank_failed)
         if launched.rank != 0:
             return Outcome()
     elif num_processes == 1:
@@ -90,10 +91,7 @@ def _carry_out(request: Request, num_processes: int) -> Outcome:
             )
             if result.exit_code:
                 return launch_outcome(launch, result)
-    told = [
-        {"prompt": s.prompt, "continuation": s.continuation, "num_new_tokens": s.num_new_tokens}
-        for s in found
-    ]
+    told = [asdict(sample) for sample in found]
     return Outcome(
         {"model": request.folder, "seed": request.settings.seed, **told[0], "samples": told}
     )

@@ -25,13 +25,8 @@ _OWN_WORDS_FIRST = {"allow_interspersed_args": False, "ignore_unknown_options": 
 
 def _named(*names: str) -> Any:
     """An option under torchrun's and Accelerate's names, with `-` and with `_`."""
-    return typer.Option(
-        *dict.fromkeys(n for name in names for n in (name, _with_underscores(name)))
-    )
-
-
-def _with_underscores(name: str) -> str:
-    return "--" + name.removeprefix("--").replace("-", "_")
+    spelled = (n for name in names for n in (name, f"--{name[2:].replace('-', '_')}"))
+    return typer.Option(*dict.fromkeys(spelled))
 
 
 @app.command(context_settings=_OWN_WORDS_FIRST)

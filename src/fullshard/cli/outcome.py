@@ -28,10 +28,12 @@ from fullshard.errors import ConfigError, FullshardError, WillNotFitError, print
 from fullshard.launch.exit_codes import ExitCode, as_ours, exit_code_of, public_name
 
 if TYPE_CHECKING:
+    from fullshard.launch.failure import RankFailure
     from fullshard.launch.spawn import LocalLaunch
     from fullshard.launch.supervise import LaunchResult
 
 
+_real_stdout: list[TextIO] = []  # while --json points standard output at standard error
 JSON_HELP = "Print one JSON object to standard output, all else to standard error."
 
 
@@ -114,12 +116,22 @@ def quiet_stdout(active: bool) -> Iterator[TextIO]:
     os.dup2(2, 1)
     try:
         with os.fdopen(os.dup(real), "w", encoding="utf-8") as stdout:
+            _real_stdout.append(stdout)
             yield stdout
     finally:
+        _real_stdout.clear()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os.dup2(real, 1)
         os.close(real)
+
+
+def rank_failed(failure: RankFailure) -> None:
+    """Write the object of --json for the failure of rank 0, whose process then ends at once."""
+    for stdout in _real_stdout if failure.rank == 0 else ():
+        told = _error(failure.type, failure.message, failure.exit_code)
+        write_json(told.result or {}, stdout)
+        stdout.flush()
 
 
 def write_json(result: dict[str, Any], stdout: TextIO) -> None:
@@ -152,6 +164,12 @@ def _usage_outcome(error: Any) -> Outcome:
         known = sorted({name for name in known if name.startswith("--")})
         hint = did_you_mean(option, known)
         message = f"{option}: expected one of {', '.join(known)}; got an unknown option. {hint}"
+    elif hasattr(error.__context__, "errors"):  # typer reads values with pydantic
+        wrong = error.__context__.errors()[0]
+        expected = re.sub(r"^Input should be (?=greater|less)", "a number ", wrong["msg"])
+        expected = expected.removeprefix("Input should be ").partition(", unable")[0]
+        got = f"got {wrong['input']!r}. See `{path} --help`"
+        message = f"{error.param.opts[0]}: expected {expected}, {got}."
     elif commands and (got := re.match(r"No such command '(.*?)'", message)):
         hint = did_you_mean(got[1], commands)
         message = f"{path}: expected one of {', '.join(commands)}; got '{got[1]}'. {hint}"

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fullshard.cli.arguments import (
-    OPEN_WORDS,
-    ConfigFileFlag,
-    ConfigFlag,
-    Words,
-    load,
-    placed,
-)
+from fullshard.cli.arguments import OPEN_WORDS, ConfigFileFlag, ConfigFlag, Words, load, placed
 from fullshard.cli.outcome import Outcome
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError

@@ -27,13 +27,7 @@ from fullshard.outlook.search import Study, compare
 from fullshard.planner.mesh import Topology
 from fullshard.planner.optimizers import of_bytes
 from fullshard.planner.text import human_bytes
-from fullshard.run.outlook import (
-    Lack,
-    View,
-    leaves_something,
-    model_of,
-    view_of,
-)
+from fullshard.run.outlook import Lack, View, leaves_something, model_of, view_of
 
 if TYPE_CHECKING:
     from fullshard.run.xla_outlook import XlaOutlook
@@ -240,12 +234,7 @@ def print_choice(outlook: Outlook) -> None:
 
 
 def plan_on_xla(
-    config: RunConfig,
-    world: Topology,
-    machine: Machine,
-    *,
-    exact: bool,
-    topology: str | None,
+    config: RunConfig, world: Topology, machine: Machine, *, exact: bool, topology: str | None
 ) -> Outcome:
     """Show the plan of the XLA engine; with `exact`, compile the step and show XLA's figures.
 

@@ -19,7 +19,7 @@ from fullshard.cli.arguments import (
     load,
     split_config,
 )
-from fullshard.cli.outcome import Outcome, launch_outcome
+from fullshard.cli.outcome import Outcome, launch_outcome, rank_failed
 from fullshard.errors import ConfigError, FullshardError, WillNotFitError
 from fullshard.recipes.registry import Command, check_command
 
@@ -194,7 +194,7 @@ def _be_a_rank(
                 start.write_report_of_failure(folder)
                 raise
 
-    run_rank(main)
+    run_rank(main, rank_failed)
     if launch.rank != 0:
         return Outcome()
     return Outcome({"run_dir": folder.path, **folder.read_record()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os.path
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, cast
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -133,11 +134,9 @@ def to_number(value: object) -> int | float | None:
         return None
     if isinstance(value, str):
         for read in (int, float):
-            try:
+            with suppress(ValueError):
                 value = read(value)
                 break
-            except ValueError:
-                continue
     if not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
         return None
     return value
@@ -175,17 +174,14 @@ def means_same(value: object, other: object) -> bool:
 
 def to_text(value: object) -> object:
     """Text stays; a number in place of text was most likely meant as text, so say how."""
-    if isinstance(value, bool | int | float):
-        raise Rejected("text", "Write it in quotes if it is meant as text")
     if not isinstance(value, str):
-        raise Rejected("text")
+        is_scalar = isinstance(value, bool | int | float)
+        raise Rejected("text", "Write it in quotes if it is meant as text" if is_scalar else "")
     if not value.strip():
         raise Rejected("text that is not empty")
     if "\0" in value:
         raise Rejected("text without NUL characters")
-    if value.startswith("~/"):  # as in a shell; unchanged where nobody knows a home
-        return os.path.expanduser(value)  # noqa: PTH111
-    return value
+    return os.path.expanduser(value)  # noqa: PTH111  `~` and `~user`; unchanged if there is no home
 
 
 def to_names(value: object) -> tuple[str, ...]:

@@ -262,7 +262,8 @@ def parse_value(text: str, key: str) -> object:
         return text  # `freeze=*embed*` is an alias to YAML
     # To YAML, "a #1" is "a" with a comment, and a line that ends is a space.
     cut = isinstance(node, yaml.ScalarNode) and not node.style and node.value != text.strip()
-    if node is None or cut or (isinstance(value, bool | int | float) and not is_free(key)):
+    is_text = isinstance(value, bool | int | float) or text.strip() == "~"  # null in a file alone
+    if node is None or cut or (is_text and not is_free(key)):
         return text
     if misread := [dataclasses.replace(p, place="command line") for p in _misread(node, key, "")]:
         raise ConfigProblems(misread)

@@ -187,7 +187,8 @@ class Resolved:
             text = re.sub(r"\bmodel\.(name_or_path|trust_remote_code)", r"teacher.\1", text)
         key, colon, said = text.partition(": ")
         for full in (key, f"sharding.{key}"):  # the planner knows ShardConfig's names alone
-            origin = self.origins.get(full) or self.index.origin_of(full, is_default=True)
+            at = re.sub(r"\.\d+\..*", "", full)  # a list stands where its key does
+            origin = self.origins.get(at) or self.index.origin_of(at, is_default=True)
             if colon and origin.place:
                 is_theirs = origin.kind is OriginKind.DERIVED  # their key is what stands there
                 name = origin.written if is_theirs else full

@@ -89,7 +89,8 @@ class DataConfig(Section):
     files of tokens. None: text that ships with every Python."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """Instead of path: a list of {path, weight}; an epoch's sequences are shared by weight."""
+    """Instead of path: a list of {path, weight}; an epoch's sequences are shared by weight. An
+    empty list is an error, unless path is written too, as in a run's config.yaml."""
 
     dtype: TokenDType | None = None
     """Dtype of .bin files of tokens without a header. None: uint16, as in nanoGPT."""
@@ -120,6 +121,9 @@ class DataConfig(Section):
     def _path_or_mixture(self) -> Self:
         if self.path is not None and self.mixture:
             raise ConfigProblems([Problem("mixture", "one of path and mixture", "both")])
+        if not self.mixture and self.model_fields_set & {"path", "mixture"} == {"mixture"}:
+            got = "an empty list", "Leave the key out to train on the embedded text"
+            raise ConfigProblems([Problem("mixture", "at least one source", *got)])
         return self
 
 
@@ -280,10 +284,8 @@ def _read_data(value: object) -> object:
 
 
 def _mapping(value: object, section: type[Section], expected: str) -> object:
-    if isinstance(value, section):
-        return value
-    if isinstance(value, Mapping):
-        return cast("Mapping[str, object]", value)
+    if isinstance(value, section | Mapping):
+        return cast("object", value)
     raise Rejected(expected)
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from fullshard.data.order import Indices
 from fullshard.errors import DataError, untrusted
@@ -41,6 +42,8 @@ class TokenFile:
         offset: Byte of the first token.
         count: Number of tokens.
         checksum: Checksum of the tokens; empty if it is not known.
+        sample: Checksum of a few tokens of an existing array, from all over the file. It shows that
+            the file was replaced, on every machine and without reading the file.
     """
 
     file: str
@@ -48,6 +51,7 @@ class TokenFile:
     offset: int
     count: int
     checksum: str = ""
+    sample: str = ""
 
     @property
     def stop(self) -> int:
@@ -61,16 +65,36 @@ class TokenFile:
     def part(self, start: int, stop: int) -> TokenFile:
         """Tokens [start, stop) of these."""
         offset = self.offset + start * np.dtype(self.dtype).itemsize
-        return TokenFile(self.file, self.dtype, offset, stop - start)
+        part = TokenFile(self.file, self.dtype, offset, stop - start)
+        return replace(part, sample=_sample(map_tokens(part)))
 
 
-@lru_cache(maxsize=1024)  # a process may have 65,530 maps
-def _map(tokens: TokenFile) -> npt.NDArray[np.integer]:
+def map_tokens(tokens: TokenFile) -> npt.NDArray[np.integer]:
+    """The tokens of a file as it is now.
+
+    Raises:
+        DataError: The file is gone, is too short, or has other tokens.
+    """
     if not tokens.count:
         return np.empty(0, tokens.dtype)
     expected = "the tokens that were there when the run was prepared"
     with untrusted(f"data: '{tokens.file}'", expected, DataError, "Start the run again."):
-        return np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+        found = np.memmap(tokens.file, tokens.dtype, "r", tokens.offset, (tokens.count,))
+        if tokens.sample not in ("", _sample(found)):
+            raise ValueError("other tokens")
+        return found
+
+
+_map = lru_cache(maxsize=1024)(map_tokens)  # a process may have 65,530 maps
+
+
+def checksum_of(array: npt.NDArray[np.integer]) -> str:
+    """Checksum of tokens."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
+
+
+def _sample(array: npt.NDArray[np.integer]) -> str:
+    return checksum_of(array[:: len(array) // 256 + 1])
 
 
 class Rows:

@@ -251,9 +251,13 @@ def make_chat_dataset(
         baseline=None,
         prompt=prompt_of(sampled[0], tokenizer)[0],
         notes=_notes(encoded, kept, rows[0], settings),
-        fingerprint=fingerprint_of(*(array for part in rows for array in vars(part).values())),
+        fingerprint=_fingerprint(*rows),
     )
     return ChatDataset(facts, tokenizer, rows[0], rows[1], tuple(ids))
+
+
+def _fingerprint(*parts: ExampleRows) -> str:
+    return fingerprint_of(*(array for rows in parts for array in vars(rows).values()))
 
 
 def _nothing_to_learn(
@@ -381,9 +385,14 @@ def cached(
     """
     folder = cache_folder() / "chats" / _key(data, settings, tokenizer)
     if folder.is_dir():
-        logger.info("data: prepared before, taken from %s", folder)
-        _, facts = read_facts(folder)
-        return ChatDataset.load(folder, facts, tokenizer)
+        with suppress(Exception):  # whatever a damaged file makes its reader raise
+            _, facts = read_facts(folder)
+            found = ChatDataset.load(folder, facts, tokenizer)
+            if facts.fingerprint == _fingerprint(found.train, found.held_out):
+                logger.info("data: prepared before, taken from %s", folder)
+                return found
+        logger.warning("data: '%s' is damaged and is made again", folder)
+        shutil.rmtree(folder, ignore_errors=True)
     made = make()
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     with suppress(OSError):  # the cache is optional

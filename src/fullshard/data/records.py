@@ -16,6 +16,7 @@ import glob
 import itertools
 import json
 import mmap
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -169,6 +170,19 @@ def files_at(path: Path) -> Files:
             "Name one file, or a folder with one kind of file."
         )
     return Files(path, tuple(files), next(iter(examples)))
+
+
+@contextmanager
+def under(key: str) -> Iterator[None]:
+    """Errors about `data.path` name the path of a source: `data.mixture.1.path`.
+
+    Args:
+        key: `data.mixture.1`, or `data` for the only source.
+    """
+    try:
+        yield
+    except DataError as error:
+        raise DataError(re.sub(r"^data(?=\.(path|text_column)\b)", key, str(error))) from error
 
 
 def _files_at(path: Path) -> list[Path]:

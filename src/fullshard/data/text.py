@@ -23,7 +23,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -44,8 +44,17 @@ from fullshard.data.records import (
     line_start,
     next_line,
     open_parquet,
+    under,
 )
-from fullshard.data.tokenize import TokenSettings, digest, missing_column, pieces, shards, tokenize
+from fullshard.data.tokenize import (
+    Shard,
+    TokenSettings,
+    digest,
+    missing_column,
+    pieces,
+    shards,
+    tokenize,
+)
 from fullshard.data.tokenizer import (
     encoder_of,
     numbers_tokenizer,
@@ -77,15 +86,19 @@ class Source:
         weight: Its share of an epoch, relative to the weights of other sources.
         text_column: Column or key of the text in records.
         origin: Description of the files.
+        key: Its key in the configuration: `data`, or `data.mixture.1`.
     """
 
     files: Files
     weight: float
     text_column: str
     origin: str
+    key: str = "data"
 
     @classmethod
-    def at(cls, path: Path | None, weight: float = 1.0, text_column: str = "text") -> Source:
+    def at(
+        cls, path: Path | None, weight: float = 1.0, text_column: str = "text", key: str = "data"
+    ) -> Source:
         """The source at a path; None: the text that ships with Python.
 
         Raises:
@@ -93,11 +106,11 @@ class Source:
         """
         if path is None:
             return cls(_embedded(), weight, text_column, EMBEDDED)
-        files = files_at(path)
-        if files.kind is Kind.PARQUET:
-            for file in files.files:
+        with under(key):
+            files = files_at(path)
+            for file in files.files if files.kind is Kind.PARQUET else ():
                 _check_column(file, text_column)
-        return cls(files, weight, text_column, files.origin)
+        return cls(files, weight, text_column, files.origin, key)
 
 
 @dataclass(frozen=True)
@@ -171,10 +184,9 @@ def _linked(tokens: TokenFile, folder: Path, root: Path) -> TokenFile:
     if root not in file.parents:
         return tokens
     name = f"{file.parent.name}-{file.name}"
+    (folder / name).unlink(missing_ok=True)  # of an earlier start; it may be damaged
     try:
         (folder / name).hardlink_to(file)
-    except FileExistsError:
-        pass
     except OSError:  # another file system
         shutil.copyfile(file, folder / name)
     return replace(tokens, file=f"{folder.name}/{name}")
@@ -193,20 +205,12 @@ def make_dataset(
     Raises:
         DataError: A source cannot be used, or has fewer tokens than one sequence in either part.
     """
-    parts = [split(source.files.spans(settings.dtype), settings) for source in sources]
-    for source, (train, rest) in zip(sources, parts, strict=True):
-        if not train:
-            none = _too_few(source.files, 0, settings.sequence_length)
-            raise none if rest else _nothing_found(source.files)
+    parts = [_split(source, settings) for source in sources]
     notes: list[str] = []
     tokenizer = tokenizer or _new_tokenizer(sources, [part[0] for part in parts], settings, notes)
     made = [_tokens(*one, settings, tokenizer) for one in zip(sources, parts, strict=True)]
     length = settings.sequence_length
     train, held_out = (Rows([both[part] for both in made], length) for part in (0, 1))
-    for source, size, files in zip(sources, train.sizes, train.sources, strict=True):
-        if not size:
-            count = sum(file.count for file in files)
-            raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
     if settings.held_out_fraction and not len(held_out):
         raise _too_few(None, held_out.num_dropped, length)
     mixture = _mixture(sources, train.sizes)
@@ -230,6 +234,15 @@ def make_dataset(
 
 
 # ---- held out -----------------------------------------------------------------------------------
+
+
+def _split(source: Source, settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
+    with under(source.key):
+        train, rest = split(source.files.spans(settings.dtype), settings)
+        if not train:
+            none = _too_few(source.files, 0, settings.sequence_length)
+            raise none if rest else _nothing_found(source.files)
+    return train, rest
 
 
 def split(spans: Sequence[Span], settings: DatasetSettings) -> tuple[list[Span], list[Span]]:
@@ -295,25 +308,29 @@ def _tokens(
     encoder, text = encoder_of(tokenizer)
     end = (tokenizer.eos_token_id,) if isinstance(tokenizer.eos_token_id, int) else ()
     dtype = token_dtype(vocab_size := len(tokenizer))
-    arrays: dict[Path, TokenFile] = {}
-    if source.files.kind is Kind.ARRAY:
-        arrays = {file: tokens_in(file, settings.dtype) for file in source.files.files}
-        for file, array in arrays.items():
-            _check_dtype(file, array.dtype, vocab_size)
-    found = [shards(part, arrays) for part in parts]
     how = TokenSettings(text, end, source.text_column, vocab_size, dtype.name)
     key = digest([VERSION, words_of(tokenizer), asdict(replace(how, tokenizer=""))])
-    made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
-    return made[: len(found[0])], made[len(found[0]) :]
+    with under(source.key):
+        arrays = _arrays(source.files, settings.dtype, vocab_size)
+        found = [shards(part, arrays) for part in parts]
+        made = tokenize([*found[0], *found[1]], cache_root() / key, how, encoder)
+        train, rest = made[: len(found[0])], made[len(found[0]) :]
+        if (count := sum(one.count for one in train)) < (length := settings.sequence_length):
+            raise _too_few(source.files, count, length) if count else _nothing_found(source.files)
+    return train, rest
 
 
-def _check_dtype(file: Path, dtype: str, vocab_size: int) -> None:
-    if np.iinfo(dtype).max < vocab_size - 1:
-        raise DataError(
-            f"data.dtype: expected a dtype that holds the ids of {vocab_size:,} tokens, got "
-            f"{np.dtype(dtype).name} in '{file}'. Name the tokenizer that made the tokens, or the "
-            "dtype they were written in."
-        )
+def _arrays(files: Files, dtype: str | None, vocab_size: int) -> dict[Path, TokenFile]:
+    """The existing tokens of each file, if the files are arrays."""
+    found = {file: tokens_in(file, dtype) for file in files.files if files.kind is Kind.ARRAY}
+    for file, array in found.items():
+        if np.iinfo(array.dtype).max < vocab_size - 1:
+            raise DataError(
+                f"data.dtype: expected a dtype that holds the ids of {vocab_size:,} tokens, got "
+                f"{np.dtype(array.dtype).name} in '{file}'. Name the tokenizer that made the "
+                "tokens, or the dtype they were written in."
+            )
+    return found
 
 
 def _new_tokenizer(
@@ -332,16 +349,18 @@ def _new_tokenizer(
             f"data.tokenizer: expected the tokenizer that made '{array.files.path}', since text is "
             "mixed with it, got none. Name its folder."
         )
-    found = [
-        (shard, source.text_column)
-        for source, part in zip(sources, parts, strict=True)
-        for shard in shards(part, {})
-    ]
-    every = max(1, math.ceil(sum(shard.num_bytes for shard, _ in found) / TRAINING_BYTES))
+    every_one = zip(sources, parts, strict=True)
+    found = [(source, shard) for source, part in every_one for shard in shards(part, {})]
+    every = max(1, math.ceil(sum(shard.num_bytes for _, shard in found) / TRAINING_BYTES))
     if every > 1:
         notes.append(f"the tokenizer was trained on one part of the text in {every}")
-    texts = (text for one in found[::every] for text in pieces(*one) if text is not None)
-    return train_tokenizer(texts, settings.vocab_size)
+    return train_tokenizer(_texts(found[::every]), settings.vocab_size)
+
+
+def _texts(found: Iterable[tuple[Source, Shard]]) -> Iterator[str]:
+    for source, shard in found:
+        with under(source.key):
+            yield from filter(None, pieces(shard, source.text_column))
 
 
 # ---- facts ---------------------------------------------------------------------------------------

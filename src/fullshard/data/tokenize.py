@@ -10,7 +10,8 @@ tokenizer and all other settings that affect the tokens. SHARD is the checksum o
 sizes and times of change (which cannot be set back), and of the shard's start and end. A run that
 was killed during preparation continues with the missing shards, and a new file costs only its own
 shards. A run's folder has links to the files (copies, on another disk), so the cache may be removed
-at any time.
+at any time. A part is used if its tokens have the checksum in its .json; one that was damaged is
+made again.
 
 Worker processes import neither torch nor transformers.
 """
@@ -35,7 +36,7 @@ import xxhash
 
 from fullshard.config.environment import tokenize_on_one_thread
 from fullshard.config.values import nearest
-from fullshard.data.arrays import TokenFile
+from fullshard.data.arrays import TokenFile, checksum_of, map_tokens
 from fullshard.data.records import (
     Kind,
     Record,
@@ -269,16 +270,17 @@ def make(file: Path, shard: Shard, how: TokenSettings, encoder: Encoder) -> None
             f"{array[place]} in '{shard.spans[0].file}'. Name the tokenizer that made the tokens, "
             "or set data.dtype if they were read in another dtype."
         )
-    checksum = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
     aside = file.with_name(f".{file.name}.{os.getpid()}.json")
-    aside.write_text(json.dumps(asdict(replace(tokens, checksum=checksum))))
+    aside.write_text(json.dumps(asdict(replace(tokens, checksum=checksum_of(array)))))
     aside.replace(f"{file}.json")
 
 
 def _is_made(file: Path) -> bool:
-    with suppress(OSError, ValueError, TypeError, RecursionError):
+    """Whether a part is in the cache as it was made; an existing array is not read as a whole."""
+    with suppress(DataError, OSError, ValueError, TypeError, RecursionError):
         tokens = _read(file)
-        return tokens.stop <= Path(tokens.file).stat().st_size
+        array = map_tokens(tokens)
+        return tokens.file != f"{file}.npy" or checksum_of(array) == tokens.checksum
     return False
 
 

@@ -546,7 +546,7 @@ def gather_piece(
     most = max((stop - start for _, start, stop in holders), default=0)
     width = min(most, max(SENT_BYTES // local.itemsize, placement.numel // 16) // count + 1)
     whole, parts = local.new_empty(placement.numel), local.new_zeros(count, width)
-    for at in range(0, most, width):
+    for at in range(0, most, max(1, width)):
         mine = local[at : at + width]
         parts[transport.axes.shard_index, : mine.numel()].copy_(mine)
         transport.fetch([parts.view(-1)]).wait()

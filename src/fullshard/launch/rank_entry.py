@@ -38,12 +38,18 @@ STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 is what schedulers send as a warning
 _PR_SET_PDEATHSIG = 1
 
 
-def run_rank(main: Callable[[], None]) -> None:
+def run_rank(
+    main: Callable[[], None], tell: Callable[[RankFailure], None] = lambda _: None
+) -> None:
     """Runs `main` as the program of this rank, and ends the process if it fails.
 
     An error is reported to our launcher, or printed without one: a FullshardError as its message,
     any other error with its traceback. The process then exits at once with the typed exit code,
     because destroying a process group whose peers wait in a collective can hang.
+
+    Args:
+        main: Program of this rank.
+        tell: Called with the failure before the process ends.
 
     Raises:
         SystemExit: `main` exited with code 0.
@@ -67,6 +73,7 @@ def run_rank(main: Callable[[], None]) -> None:
                 failure.write(folder.failure(rank))
         failure = _explained(failure, error, folder)
         _report(failure, folder)
+        tell(failure)
         _end_now(failure.exit_code)
 
 
@@ -126,13 +133,9 @@ def _report(failure: RankFailure, folder: LaunchFolder | None) -> None:
         return
     # The launcher and its folder may be gone, or the disk may be full.
     with contextlib.suppress(OSError):
-        try:
-            log = folder.log(failure.rank).open("a")
-        except FileNotFoundError:  # standard error is part of the log
-            sys.stderr.write(failure.text + "\n")
-        else:
-            with log:
-                log.write(failure.text + "\n")
+        log, whole = folder.log(failure.rank), contextlib.nullcontext(sys.stderr)
+        with log.open("a") if log.parent.is_dir() else whole as out:  # which is part of the log
+            out.write(failure.text + "\n")
     with contextlib.suppress(OSError):
         failure.write(folder.failure(failure.rank))
 

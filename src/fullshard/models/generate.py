@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 ScoreProcessor = Callable[[Any, Any], Any]  # (ids, scores) -> scores, both (samples, ...)
 
 MOST_NEW_TOKENS = 200  # if no limit is given
+SAY_S = 5.0  # seconds between lines of progress
 LEAST_TEMPERATURE = 1e-6  # below it counts as 0: scores are divided by it and would be infinite
 
 
@@ -44,21 +46,17 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         most, finite = self.max_new_tokens, float("inf")
-        for name, value, fits, expected in (
-            ("max-new-tokens", most, most is None or most >= 1, "an integer >= 1"),
-            ("temperature", self.temperature, 0 <= self.temperature < finite, "a number >= 0"),
-            ("seed", self.seed, 0 <= self.seed < 1 << 63, "an integer >= 0 and < 2^63"),
-            ("top-k", self.top_k, self.top_k >= 0, "an integer >= 0"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "a number > 0 and <= 1"),
-            (
-                "repetition-penalty",
-                self.repetition_penalty,
-                0 < self.repetition_penalty < finite,
-                "a number > 0",
-            ),
+        for name, fits, expected in (
+            ("max_new_tokens", most is None or most >= 1, "an integer >= 1"),
+            ("temperature", 0 <= self.temperature < finite, "a number >= 0"),
+            ("seed", 0 <= self.seed < 1 << 63, "an integer >= 0 and < 2^63"),
+            ("top_k", self.top_k >= 0, "an integer >= 0"),
+            ("top_p", 0 < self.top_p <= 1, "a number > 0 and <= 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < finite, "a number > 0"),
         ):
             if not fits:
-                raise ConfigError(f"--{name}: expected {expected}, got {show(value)}.")
+                option, value = name.replace("_", "-"), show(getattr(self, name))
+                raise ConfigError(f"--{option}: expected {expected}, got {value}.")
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of transformers' `generate`; all are given, so a model's folder sets none."""
@@ -138,13 +136,16 @@ class Sampler:
             ConfigError: A prompt is empty and has no start token, or the model cannot generate.
         """
         rows = [self._tokens(prompt, chat=chat) for prompt in prompts]
-        found: dict[int, Sample] = {}
+        found, said = dict[int, Sample](), time.monotonic()
         for number, batch in enumerate(_batches(rows, batch_size)):
             ids = [rows[index] for index in batch]
             most = self.settings.max_new_tokens or self._room(len(ids[0]))
             for index, new in zip(batch, self.continued(ids, most, number), strict=True):
                 text: str = self.tokenizer.decode(new, skip_special_tokens=True)
                 found[index] = Sample(prompts[index], text, len(new))
+            if time.monotonic() - said >= SAY_S and len(found) < len(rows):
+                said = time.monotonic()
+                logger.info("generate: %s of %s texts", f"{len(found):,}", f"{len(rows):,}")
         return [found[index] for index in range(len(rows))]
 
     def continued(

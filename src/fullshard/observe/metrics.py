@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_S = 0.02
+SAMPLE_S = 0.05
 
 
 @dataclass(frozen=True)

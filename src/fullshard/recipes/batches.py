@@ -55,8 +55,8 @@ def make_data(
     )
     column = config.data.text_column
     sources = [
-        Source.at(Path(one.path), one.weight, one.text_column or column)
-        for one in config.data.mixture
+        Source.at(Path(one.path), one.weight, one.text_column or column, f"data.mixture.{number}")
+        for number, one in enumerate(config.data.mixture)
     ]
     return make_dataset(sources or [Source.at(path, text_column=column)], settings, tokenizer)
 

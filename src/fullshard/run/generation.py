@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 
 from fullshard.config.schema import RunConfig
@@ -156,37 +155,32 @@ def be_a_rank(request: Request, answer: Path | None = None) -> list[Sample]:
 
 def _load(request: Request, *, is_sharded: bool) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model, in evaluation on this rank's device, and the tokenizer."""
+    from transformers import GenerationConfig
+
     folder, trust = request.folder, request.trust
     config = read_config(folder, "FOLDER", trust=trust)
     tokenizer = read_tokenizer(folder, "FOLDER", trust=trust)
+    settings, file = None, folder / "generation_config.json"
+    if file.is_file():
+        with untrusted(f"FOLDER: '{file}'", "settings of transformers", ConfigError, "Correct it."):
+            settings = GenerationConfig.from_pretrained(folder, local_files_only=True)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    try:
+    wanted, another = "a model folder with weights and tokenizer", "Name another folder."
+    with untrusted(f"FOLDER: '{folder}'", wanted, ConfigError, another):
         model: Any = _sharded(request, config, device) if is_sharded else read_model(folder, config)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"FOLDER: expected a model folder with weights and tokenizer, got '{folder}', which "
-            f"transformers cannot load ({error}). Name another folder."
-        ) from error
+    if settings is not None:  # without them, transformers derives some from the model
+        model.generation_config = settings
     return (model if is_sharded else model.to(device)).eval(), tokenizer
 
 
 def _sharded(request: Request, config: PretrainedConfig, device: torch.device) -> nn.Module:
     """The sharded model, in the dtype of its files."""
-    from transformers import GenerationConfig
-
     settings: dict[str, Any] = {
         "model": {"name_or_path": str(request.folder), "trust_remote_code": request.trust},
         "sharding": {"master_dtype": getattr(config, "dtype", None) or torch.float32},
     }
-    model: Any = build_sharded(RunConfig(**settings), config, device)
-    if (request.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(
-            request.folder, local_files_only=True
-        )
-    return model
+    return build_sharded(RunConfig(**settings), config, device)
 
 
 def _shown(request: Request, prompt: str) -> str:

@@ -46,13 +46,7 @@ from fullshard.xla.distill import PROJECTION
 from fullshard.xla.head import Decoder, next_token
 from fullshard.xla.opt_state import trained
 from fullshard.xla.plan import Tree, XlaPlan, plan
-from fullshard.xla.step import (
-    State,
-    eval_step,
-    train_step,
-    whole_array,
-    with_optimizer,
-)
+from fullshard.xla.step import State, eval_step, train_step, whole_array, with_optimizer
 from fullshard.xla_state import read, write
 
 logger = logging.getLogger(__name__)

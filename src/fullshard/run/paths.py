@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.config.load import Resolved
-from fullshard.data.records import files_at
+from fullshard.data.records import files_at, under
 from fullshard.errors import ConfigError, DataError
 from fullshard.models.config import check_model_folder
 
@@ -35,8 +35,10 @@ def check_paths(resolved: Resolved, *, data: bool = True, coming: Path | None = 
                 f"data.tokenizer: expected a local folder with a tokenizer, got '{tokenizer}'. "
                 "Name the folder that holds tokenizer.json."
             )
-        for path in [config.data.path, *(one.path for one in config.data.mixture)] if data else []:
+        sources = {f"data.mixture.{n}": one.path for n, one in enumerate(config.data.mixture)}
+        for key, path in {"data": config.data.path, **sources}.items() if data else ():
             if path is not None:
-                files_at(Path(path))
+                with under(key):
+                    files_at(Path(path))
     except (ConfigError, DataError) as error:
         raise resolved.located(error) from error

@@ -168,10 +168,8 @@ def check(
             check_loads(newest_complete(resume.path), model, KINDS[training.optim])
         _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         raise resolved.located(error) from error
-    except DataError as error:
-        raise DataError(str(resolved.located(ConfigError(str(error))))) from error
 
 
 @contextmanager

@@ -32,11 +32,7 @@ from fullshard.errors import ConfigError, FullshardError
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.models.build import given_model_config
-from fullshard.models.config import (
-    freeze,
-    quiet_libraries,
-    require_transformers,
-)
+from fullshard.models.config import freeze, quiet_libraries, require_transformers
 from fullshard.models.small import (
     Change,
     Limits,
@@ -52,15 +48,7 @@ from fullshard.planner.strategy import row_of
 from fullshard.verify.compare import Row, Sides, rows_of
 from fullshard.verify.diagnose import Diagnosis, diagnose
 from fullshard.verify.faults import NEEDS_GATHERS, Fault
-from fullshard.verify.job import (
-    EXACT,
-    LOW,
-    SINGLE,
-    Job,
-    Pass,
-    write_batches,
-    write_weights,
-)
+from fullshard.verify.job import EXACT, LOW, SINGLE, Job, Pass, write_batches, write_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

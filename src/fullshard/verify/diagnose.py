@@ -18,15 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fullshard.verify.compare import (
-    GRADIENT,
-    LOSS,
-    NORM,
-    PARAMETER,
-    STATE,
-    Difference,
-    Sides,
-)
+from fullshard.verify.compare import GRADIENT, LOSS, NORM, PARAMETER, STATE, Difference, Sides
 from fullshard.verify.faults import Fault
 
 

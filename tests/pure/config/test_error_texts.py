@@ -315,3 +315,17 @@ def test_a_home_is_that_of_the_user_as_in_a_shell(monkeypatch):
     assert config.model.name_or_path == "/me/llama"
     assert config.training.output_dir == "/me/run"
     assert (config.data.path, config.training.run_name) == ("a/~/b", "~x")
+    root = Path("~root").expanduser()
+    config = load_config(None, ["model=~", "output_dir=~root/run", "data.vocab_size=null"]).config
+    assert config.model.name_or_path == "/me"
+    assert config.training.output_dir == f"{root}/run"
+    assert RunConfig(model="~").model.name_or_path == "/me"
+
+
+def test_an_empty_mixture_is_no_wish_for_the_embedded_text(tmp_path):
+    with pytest.raises(ConfigError, match=r"data.mixture: expected at least one source, got an e"):
+        load_config(None, ["data.mixture=[]"])
+    written = tmp_path / "config.yaml"  # of a run: it has every key
+    written.write_text(load_config(None, []).to_yaml())
+    assert "mixture: []" in written.read_text()
+    assert load_config(written, []).config.data.uses_baseline

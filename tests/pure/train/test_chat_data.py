@@ -172,8 +172,16 @@ def test_the_cache_is_used_until_a_file_changes(tokenizer, tmp_path, monkeypatch
     first = prepared("four")
     assert prepared("").facts == first.facts
     assert made == ["made"]
-    assert prepared("yes").facts.fingerprint != first.facts.fingerprint
+    second = prepared("yes").facts
+    assert second.fingerprint != first.facts.fingerprint
     assert made == ["made", "made"]
+    for name in ("tokens.npy", "dataset.json"):
+        for damaged in (tmp_path / "cache").rglob(name):
+            data = bytearray(damaged.read_bytes())
+            data[-1 if name == "tokens.npy" else 0] ^= 1
+            damaged.write_bytes(data)
+        assert prepared("").facts == second
+    assert made == ["made"] * 4
 
 
 NO_ANSWERS = (Turns(tuple(CHAT[::2]), 0, is_completion=False, place="x"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,16 @@ def test_prompts_of_one_length_are_sampled_together_without_padding(model):
     assert seen == [(2, 2), (2, 1), (1, 1)]
     assert [sample.prompt for sample in found] == ["a", "bc", "d", "e", "fg"]
     assert found == [sampler.samples([sample.prompt])[0] for sample in found]
+
+
+def test_many_prompts_are_counted_while_they_are_sampled(model, monkeypatch, caplog):
+    monkeypatch.setattr("fullshard.models.generate.SAY_S", 0.0)
+    sampler = Sampler(model, Letters(), SamplingSettings(1, temperature=0))
+    with caplog.at_level(logging.INFO, "fullshard"):
+        sampler.samples(["a", "bc", "def"])
+        assert caplog.messages == ["generate: 1 of 3 texts", "generate: 2 of 3 texts"]
+        sampler.samples(["a"])
+    assert len(caplog.messages) == 2
 
 
 def test_what_a_folder_says_of_sampling_changes_nothing_that_was_not_asked_for():

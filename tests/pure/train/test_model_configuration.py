@@ -226,6 +226,10 @@ def test_tied_weights_are_not_missed_and_unused_ones_are_named(tmp_path, caplog)
         ("config.json", {"num_hidden_layers": 2}, r"its files lack model\.layers\.1\."),
         ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "FOLDER: "),
         ("generation_config.json", {"num_beams": 0}, "FOLDER: .*ZeroDivisionError"),
+        ("generation_config.json", [], r"FOLDER: '.*generation_config.json': expected settings"),
+        ("generation_config.json", "{", r"FOLDER: '.*generation_config.json': expected settings"),
+        ("generation_config.json", {"eos_token_id": "x"}, "FOLDER: "),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}, "FOLDER: "),
     ],
 )
 def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change, said):
@@ -235,7 +239,8 @@ def test_a_folder_that_cannot_generate_is_one_typed_error(tmp_path, file, change
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     path = tmp_path / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    whole = {**json.loads(path.read_text()), **change} if isinstance(change, dict) else change
+    path.write_text(whole if isinstance(whole, str) else json.dumps(whole))
     with pytest.raises(ConfigError, match=said):
         generate(Request(tmp_path, ("some",), SamplingSettings(2)))
 

@@ -10,13 +10,7 @@ from torch import nn
 
 from fullshard.config.schema import RunConfig
 from fullshard.models.build import build_sharded
-from fullshard.recipes.base import (
-    Objective,
-    RecipeKind,
-    RowBatches,
-    Seat,
-    whole_logits_loss,
-)
+from fullshard.recipes.base import Objective, RecipeKind, RowBatches, Seat, whole_logits_loss
 from fullshard.recipes.head import Head, next_token, whole_logits
 
 if TYPE_CHECKING:
