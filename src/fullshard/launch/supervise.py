@@ -267,7 +267,7 @@ LOW = 0.03  # share of memory: killers in user space, which no counter counts, a
 
 CURE = (
     "Lower what a rank needs (batch, sequence length, model), start fewer ranks, move state from "
-    "memory to disk (offload: nvme), or raise that limit"
+    "memory to disk (offload: nvme), or give the run more memory"
 )
 
 
