@@ -71,16 +71,15 @@ def load_full_state(
     engine = engine_of(model)
     given = {"model": state, "optimizer": optimizer_state}
     shown = _of_first(engine, given) if from_rank0 else given
-    named, states_given = shown["model"], shown["optimizer"]
-    agree(engine, lambda: _check_model(model, named))
-    param_of = agree(engine, lambda: _checked_params(optimizer, states_given))
-    for names in _by_unit(engine, named):
+    agree(engine, lambda: _check_model(model, shown["model"]))
+    param_of = agree(engine, lambda: _checked_params(optimizer, shown["optimizer"]))
+    for names in _by_unit(engine, shown["model"]):
         part = {name: _whole(engine, shown, given, ("model", name)) for name in names}
         model.load_state_dict(part, strict=False)
     if optimizer is None:
         return
     states: dict[Any, States] = {}
-    for number, values in states_given["state"].items():
+    for number, values in shown["optimizer"]["state"].items():
         for key in values:
             value = _whole(engine, shown, given, ("optimizer", "state", number, key))
             param = param_of[number]
@@ -90,7 +89,7 @@ def load_full_state(
                 if isinstance(param, ShardedParameter):
                     value = cut_state(param, value, sliced=value.dim() > 0)
             states.setdefault(number, {})[key] = value
-    optimizer.load_state_dict({**states_given, "state": states})
+    optimizer.load_state_dict({**shown["optimizer"], "state": states})
     WATCHED.look(optimizer)
 
 
@@ -101,7 +100,7 @@ def _of_first(engine: Engine, tree: Any) -> Any:
         with untrusted("fs.load_full_state", "states that can be pickled", advice=WHOLE):
             return pickle.dumps(_without_values(tree) if engine.rank == 0 else None)
 
-    return pickle.loads(tell(engine, agree(engine, shown))[0])  # noqa: S301  of this run
+    return pickle.loads(tell(engine, agree(engine, shown))[0])
 
 
 def _without_values(tree: Any) -> Any:
