@@ -483,7 +483,7 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
         names = {id(p): n for n, p in type(model)._from_config(_settings(model)).named_parameters()}
     order = iter([names.get(id(param), "") for param in seen])
 
-    def register(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    def register(_: nn.Module, __: str, param: nn.Parameter | None) -> Any:
         if param is None:
             return None
         name = next(order, "")
