@@ -195,9 +195,18 @@ def reset(model: nn.Module) -> None:
 
 
 def full_state_dict(
-    model: nn.Module, *, dtype: torch.dtype | None = None, rank0_only: bool = True
+    model: nn.Module, *, dtype: torch.dtype | str | None = None, rank0_only: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The unsharded `state_dict()` on the CPU, streamed unit by unit. A collective."""
+    """The unsharded `state_dict()` on the CPU, streamed unit by unit. A collective.
+
+    Args:
+        model: Sharded.
+        dtype: Floating point dtype of the result, or its name; None keeps the master dtype.
+        rank0_only: Return {} on all other ranks.
+
+    Raises:
+        ConfigError: The dtype is not floating point.
+    """
     return state.full_state_dict(model, dtype=dtype, rank0_only=rank0_only)
 
 

@@ -15,7 +15,7 @@ from benchmarks.timeline import OnWire, Timeline, slices_of
 import fullshard as fs
 from fullshard.engine.engine import engine_of
 from fullshard.errors import ConfigError
-from fullshard.planner.events import EventKind
+from fullshard.planner.events import Event, EventKind
 from support.models import chain, mean_square, vectors
 
 LATENCY_S, BYTES_PER_S = 0.002, 1e8
@@ -45,6 +45,21 @@ def differences(transport):
 @pytest.mark.parametrize("transport", ["direct", "c10d"])
 def test_a_delayed_run_has_the_bits_of_one_that_is_not(ranks, transport):
     assert ranks(2)(differences, transport) == [[], []]
+
+
+def seconds_in_a_release():
+    """What a release counts as communication when it waits for a gather that nobody used."""
+    model, _ = trained("direct", delay=True)
+    actions = engine_of(model).runtime.actions
+    unit = engine_of(model).units[1]
+    before = actions.seconds()
+    unit.gather()
+    actions.run([Event(EventKind.RELEASE, unit.index)], 0)
+    return actions.seconds() - before
+
+
+def test_the_wait_in_a_release_counts_as_communication(ranks):
+    assert all(seconds >= LATENCY_S for seconds in ranks(2)(seconds_in_a_release))
 
 
 def undelayed_holders():

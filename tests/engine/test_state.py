@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fullshard as fs
+from fullshard.errors import ConfigError
 from support.scripts import Run, Tiny, compare, differences, error_of, tokens_of
 
 
@@ -55,6 +56,26 @@ def full_state(tied: bool, strategy: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_full_state_dict_is_the_unsharded_state_dict(ranks, tied, strategy):
     ranks(2)(full_state, tied, strategy)
+
+
+def dtypes_of_a_full_state() -> list[Any]:
+    _, model, _ = sharded(tied=False)
+    said = []
+    for dtype in (torch.int8, torch.bool, "int8", "bflot16", 16):
+        with pytest.raises(ConfigError) as error:
+            fs.full_state_dict(model, dtype=dtype)
+        said.append(str(error.value))
+    words = [fs.full_state_dict(model, dtype=d, rank0_only=False) for d in ("bf16", torch.bfloat16)]
+    assert same(*(state["head.weight"] for state in words))
+    return [*said, words[0]["head.weight"].dtype]
+
+
+def test_a_full_state_dict_has_a_floating_point_dtype_or_is_refused(ranks):
+    start = "fs.full_state_dict: dtype: expected one of float64, float32, bfloat16, float16; got "
+    for *said, dtype in ranks(2)(dtypes_of_a_full_state):
+        got = ["torch.int8", "torch.bool", "'int8'", "'bflot16'. Did you mean 'bfloat16'?", "16"]
+        assert said == [start + each for each in got]
+        assert dtype == torch.bfloat16
 
 
 def test_full_state_dict_is_the_same_on_three_ranks(ranks):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard as fs
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, EngineError
 from support.models import perturbed
 
 
@@ -112,21 +112,114 @@ def refused() -> list[str]:
             fs.load_full_state(model, state, optimizer, states)
         said.append(str(error.value))
     assert same(fs.full_state_dict(model, rank0_only=False), before) == []
-    short = {**given, "state": {1: {"exp_avg": torch.zeros(3)}}}
-    for states in (broken, short):
-        with pytest.raises(CheckpointError) as error:
-            fs.load_full_state(model, whole, optimizer, states)
-        said.append(str(error.value))
+    with pytest.raises(CheckpointError) as error:
+        fs.load_full_state(model, whole, optimizer, broken)
     assert same(fs.full_state_dict(model, rank0_only=False), before) == []
-    return said
+    return [*said, str(error.value)]
 
 
 def test_states_of_another_model_or_optimizer_are_refused(ranks):
-    for missing, unknown, sizes, shapes in ranks(2)(refused):
+    for missing, unknown, sizes in ranks(2)(refused):
         assert "missing: ['head.weight', 'inner.0.weight', 'inner.1.bias']" in missing
         assert "unknown: ['late']" in unknown
         assert "expected groups of [4, 1] parameters" in sizes
-        assert "expected exp_avg of parameter 1 in the shape of the parameter" in shapes
+
+
+def moments(key: str, change: Any) -> Any:
+    """Changes one state of parameter 1 of the optimizer."""
+
+    def changed(states: Any) -> Any:
+        values = dict(states["state"][1])
+        values[key] = change(values[key]) if change else values.pop(key) * torch.nan
+        values = {k: v for k, v in values.items() if change or k != key}
+        return {**states, "state": {**states["state"], 1: values}}
+
+    return changed
+
+
+MALFORMED = {
+    "integer weights": ("inner.1.weight", lambda w: w.to(torch.int8), "got integer of shape"),
+    "complex weights": ("inner.1.weight", lambda w: w.to(torch.complex128), "got complex of"),
+    "late wrong shape": ("inner.1.weight", lambda w: w[:2], r"got floating point of shape \(2, 7"),
+    "wrong buffer": ("scale", lambda w: w[:2], "expected scale in the shape of the whole tensor"),
+    "a list": ("scale", lambda w: w.tolist(), "got list"),
+}
+MALFORMED_STATES = {
+    "missing second moment": (moments("exp_avg_sq", None), r"states \['exp_avg', 'exp_avg_sq', "),
+    "short moment": (moments("exp_avg", lambda x: x[:1]), "exp_avg of parameter 1 of AdamW in the"),
+    "number as moment": (moments("exp_avg", lambda _: 0.0), "exp_avg of parameter 1 .* got float"),
+    "integer moment": (moments("exp_avg", lambda x: x.int()), "got integer of shape"),
+    "long count": (moments("step", lambda _: torch.ones(3)), "expected step of parameter 1"),
+    "no state": (lambda s: {"param_groups": s["param_groups"]}, "got KeyError: 'state'"),
+    "no groups": (lambda s: {"state": s["state"]}, "got KeyError: 'param_groups'"),
+    "stranger": (lambda s: {**s, "state": {9: s["state"][1]}}, r"got some of \[9\]"),
+    "a list": (lambda _: [], "got TypeError"),
+    "nothing": (lambda _: None, "expected optimizer and optimizer_state together"),
+    "function": (lambda s: {**s, "more": lambda: 0}, "pickle"),
+}
+
+
+def refuses(from_rank0: bool) -> list[str]:
+    plain = made(0)
+    saved = groups(plain)
+    steps(plain, saved, range(2))
+    model = fs.shard(made(1), wrap=("Linear",))
+    optimizer = groups(model)
+    before = fs.full_state_dict(model, rank0_only=False)
+    whole, states = dict(plain.state_dict()), saved.state_dict()
+    first = dist.get_rank() == 0
+    cases = [
+        ({**whole, name: change(whole[name])}, optimizer, states, said)
+        for name, change, said in MALFORMED.values()
+    ]
+    cases += [
+        (whole, optimizer, change(states), said)
+        for change, said in MALFORMED_STATES.values()
+        if from_rank0 or said != "pickle"
+    ]
+    params = list(model.parameters())
+    sgd = torch.optim.SGD([{"params": params[1:]}, {"params": params[:1]}], lr=0.1, momentum=0.9)
+    owned = fs.owned(model, lambda params: torch.optim.AdamW(params), params)
+    cases += [
+        (whole, sgd, states, "SGD"),
+        (whole, owned, states, "fs.owned"),
+        (None, optimizer, states, "got NoneType"),
+    ]
+    for state, into, given, said in cases:
+        if not first and from_rank0:
+            state, given = {}, None
+        with pytest.raises((CheckpointError, EngineError), match=said):
+            fs.load_full_state(model, state, into, given, from_rank0=from_rank0)
+    assert optimizer.state == {}
+    assert sgd.state == {}
+    return same(fs.full_state_dict(model, rank0_only=False), before)
+
+
+@pytest.mark.parametrize("from_rank0", [False, True])
+def test_malformed_states_are_refused_on_every_rank_before_anything_is_written(ranks, from_rank0):
+    assert ranks(2)(refuses, from_rank0) == [[], []]
+
+
+def adagrad_and_old_counts() -> list[str]:
+    wrong = []
+    for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.SGD, torch.optim.ASGD):
+        plain, model = made(0), fs.shard(made(1), wrap=("Linear",))
+        saved, optimizer = kind(plain.parameters(), 0.01), kind(model.parameters(), 0.01)
+        steps(plain, saved, range(2))
+        states = copy.deepcopy(saved.state_dict())
+        for values in states["state"].values():
+            if kind is torch.optim.NAdam:
+                values["step"] = int(values["step"])  # as older versions of torch saved it
+        fs.load_full_state(model, dict(plain.state_dict()), optimizer, states)
+        saved.load_state_dict(copy.deepcopy(states))  # which casts some, as torch does
+        steps(plain, saved, range(2, 4))
+        steps(model, optimizer, range(2, 4))
+        wrong += same(fs.full_state_dict(model, rank0_only=False), dict(plain.state_dict()))
+    return wrong
+
+
+def test_states_of_other_optimizers_and_of_older_versions_are_loaded(ranks):
+    assert ranks(2)(adagrad_and_old_counts) == [[], []]
 
 
 def strangers(folder: str) -> list[str]:

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
 # The norms of many tensors at once; public only as a step of torch.nn.utils.get_total_norm.
 foreach_norm: Callable[..., Any] = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]

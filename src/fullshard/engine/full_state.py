@@ -5,7 +5,11 @@ They are what one process would have: `torch.save` and DDP scripts take them as 
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -13,13 +17,15 @@ from torch import nn
 
 from fullshard.engine.agreement import agree, tell
 from fullshard.engine.engine import Engine, engine_of
-from fullshard.engine.optimizers import WATCHED, cut_state
-from fullshard.engine.owned import holds_whole
+from fullshard.engine.optimizers import WATCHED, cut_state, states_made
+from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.parameter import ShardedParameter
 from fullshard.engine.state import param_names, tied_names
-from fullshard.errors import CheckpointError, EngineError
+from fullshard.errors import CheckpointError, EngineError, untrusted
 from fullshard.transport.groups import copy_from_first
 
+SMALL = tuple(range(2, 10))  # shape of a tensor on which an optimizer is tried
+WHOLE = "Give model.state_dict() and optimizer.state_dict() of one process."
 States = dict[str, Any]
 
 
@@ -63,21 +69,19 @@ def load_full_state(
 ) -> None:
     """Load whole states; each rank keeps its part, one unit at a time. A collective."""
     engine = engine_of(model)
-    named = _of_first(engine, dict(state)) if from_rank0 else dict(state)
-    given = optimizer_state or {"state": {}, "param_groups": []}
+    given = {"model": state, "optimizer": optimizer_state}
     shown = _of_first(engine, given) if from_rank0 else given
-    agree(engine, lambda: _check_names(model, named))
-    param_of = agree(engine, lambda: _checked_params(optimizer, shown))
-    for names in _by_unit(engine, named):
-        part = {name: _whole(engine, named[name], state.get(name), from_rank0) for name in names}
+    agree(engine, lambda: _check_model(model, shown["model"]))
+    param_of = agree(engine, lambda: _checked_params(optimizer, shown["optimizer"]))
+    for names in _by_unit(engine, shown["model"]):
+        part = {name: _whole(engine, shown, given, ("model", name)) for name in names}
         model.load_state_dict(part, strict=False)
     if optimizer is None:
         return
     states: dict[Any, States] = {}
-    for number, values in shown["state"].items():
-        for key, like in values.items():
-            own = given["state"].get(number, {}).get(key)
-            value = _whole(engine, like, own, from_rank0)
+    for number, values in shown["optimizer"]["state"].items():
+        for key in values:
+            value = _whole(engine, shown, given, ("optimizer", "state", number, key))
             param = param_of[number]
             if isinstance(value, torch.Tensor):
                 place = param.device if value.dim() else "cpu"  # where torch keeps counts of steps
@@ -85,13 +89,18 @@ def load_full_state(
                 if isinstance(param, ShardedParameter):
                     value = cut_state(param, value, sliced=value.dim() > 0)
             states.setdefault(number, {})[key] = value
-    optimizer.load_state_dict({**shown, "state": states})
+    optimizer.load_state_dict({**shown["optimizer"], "state": states})
     WATCHED.look(optimizer)
 
 
 def _of_first(engine: Engine, tree: Any) -> Any:
     """Rank 0's states on every rank, with meta tensors in place of values."""
-    return tell(engine, _without_values(tree) if engine.rank == 0 else None)[0]
+
+    def shown() -> bytes:
+        with untrusted("fs.load_full_state", "states that can be pickled", advice=WHOLE):
+            return pickle.dumps(_without_values(tree) if engine.rank == 0 else None)
+
+    return pickle.loads(tell(engine, agree(engine, shown))[0])
 
 
 def _without_values(tree: Any) -> Any:
@@ -102,11 +111,13 @@ def _without_values(tree: Any) -> Any:
     return tree
 
 
-def _whole(engine: Engine, like: Any, own: Any, from_rank0: bool) -> Any:  # noqa: FBT001
-    """This rank's own value, or rank 0's by broadcast."""
-    if not from_rank0 or not isinstance(like, torch.Tensor):
+def _whole(engine: Engine, shown: Any, given: Any, path: tuple[Any, ...]) -> Any:
+    """One value: this rank's own, or rank 0's by broadcast if `shown` came from there."""
+    like = reduce(getitem, path, shown)
+    if shown is given or not isinstance(like, torch.Tensor):
         return like
-    value = own if engine.rank == 0 else torch.empty_like(like, device=engine.device)
+    first = engine.rank == 0
+    value = reduce(getitem, path, given) if first else torch.empty_like(like, device=engine.device)
     value = value.detach().to(engine.device).contiguous()
     if engine.plan.mesh.world_size > 1:
         copy_from_first([value], [range(engine.plan.mesh.world_size)])
@@ -123,46 +134,108 @@ def _by_unit(engine: Engine, named: Mapping[str, Any]) -> Iterator[list[str]]:
     yield list(left)
 
 
-def _check_names(model: nn.Module, state: Mapping[str, Any]) -> None:
-    wanted, first = set(model.state_dict()), tied_names(model)
+def _check_model(model: nn.Module, state: Any) -> None:
+    """Check that `state` is a whole state of the model, before anything is written."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            "fs.load_full_state: expected state to be a mapping of names to whole tensors; got "
+            f"{type(state).__name__}. {WHOLE}"
+        )
+    own, first = model.state_dict(), tied_names(model)
     have = {first.get(name, name) for name in state}
-    missing = sorted(name for name in wanted if first.get(name, name) not in have)
-    unknown = sorted(set(state) - wanted)
+    missing = sorted(name for name in own if first.get(name, name) not in have)
+    unknown = sorted(map(str, set(state) - set(own)))
     if missing or unknown:
         raise CheckpointError(
             f"fs.load_full_state: expected the names of {type(model).__name__}.state_dict(); "
             f"missing: {missing[:3] or 'none'}, unknown: {unknown[:3] or 'none'}. Give the whole "
             "state of the same model; rank 0 alone may have it with from_rank0=True."
         )
+    for name, value in state.items():
+        _check_value(name, value, own[name], _shapes(own[name]))
 
 
-def _checked_params(
-    optimizer: torch.optim.Optimizer | None, state: States
-) -> dict[Any, torch.Tensor]:
+def _checked_params(optimizer: torch.optim.Optimizer | None, state: Any) -> dict[Any, torch.Tensor]:
     """The optimizer's parameters by their number in whole states that fit them."""
-    if optimizer is None:
+    if optimizer is None and state is None:
         return {}
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    given = [len(group["params"]) for group in state["param_groups"]]
-    if sizes != given:
+    if optimizer is None or state is None:
         raise CheckpointError(
-            f"fs.load_full_state: expected groups of {sizes} parameters, as "
-            f"{type(optimizer).__name__} has; got {given}. Make the optimizer as the saved one."
+            "fs.load_full_state: expected optimizer and optimizer_state together; got one of them. "
+            "Give both, or load the model alone."
         )
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    param_of = dict(zip(numbers, params, strict=True))
-    for number, values in state["state"].items():
-        param = param_of[number]
-        shape = param.record.piece.shape if isinstance(param, ShardedParameter) else param.shape
-        for key, value in values.items():
-            found = tuple(getattr(value, "shape", ()))
-            if (
-                found not in (tuple(shape), tuple(param.shape), (), (1,))
-                and holds_whole(optimizer, param) is None
-            ):
-                raise CheckpointError(
-                    f"fs.load_full_state: expected {key} of parameter {number} in the shape of the "
-                    f"parameter, {tuple(shape)}, got {found}. Give its whole state."
-                )
+    if isinstance(optimizer, OwnedOptimizer):
+        optimizer.load_state_dict(state)  # raises: it has no whole state
+    kind, origin = type(optimizer).__name__, "fs.load_full_state: optimizer_state"
+    with untrusted(origin, f"state and param_groups of {kind}.state_dict()", advice=WHOLE):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        given = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != given:
+            raise CheckpointError(
+                f"fs.load_full_state: expected groups of {sizes} parameters, as {kind} has; got "
+                f"{given}. Make the optimizer as the saved one."
+            )
+        param_of: dict[Any, torch.Tensor] = {}
+        left = dict(state["state"])
+        for group, theirs in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            tried: dict[int, Any] = {}
+            for number, param in zip(theirs["params"], group["params"], strict=True):
+                param_of[number] = param
+                values, shapes = left.pop(number, {}), _shapes(param)
+                dims = len(max(shapes))
+                if dims not in tried:
+                    small = torch.zeros(SMALL[:dims], dtype=param.dtype, device=param.device)
+                    tried[dims] = states_made(optimizer, group, theirs, small)
+                if tried[dims] is not None:
+                    _check_states(f"parameter {number} of {kind}", values, shapes, *tried[dims])
+        if left:
+            raise CheckpointError(
+                f"{origin}: expected states of parameters {list(param_of)[:3]}...; got some of "
+                f"{list(left)[:3]}, which are in no group. {WHOLE}"
+            )
     return param_of
+
+
+def _check_states(
+    of: str, values: States, shapes: set[tuple[int, ...]], fresh: States, stepped: States
+) -> None:
+    """Check one parameter's states against those that its optimizer makes."""
+    have = {key for key, value in values.items() if value is not None}  # as older versions of SGD
+    if have not in (set(fresh), set(stepped)):
+        raise CheckpointError(
+            f"fs.load_full_state: {of}: expected states {sorted(stepped)}, which that optimizer "
+            f"makes; got {sorted(map(str, have))}. {WHOLE}"
+        )
+    for key in have:
+        found = tuple(getattr(stepped[key], "shape", ()))
+        if found == SMALL[: len(max(shapes))]:
+            _check_value(f"{key} of {of}", values[key], stepped[key], shapes)
+        elif math.prod(found) == 1 and math.prod(getattr(values[key], "shape", ())) != 1:
+            _check_value(f"{key} of {of}", values[key], stepped[key], {()})
+
+
+def _check_value(name: str, value: Any, like: Any, shapes: set[tuple[int, ...]]) -> None:
+    """Check that a value is a tensor of one of some shapes, and as `like` floating point or not."""
+    if not isinstance(like, torch.Tensor):  # of get_extra_state, or a count
+        return
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or not _shapes(value) & shapes or _kind(value) != _kind(like):
+        got = f"{_kind(value)} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+        raise CheckpointError(
+            f"fs.load_full_state: expected {name} in the shape of the whole tensor, "
+            f"{max(shapes)}, with {_kind(like)} values; got {got}. Give its whole state."
+        )
+
+
+def _shapes(tensor: torch.Tensor) -> set[tuple[int, ...]]:
+    """Shapes that the whole of a tensor may have; two if it is cut along other axes as well."""
+    record = getattr(tensor, "record", None)
+    if record is None:
+        return {tuple(tensor.shape)}
+    return {tuple(record.shape), tuple(record.piece.shape)}
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.is_complex():
+        return "complex"
+    return "floating point" if tensor.is_floating_point() else "integer"

@@ -205,17 +205,12 @@ class Gradients:
         self.peak_deferred_bytes = max(self.peak_deferred_bytes, self._deferred_bytes)
 
     def _take_slot(self, unit: Unit, group: Group) -> torch.Tensor:
-        ref = group.plan.grad_slot
-        assert ref is not None
         assert group.grad_slot is not None
-        key = (ref.ring, ref.index, ref.base)
-        other = self._slots.get(key)
-        if other is not None and other is not group:
+        if self._slots.setdefault(group.plan.grad_slot, group) is not group:
             self._on_spill(unit)
             buffer = torch.zeros_like(group.grad_slot)
             self.spilled_bytes = max(self.spilled_bytes, buffer.nbytes)
         else:
-            self._slots[key] = group
             buffer = group.grad_slot
             self.transport.home.claim(buffer)
             if group.gaps:
@@ -249,8 +244,7 @@ class Gradients:
         outs: list[torch.Tensor] = []
         for group in unit.trained:
             accumulates = not waits and self._accumulates(group)
-            grads = group.grads
-            assert grads is not None
+            grads = group.reduced
             self.norms.counts[Count.ADDED] += accumulates
             self._has_added |= accumulates
             apart = accumulates or waits or grads.is_offloaded
@@ -260,8 +254,7 @@ class Gradients:
         if self._outer:
             self._advance_outer()
         for group, out in zip(unit.trained, outs, strict=True):
-            assert group.grads is not None
-            self._land(unit, group.grads, out, waits=waits)
+            self._land(unit, group.reduced, out, waits=waits)
             self._forget(group)
             self._free_slot(group)
 
@@ -270,27 +263,26 @@ class Gradients:
 
         See [Note: gradients that are kept].
         """
-        assert group.grads is not None
         with no_guard():
             grads = [member.param.grad for member in group.members]
-            if all(map(is_, grads, repeat(None))) and num_holders(group) == group.grads.holders:
-                group.grads.accumulates = False  # nearly always
+            if all(map(is_, grads, repeat(None))) and num_holders(group) == group.reduced.holders:
+                group.reduced.accumulates = False  # nearly always
                 return False
             shown = list(map(_before, grads))
             ours = list(map(_is_same, shown, group.views))
             found = zip(group.members, shown, ours, strict=True)
             self._theirs += [(m, g) for m, g, is_ours in found if g is not None and not is_ours]
             if _is_kept(group, ours):
-                group.show_in(group.grads.anew())
+                group.show_in(group.reduced.anew())
                 self._is_stale = True
-            group.grads.accumulates = any(ours)
-            if group.grads.accumulates:
+            group.reduced.accumulates = any(ours)
+            if group.reduced.accumulates:
                 for gradient, grad, is_ours in zip(group.views, shown, ours, strict=True):
                     if not is_ours:
                         gradient.zero_()
                     elif grad is not gradient:  # given new memory just now
                         gradient.copy_(grad)
-        return group.grads.accumulates
+        return group.reduced.accumulates
 
     def _land(self, unit: Unit, grads: GradientShard, landed: torch.Tensor, *, waits: bool) -> None:
         """Start to sum over replicas, or keep for a later backward what is summed over shards."""
@@ -331,11 +323,8 @@ class Gradients:
         group.grad_full = group.deferred = None
 
     def _free_slot(self, group: Group) -> None:
-        ref = group.plan.grad_slot
-        assert ref is not None
-        key = (ref.ring, ref.index, ref.base)
-        if self._slots.get(key) is group:
-            del self._slots[key]
+        if self._slots.get(group.plan.grad_slot) is group:
+            del self._slots[group.plan.grad_slot]
 
     def defer(self, unit: Unit) -> None:
         """Keep the unit's gradients where they are."""
@@ -423,9 +412,9 @@ class Gradients:
                 self.drop(unit)
             for group in unit.trained:
                 self._forget(group)
-                if group.grads is not None and group.grads.partial is not None:
-                    self._count_deferred(-group.grads.partial.nbytes)
-                    group.grads.partial = None
+                if group.reduced.partial is not None:
+                    self._count_deferred(-group.reduced.partial.nbytes)
+                    group.reduced.partial = None
                 for member in group.members:
                     member.touched = member.expected = False
                     member.compute.grad = None
@@ -449,8 +438,7 @@ def _is_same(shown: Any, ours: Any) -> bool:
 
 def _is_kept(group: Group, ours: Sequence[bool]) -> bool:
     """Whether somebody holds gradients, no longer shown, that the next ones would overwrite."""
-    assert group.grads is not None
-    known, now = group.grads.holders, num_holders(group)
+    known, now = group.reduced.holders, num_holders(group)
     if not known or now == known:
         return False
     dropped = [not is_ours for is_ours in ours]
@@ -463,11 +451,10 @@ def _drop(weak: weakref.ref[Member]) -> Any:
     """Forget what waits for one parameter; returns a gradient to be zeroed, which nobody keeps."""
     member = alive(weak, "zero_grad")
     group = member.group
-    assert group.grads is not None
     if group.deferred is not None:
         member.view(group.deferred).zero_()
-    if group.grads.partial is not None:
-        member.local(group.grads.partial).zero_()
+    if group.reduced.partial is not None:
+        member.local(group.reduced.partial).zero_()
     member.touched = False
     with no_guard():
         ours = [_is_same(_before(m.param.grad), m.grad) for m in group.members]
@@ -479,8 +466,7 @@ def _drop(weak: weakref.ref[Member]) -> Any:
 
 def num_holders(group: Group) -> list[int]:
     """How many objects hold the memory of a group's gradients, and each of the gradients."""
-    assert group.grads is not None
-    memory = storage_use_count(group.grads.memory._cdata)
+    memory = storage_use_count(group.reduced.memory._cdata)
     return [memory, *map(sys.getrefcount, group.views)]
 
 
@@ -511,12 +497,11 @@ class Shown:
         plain = [grad.to_local() for grad in grads]
         by_id = {id(grad): grad for grad in grads}
         groups = [group for unit in units for group in unit.trained]
-        memory = [group.grads.shown for group in groups if group.grads is not None]
+        memory = [group.reduced.shown for group in groups]
         memory = [flat for flat in memory if not flat.is_inference()]  # such have no version
         shown = cls(members, grads, by_id, plain, memory, records, hooks)
         for group in groups:
-            assert group.grads is not None
-            group.grads.holders = group.grads.holders or num_holders(group)
+            group.reduced.holders = group.reduced.holders or num_holders(group)
         return shown
 
     def show(self, touched: Sequence[float] | None) -> dict[int, Any]:

@@ -104,21 +104,19 @@ def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
     Raises:
         ConfigError: The folder is not there, not to be written, or its disk is full.
     """
-    found = torch.empty(0, dtype=dtype)
     if numel == 0:
-        return found
+        return torch.empty(0, dtype=dtype)
     nbytes = numel * dtype.itemsize
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".fullshard-") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
-            found = torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
     except OSError as error:
         raise ConfigError(
             f"state on nvme: expected {nbytes:,} bytes to be had in '{folder}'; {error.strerror}. "
             "Name a folder on a disk with room (offload.folder; of a distillation's teacher: "
             "output_dir), and start anew."
         ) from error
-    return found
 
 
 def compute_device(model: nn.Module) -> torch.device:

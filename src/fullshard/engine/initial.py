@@ -15,12 +15,11 @@ goes to the sink, which keeps this rank's part, and is freed.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.engine._torch_compat import (
-    outside_modes,
-    storage_key,
-    tree_leaves,
-    tree_map_only,
-)
+from fullshard.engine._torch_compat import outside_modes, storage_key, tree_leaves, tree_map_only
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.hugging_face import some
 from fullshard.engine.placing import Masters
@@ -108,10 +102,9 @@ class InitialValues:
             files = FolderWeights(files, getattr(self._model, "base_model_prefix", ""))
         missing = files.missing([home.names for home in self._homes.values()])
         if missing:
-            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(
                 f"weights: expected all of the model's tensors in '{files.folder}'; it lacks "
-                f"{missing[0]}{others}. Some architectures are stored under other names than they "
+                f"{some(missing)}. Some architectures are stored under other names than they "
                 "compute with: load them with from_pretrained, then call fs.shard."
             )
         for name, home in self._homes.items():
@@ -182,9 +175,8 @@ def place_others(model: nn.Module, values: InitialValues, device: torch.device) 
     ]
     left = [name for name, tensor in tensors if tensor.is_meta]
     if left:
-        others = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ConfigError(
-            f"{left[0]}{others}: expected a value from the model's own initialisation or from "
+            f"{some(left)}: expected a value from the model's own initialisation or from "
             "weights; there is none, and it would stay on meta. Build the model on the CPU."
         )
 
@@ -302,13 +294,7 @@ class Birth(TorchDispatchMode):
             return None if tensor.is_meta else tensor
         return None if storage.real is None else _place(storage, tensor)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty.memory_format and _on_cpu(kwargs):
             made = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
@@ -492,11 +478,12 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
         if param is not None:
             seen.append(param)
 
-    with _registering(note), torch.device("meta"), _drawing_nothing():
+    fork = torch.random.fork_rng(devices=[])  # tensors that are real at once may draw from it
+    with register_module_parameter_registration_hook(note), torch.device("meta"), fork:
         names = {id(p): n for n, p in type(model)._from_config(_settings(model)).named_parameters()}
     order = iter([names.get(id(param), "") for param in seen])
 
-    def register(_: nn.Module, __: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    def register(_: nn.Module, __: str, param: nn.Parameter | None) -> Any:
         if param is None:
             return None
         name = next(order, "")
@@ -505,32 +492,13 @@ def _rebuild(model: Any, birth: Birth) -> nn.Module:
             return None
         return nn.Parameter(birth.take_real(param, name), requires_grad=param.requires_grad)
 
-    with _registering(register), birth, _Disguise(birth):
+    with register_module_parameter_registration_hook(register), birth, _Disguise(birth):
         return type(model)._from_config(_settings(model))
 
 
 def _settings(model: Any) -> Any:
     """A copy of the model's configuration, because building a model may write into it."""
     return copy.deepcopy(model.config)
-
-
-@contextlib.contextmanager
-def _drawing_nothing() -> Iterator[None]:
-    """Restore torch's random state, which tensors that are real at once may advance."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-@contextlib.contextmanager
-def _registering(hook: Callable[[nn.Module, str, Any], Any]) -> Iterator[None]:
-    handle = register_module_parameter_registration_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _initialise_in_place(model: nn.Module, birth: Birth) -> nn.Module:
@@ -545,17 +513,12 @@ def _initialise_in_place(model: nn.Module, birth: Birth) -> nn.Module:
         if callable(whole):
             whole()
         else:
-            for module in _inner_first(model):
-                initialiser = next((a for a in _INITIALISERS if hasattr(module, a)), None)
-                if initialiser is not None:
-                    getattr(module, initialiser)()
+            model.apply(cache(_initialise))  # inner modules first, each once
     return model
 
 
-def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    seen = set() if seen is None else seen
-    if module not in seen:
-        seen.add(module)
-        for child in module.children():
-            yield from _inner_first(child, seen)
-        yield module
+def _initialise(module: nn.Module) -> None:
+    """Call a module's own initialiser, if it has one."""
+    initialiser = next((a for a in _INITIALISERS if hasattr(module, a)), None)
+    if initialiser is not None:
+        getattr(module, initialiser)()

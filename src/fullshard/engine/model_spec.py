@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.config.values import DType
+from fullshard.config.values import DType, nearest
 from fullshard.engine._torch_compat import is_distributed, plain, saved_buffers
 from fullshard.engine.hugging_face import build_on_meta
 from fullshard.engine.parameter import ShardedParameter
@@ -162,8 +161,8 @@ def meta_model(config: Any) -> nn.Module:
         kind = fields.pop("model_type", None)
         known = list(transformers.CONFIG_MAPPING.keys())
         if kind not in known:
-            near = difflib.get_close_matches(str(kind), known, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            near = nearest(str(kind), known)
+            hint = f" Did you mean '{near}'?" if near else ""
             raise ConfigError(f"model.model_type: expected a known type; got {kind!r}.{hint}")
         config = transformers.AutoConfig.for_model(kind, **fields)
     if not isinstance(config, transformers.PretrainedConfig):

@@ -133,9 +133,8 @@ class GradientNorms:
             others: Further arguments of the function.
         """
         squares = self._known()
-        if squares is None or not self._knows(gradient):
-            return None
-        if any(isinstance(other, torch.Tensor) for other in others):
+        is_number = not any(isinstance(other, torch.Tensor) for other in others)
+        if squares is None or not (self._knows(gradient) and is_number):
             return None
         if tuple(others) != _SQUARED.get(name, ()):
             return None

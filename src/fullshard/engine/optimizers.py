@@ -131,7 +131,7 @@ class _Watch:
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor
     ) -> None:
         kind = type(optimizer)
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        settings = settings_in(group)
         numbers = {k: v for k, v in settings.items() if k not in ("lr", "initial_lr")}
         dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
         key = (kind, like.device.type, dtype, *((k, _structure(v)) for k, v in numbers.items()))
@@ -255,6 +255,45 @@ def _like(
     return kind([{"params": params, **settings}], **taken)
 
 
+def states_made(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    given: dict[str, Any],
+    small: torch.Tensor,
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The states that an optimizer would make for a parameter, before and after its first step.
+
+    Args:
+        optimizer: Is left as it is; a small one of its class steps.
+        group: The parameter's group in it.
+        given: Settings of another optimizer's group, which take the place of the group's.
+        small: A tensor with the dtype, device and number of dimensions of the parameter.
+
+    Returns:
+        None if the class cannot be tried.
+
+    Raises:
+        KeyError: `given` lacks a setting of the class.
+    """
+    like = torch.nn.Parameter(small)
+    try:
+        made = _like(type(optimizer), settings_in(group), [like])
+        fresh = made.state_dict()
+        made.load_state_dict({**fresh, "param_groups": [{**settings_in(given), "params": [0]}]})
+        like.grad = torch.zeros_like(like)
+        made.step()
+    except KeyError:
+        raise
+    except Exception:  # noqa: BLE001  its own error, at its next step
+        return None
+    return fresh["state"].get(0, {}), made.state_dict()["state"].get(0, {})
+
+
+def settings_in(group: dict[str, Any]) -> dict[str, Any]:
+    """Everything in a group but its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
 def check_by_itself(
     factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     groups: list[dict[str, Any]],
@@ -276,9 +315,8 @@ def check_by_itself(
         for _ in range(1 + PROBE_STEPS)
     ]
     for group in groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
         try:
-            make = partial(_made_by, factory, settings)
+            make = partial(_made_by, factory, settings_in(group))
             together, _ = _stepped(make, drawn)
             first, _ = _stepped(make, [x[:2] for x in drawn], [[0], [1]], seen_later=True)
             second, _ = _stepped(make, [x[2:] for x in drawn], seen_later=True)

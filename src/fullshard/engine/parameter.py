@@ -14,7 +14,7 @@ Misuse outside the unit therefore raises, and never reads another layer's data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -25,15 +25,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard, storage_use_count
-from fullshard.engine.guard import (
-    Rule,
-    is_alias,
-    misfit,
-    norm_order,
-    refusal,
-    rule_of,
-    written_by,
-)
+from fullshard.engine.guard import Rule, is_alias, misfit, norm_order, refusal, rule_of, written_by
 from fullshard.engine.norms import TOLD_BY_SQUARES, by_model, norms_of
 from fullshard.engine.record import ShardRecord
 from fullshard.errors import EngineError, ShardedTensorError
@@ -252,25 +244,20 @@ class PlacedParameter(Guarded, torch.Tensor):
 
 
 def _find_shard(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, Guarded):
-            return value
-        if isinstance(value, _LISTS):
-            found = _find_shard(value)
-            if found is not None:
-                return found
-    return None
+    return next(_shards(values), None)
 
 
 def shards_in(values: Any) -> list[Any]:
     """All shards in these values and in lists and tuples of them."""
-    found: list[Any] = []
+    return list(_shards(values))
+
+
+def _shards(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, Guarded):
-            found.append(value)
+            yield value
         elif isinstance(value, _LISTS):
-            found += shards_in(value)
-    return found
+            yield from _shards(value)
 
 
 def _call_on_whole(func: Any, name: str, arguments: Any, like: Any, rule: Rule) -> Any:

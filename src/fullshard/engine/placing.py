@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -175,11 +174,10 @@ class Rings:
         self._buffers: dict[str, list[torch.Tensor]] = {}
         self._rings = rings
         for ring in rings:
-            dtype = torch_dtype(ring.dtype)
+            kind: dict[str, Any] = {"dtype": torch_dtype(ring.dtype), "device": device}
             slots = given.get(ring.name)
             if slots is None:
-                make = partial(torch.zeros, ring.numel, dtype=dtype, device=device)
-                slots = [make() for _ in range(ring.count)]
+                slots = [torch.zeros(ring.numel, **kind) for _ in range(ring.count)]
             if poison:
                 for slot in slots:
                     slot.fill_(float("nan"))

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.config.values import DType, parse
 from fullshard.engine._torch_compat import no_guard
 from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
@@ -33,10 +34,11 @@ from fullshard.engine.parameter import Guarded, ShardedParameter
 from fullshard.engine.placing import shard_shape
 from fullshard.engine.unit import Member, Unit
 from fullshard.errors import CheckpointError, EngineError, ShardedTensorError
+from fullshard.transport.base import torch_dtype
 
 
 def full_state_dict(
-    model: nn.Module, *, dtype: torch.dtype | None = None, rank0_only: bool = True
+    model: nn.Module, *, dtype: Any = None, rank0_only: bool = True
 ) -> dict[str, torch.Tensor]:
     """The keys of the unsharded `state_dict()` with whole tensors on the CPU. A collective.
 
@@ -45,10 +47,15 @@ def full_state_dict(
 
     Args:
         model: Sharded.
-        dtype: Dtype of floating point tensors; None keeps the master dtype.
+        dtype: Dtype of floating point tensors, or its name; None keeps the master dtype.
         rank0_only: Other ranks get {}.
+
+    Raises:
+        ConfigError: The dtype is not floating point.
     """
     engine = engine_of(model)
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        dtype = torch_dtype(parse(DType, dtype, "fs.full_state_dict: dtype"))
     if engine.unsharded:
         raise EngineError(
             "fs.full_state_dict inside fs.unsharded: expected shards; the parameters are whole "
@@ -373,9 +380,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return optimizer.kind if isinstance(optimizer, OwnedOptimizer) else type(optimizer).__name__
 
 
-def join_scalars(
-    told: list[dict[str, dict[str, Any]]],
-) -> dict[str, dict[str, Any]]:
+def join_scalars(told: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Join the scalar states that the ranks own."""
     joined: dict[str, dict[str, Any]] = {}
     for scalars in told:

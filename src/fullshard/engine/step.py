@@ -438,7 +438,6 @@ class Runtime:
         self._stack.clear()
         self._current = [None] * len(self.units)
         self._task = self._recomputed = self._inner = -1
-        self._end = _nothing
         if not self.observed.done:
             self.observed = Observed()
 
@@ -459,8 +458,7 @@ def _beginning(weak: ref[Runtime], use: Use) -> Callable[[Any], None]:
 
 # ---- what each event of the plan does
 
-WORKS = {EventKind.RELEASE, EventKind.DEFER, EventKind.SPILL}
-WAITS = frozenset(EventKind) - WORKS
+WAITS = frozenset(EventKind) - {EventKind.DEFER}  # what may wait for other ranks
 
 
 class Actions:

@@ -23,13 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from fullshard.engine._torch_compat import (
-    local_tensor,
-    no_guard,
-    plain,
-    set_versions,
-    will_execute,
-)
+from fullshard.engine._torch_compat import local_tensor, no_guard, plain, set_versions, will_execute
 from fullshard.engine.cuts import Cut
 from fullshard.engine.homes import DeviceHomes
 from fullshard.engine.parameter import PlacedParameter, ShardedGradient, ShardedParameter
@@ -292,6 +286,12 @@ class Group:
         full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
         return full
+
+    @property
+    def reduced(self) -> GradientShard:
+        """`grads` of a group that is trained."""
+        assert self.grads is not None
+        return self.grads
 
     @property
     def gathers(self) -> bool:

@@ -16,13 +16,7 @@ from fullshard.transport.base import Axes, Transport
 from fullshard.transport.c10d import C10dTransport
 from fullshard.transport.direct import DirectTransport
 from fullshard.transport.fake import FakeTransport
-from fullshard.transport.groups import (
-    first_tag,
-    own_group,
-    own_index,
-    processes,
-    tell_everyone,
-)
+from fullshard.transport.groups import first_tag, own_group, own_index, processes, tell_everyone
 from fullshard.transport.shared import Peers, SharedTransport
 
 
