@@ -42,7 +42,7 @@ from fullshard.checkpoint.read import remove, superfluous
 from fullshard.checkpoint.retain import tidy
 from fullshard.checkpoint.values import encode
 from fullshard.engine.agreement import agree, tell
-from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
+from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.owned import OwnedOptimizer
 from fullshard.engine.random_state import random_state
 from fullshard.engine.state import (
@@ -107,14 +107,16 @@ def save(
         CheckpointError: On every rank, if any cannot write; older checkpoints are untouched.
     """
     engine = engine_of(model)
-    refuse_other_axes(engine, "fs.save", "Save fs.full_state_dict(model).")
     agree(engine, SAVES.wait)
     agree(engine, lambda: _check_step(settings.step))
     stage = _as_it_is if settings.wait else STAGING.setdefault(model, _Staging()).copy
     states = agree(engine, lambda: _states_of(model, optimizer))
     if states is not None and isinstance(optimizer, OwnedOptimizer):
         states = replace(states, scalars=join_scalars(tell(engine, states.scalars)))
-    parts = agree(engine, lambda: _Parts.of(model, states, state, stage))
+    if states is not None:
+        states = replace(states, tensors=_as_ranges(engine, states.tensors))
+    held = _as_ranges(engine, agree(engine, lambda: model_tensors(model)))
+    parts = agree(engine, lambda: _Parts.of(model, held, states, state, stage))
     pieces, document = parts.joined(engine, settings.step)
     texts = {
         STATE: document,
@@ -124,6 +126,27 @@ def save(
     }
     documents = commit.Documents(settings.step, texts, tied_names(model))
     return write(ranks_of(engine), settings.target(folder), pieces, documents, settings)
+
+
+def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
+    """Ranges of whole tensors in place of parts that are none. A collective.
+
+    A part that another axis cut along a later dimension is a range of each row. The whole is
+    gathered, tensor by tensor, and each of its ranks takes an equal range.
+    """
+    members = {member.piece.name: member for member in engine.members}
+    found: list[Held] = []
+    for held in tensors:
+        if held.cut is not None:
+            member = members[held.names[0]]
+            whole = member.gather(held.local).reshape(-1)
+            unit, parts = member.group.unit, held.cut.num_parts
+            at, parts = unit.part * parts + held.cut.part, unit.plan.mesh.shard * parts
+            start, stop = whole.numel() * at // parts, whole.numel() * (at + 1) // parts
+            local = whole[start:stop].to("cpu", copy=True)
+            held = replace(held, start=start, stop=stop, local=local, cut=None)
+        found.append(held)
+    return found
 
 
 def ranks_of(engine: Engine) -> Ranks:
@@ -223,11 +246,12 @@ class _Parts:
     def of(
         cls,
         model: nn.Module,
+        tensors: list[Held],
         saved: OptimizerState | None,
         state: Mapping[str, Any],
         stage: Stage,
     ) -> _Parts:
-        pieces = [_piece(Kind.MODEL, held, stage) for held in model_tensors(model) if held.writes]
+        pieces = [_piece(Kind.MODEL, held, stage) for held in tensors if held.writes]
         values: dict[str, Any] = {EXTRA: extra_states(model), RANDOM: random_state()}
         kind = ""
         if saved is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from fullshard.engine._torch_compat import no_guard
+from fullshard.engine.cuts import Cut
 from fullshard.engine.engine import Engine, engine_of, refuse_other_axes
 from fullshard.engine.owned import OwnedOptimizer, holds_whole
 from fullshard.engine.parameter import Guarded, ShardedParameter
@@ -271,6 +272,8 @@ class Held:
         opaque: Whether it means something to this rank alone; its shape is its own then.
         whole: Whether it is a buffer, left out of sharding, or an owner's: no slice of a parameter,
             and `local` may be a copy of it.
+        cut: How other axes cut the parameter, if their cut is no range of its elements: `start` and
+            `stop` are elements of the local tensor then.
     """
 
     names: tuple[str, ...]
@@ -281,6 +284,7 @@ class Held:
     writes: bool = True
     opaque: bool = False
     whole: bool = False
+    cut: Cut | None = None
 
     @property
     def dtype(self) -> str:
@@ -318,17 +322,37 @@ def model_tensors(model: nn.Module) -> list[Held]:
     engine.check_params()
     held: list[Held] = []
     for member in engine.members:
-        piece, plan = member.piece, member.group.unit.plan
+        piece = member.piece
         if piece.name not in shown:
             raise EngineError(
                 f"{type(model).__name__}: expected {piece.name}, as it was called when it "
                 "was sharded; a wrapper shows it under another name. Give the model that "
                 "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
             )
-        local = member.local(member.group.master)
-        writes = plan.index % plan.mesh.replicate == plan.mesh.coordinates(engine.rank)[0]
-        held.append(Held((piece.name,), tuple(piece.shape), piece.start, piece.stop, local, writes))
+        local, cut = member.local(member.group.master), member.cut
+        first = 0 if cut is None else cut.first
+        held.append(
+            Held(
+                (piece.name,),
+                tuple(piece.shape) if cut is None else cut.shape,
+                piece.start + (first or 0),
+                piece.stop + (first or 0),
+                local,
+                writes=_writes(member, engine.rank),
+                cut=cut if first is None else None,
+            )
+        )
     return held + list(_others(model, engine))
+
+
+def _writes(member: Member, rank: int) -> bool:
+    """Whether this rank saves its elements: replicas take turns, the other axes do not."""
+    plan, cut = member.group.unit.plan, member.cut
+    mesh = plan.mesh
+    first = mesh.place(rank) // mesh.inner * mesh.inner  # this rank's place, first on other axes
+    first_rank = mesh.order[first] if mesh.order else first
+    is_first = rank == first_rank if cut is None else first_rank in cut.ranks and cut.copy == 0
+    return is_first and plan.index % mesh.replicate == mesh.coordinates(rank)[0]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -522,7 +546,13 @@ def _sort_in(
         shape = tuple(plain.shape)
         found.tensors.append(Held(names, shape, 0, flat.numel(), flat, of.writes, whole=True))
     elif sliced:
-        found.tensors.append(Held(names, of.shape, of.start, of.stop, flat, of.writes))
+        found.tensors.append(replace(of, names=names, local=flat, whole=False))
+    elif of.cut is not None:
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name}: expected one element for each of the parameter, "
+            f"which {of.cut.describe()} cuts along a later dimension; got "
+            f"{tuple(plain.shape)}. Use another optimizer beside tensor parallelism."
+        )
     else:
         shape = tuple(plain.shape)
         found.tensors.append(Held(names, shape, of.start, of.stop, flat, opaque=True))
