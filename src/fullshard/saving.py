@@ -56,6 +56,7 @@ from fullshard.engine.state import (
     optimizer_state,
     tied_names,
 )
+from fullshard.engine.unit import Member
 from fullshard.errors import (
     CheckpointError,
     FullshardError,
@@ -131,22 +132,33 @@ def save(
 def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
     """Ranges of whole tensors in place of parts that are none. A collective.
 
-    A part that another axis cut along a later dimension is a range of each row. The whole is
-    gathered, tensor by tensor, and each of its ranks takes an equal range.
+    A part that another axis cut along a later dimension is a range of each row. Each flat buffer
+    is gathered once per kind of state, and each rank keeps an equal range of the whole tensor.
     """
     members = {member.piece.name: member for member in engine.members}
-    found: list[Held] = []
+    found = [held for held in tensors if held.cut is None]
+    kinds: dict[Any, list[Held]] = {}
     for held in tensors:
         if held.cut is not None:
-            member = members[held.names[0]]
-            whole = member.gather(held.local).reshape(-1)
-            unit, parts = member.group.unit, held.cut.num_parts
-            at, parts = unit.part * parts + held.cut.part, unit.plan.mesh.shard * parts
-            start, stop = whole.numel() * at // parts, whole.numel() * (at + 1) // parts
-            local = whole[start:stop].to("cpu", copy=True)
-            held = replace(held, start=start, stop=stop, local=local, cut=None)
-        found.append(held)
+            key = members[held.names[0]].group, held.names[1:], held.local.dtype
+            kinds.setdefault(key, []).append(held)
+    for (group, _, dtype), cut in kinds.items():
+        part = torch.zeros(group.master.numel(), dtype=dtype)
+        for held in cut:
+            members[held.names[0]].local(part).copy_(held.local)
+        full, mesh = group.gather(part), group.unit.plan.mesh
+        found += [_range_of(held, members[held.names[0]], full, mesh.shard) for held in cut]
     return found
+
+
+def _range_of(held: Held, member: Member, full: torch.Tensor, shard: int) -> Held:
+    cut = member.cut
+    assert cut is not None
+    whole = cut.whole_of(member.view(full)).reshape(-1)
+    at, parts = member.group.unit.part * cut.num_parts + cut.part, shard * cut.num_parts
+    start, stop = (whole.numel() * part // parts for part in (at, at + 1))
+    local = whole[start:stop].to("cpu", copy=True)
+    return replace(held, start=start, stop=stop, local=local, cut=None)
 
 
 def ranks_of(engine: Engine) -> Ranks:

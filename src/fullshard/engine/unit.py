@@ -283,12 +283,16 @@ class Group:
             member.grad.record, member.grad.home = member.param.record, grads
             self.views.append(member.grad)
 
-    def gather(self) -> torch.Tensor:
-        """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
-        layout = self.plan.layout
+    def gather(self, part: torch.Tensor | None = None) -> torch.Tensor:
+        """(numel,): a whole flat buffer, newly allocated. A collective.
+
+        Args:
+            part: (part_numel,), this rank's part of the buffer; None: the master.
+        """
+        layout, part = self.plan.layout, self.master if part is None else part
         self.unit.meet(self.members[0].param, self.unit.plan.title)
-        full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)
-        full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
+        full = torch.empty(layout.numel, dtype=part.dtype, device=self.full.device)
+        full.chunk(layout.num_parts)[self.unit.part].copy_(part)
         self.unit.transport.fetch([full]).wait()
         return full
 
