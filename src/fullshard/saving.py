@@ -197,7 +197,7 @@ def _states_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Opt
 
 
 def _check_step(step: Any) -> None:
-    if step is not None and (not isinstance(step, int) or step < 0):
+    if step is not None and (type(step) is not int or step < 0):
         raise CheckpointError(
             f"fs.save: expected a step that is an integer >= 0, or None; got {step!r}."
         )

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from fullshard.config.files import flatten
 from fullshard.config.load import load_config
 from fullshard.config.values import Strategy, parse
-from fullshard.config.write import flatten
 from fullshard.errors import ConfigError, FullshardError
 from fullshard.observe.metrics import read_rows
 from fullshard.recipes.registry import Command

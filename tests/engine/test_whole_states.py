@@ -127,3 +127,22 @@ def test_states_of_another_model_or_optimizer_are_refused(ranks):
         assert "unknown: ['late']" in unknown
         assert "expected groups of [4, 1] parameters" in sizes
         assert "expected exp_avg of parameter 1 in the shape of the parameter" in shapes
+
+
+def strangers(folder: str) -> list[str]:
+    model, other = fs.shard(made(0)), fs.shard(made(1))
+    said = []
+    for call in (
+        lambda: fs.full_optimizer_state_dict(model, groups(other)),
+        lambda: fs.save(folder, model, step=True),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_an_optimizer_of_another_model_and_a_bool_as_step_are_refused(ranks, tmp_path):
+    for optimizer, step in ranks(2)(strangers, str(tmp_path)):
+        assert "expected parameters of the model" in optimizer
+        assert "expected a step that is an integer >= 0, or None; got True" in step

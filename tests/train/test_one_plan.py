@@ -155,6 +155,22 @@ def test_a_disk_without_room_for_the_checkpoints_is_found_first(monkeypatch, pla
     assert said("train", *words, "save_strategy=no", "--dry-run")[1] == 0
 
 
+def test_a_run_that_is_moved_aside_frees_no_disk(monkeypatch, place, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(place / "runs" / "train", folder)
+    (folder / "run.json").write_text('{"command": "train", "status": "failed"}')
+    with (folder / "model" / "large").open("wb") as file:
+        file.truncate(1 << 30)  # a sparse file: as large as all checkpoints, without their bytes
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 30, 0, 1 << 20))
+    words = ("data.path=text.txt", f"output_dir={folder}", "max_steps=5", "--dry-run")
+    found, code = said("train", *words, "--resume", "never")
+    assert code == 3
+    assert "of disk for" in found["error"]["message"]
+    resumed = said("train", *words, "--resume", "auto")
+    assert resumed[1] != 3, resumed
+
+
 def test_a_truncated_file_of_weights_is_found_by_a_dry_run(place, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(place / "runs" / "train" / "model", folder)

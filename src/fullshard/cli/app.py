@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import difflib
 import gc
 import importlib
 import logging
@@ -24,6 +23,7 @@ from typer.core import TyperGroup
 
 from fullshard.cli.outcome import JSON_HELP, Outcome, error_outcome, quiet_stdout, write_json
 from fullshard.cli.recipe import app_of
+from fullshard.config.values import did_you_mean
 from fullshard.errors import ConfigError, printable
 from fullshard.launch.exit_codes import ExitCode
 from fullshard.recipes.registry import Command
@@ -78,8 +78,7 @@ class _LazyGroup(TyperGroup):
         if cmd_name.startswith("-"):
             return None  # an unknown option: typer's own error names it
         if cmd_name not in COMMANDS:
-            close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "See `fullshard --help`."
+            hint = did_you_mean(cmd_name, COMMANDS) or "See `fullshard --help`."
             raise ConfigError(
                 f"command: expected one of {', '.join(COMMANDS)}; got {cmd_name!r}. {hint}"
             )

@@ -80,8 +80,7 @@ def load(
     Raises:
         ConfigError: a word, the file or a value in it cannot be used.
     """
-    from fullshard.config.load import load_config
-    from fullshard.config.overrides import overrides_from_args
+    from fullshard.config.load import load_config, overrides_from_args
 
     path, rest = split_config(words or (), config)
     overrides = overrides_from_args(rest)

@@ -48,14 +48,14 @@ def lint(
     The exit code is 2 if there are any.
     """
     from fullshard.config.dialects.rules import Status
-    from fullshard.config.lint import findings
+    from fullshard.config.supported import findings
     from fullshard.launch.exit_codes import ExitCode
 
     resolved = load(words, config, config_file, explaining=True)
     found = _not_yet(resolved)
     found += [
-        {"key": advice.key, "place": resolved.place_of(advice.key), "why": advice.why}
-        for advice in findings(resolved.config)
+        {"key": key, "place": resolved.place_of(key), "why": why}
+        for key, why in findings(resolved.config)
     ]
     for one in found:
         print(": ".join(part for part in (one["place"], one["key"], one["why"]) if part))
@@ -95,8 +95,11 @@ def schema(
         as_json: see `JSON_HELP`.
     """
     from fullshard.config import explain as explaining
+    from fullshard.config.dialects.translate import dialect_of
+    from fullshard.config.files import read_file
 
-    made = explaining.schema() if file is None else _schema_of(file)
+    dialect = None if file is None else dialect_of(read_file(file).values)
+    made = explaining.schema() if dialect is None else explaining.dialect_schema(dialect)
     text = json.dumps(made, indent=2) + "\n"
     if out is not None:
         try:
@@ -107,12 +110,3 @@ def schema(
     elif not as_json:
         print(text, end="")
     return Outcome(made)
-
-
-def _schema_of(file: Path) -> dict[str, object]:
-    from fullshard.config import explain as explaining
-    from fullshard.config.dialects.translate import dialect_of
-    from fullshard.config.files import read_file
-
-    dialect = dialect_of(str(key) for key in read_file(file).values)
-    return explaining.schema() if dialect is None else explaining.dialect_schema(dialect.name)

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,12 +27,9 @@ from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fullshard.config.load import Resolved
     from fullshard.config.schema import RunConfig
     from fullshard.outlook.devices import Device, Gpus
-    from fullshard.outlook.predict import Machine
     from fullshard.planner.mesh import Topology
-    from fullshard.run.outlook import View
 
 app = typer.Typer()
 
@@ -97,41 +93,29 @@ def plan(  # noqa: PLR0913  (one parameter an option)
     hardware, own = _hardware(gpus, devices)
     if out is not None:
         _check_out(out)
-    resolved = _resolved(words, config, config_file)
-    for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes}
-    for_xla = _is_for_xla(resolved.config, for_torch, exact=exact, topology=topology)
-    try:
-        world = _topology(resolved.config, hardware, nodes)
-        _say_planning(world)
-        fitted, machine = _fitted(resolved), _machine(world, hardware, own, nodes)
-        if for_xla:
-            from fullshard.cli.plan_report import plan_on_xla
-
-            return plan_on_xla(fitted, world, machine, exact=exact, topology=topology)
-        machine = _calibrated(machine, hardware, world, calibration)
-        view = _view(fitted, world, machine, optimizer_bytes)
-    except ConfigError as error:
-        raise placed(resolved, error) from error
-    return _show(fitted, view, hardware, out)
-
-
-def _resolved(words: Words, config: ConfigFlag, config_file: ConfigFileFlag) -> Resolved:
-    """The checked configuration, whose model exists."""
     from fullshard.run.paths import check_paths
 
     resolved = load(words, config, config_file, accept_model=True)
     resolved.check_supported(planning=True)
     check_paths(resolved, data=False)
-    return resolved
+    for_torch = {"--out": out, "--optimizer-bytes": optimizer_bytes}
+    for_xla = _is_for_xla(resolved.config, for_torch, exact=exact, topology=topology)
+    try:
+        world = _topology(resolved.config, hardware, nodes)
+        _say_planning(world)
+        from fullshard.cli import plan_report as report  # imports torch
+        from fullshard.run.outlook import machine_of, this_machine
 
-
-def _fitted(resolved: Resolved) -> RunConfig:
-    """The configuration with the sequence length of a run, after a check of the weights."""
-    from fullshard.models.build import check_weights, with_fitting_length
-
-    config = with_fitting_length(resolved).config
-    check_weights(config)
-    return config
+        fitted = report.fitted_config(resolved)
+        is_here = hardware is None and nodes is None
+        machine = this_machine(world.ranks_per_host) if is_here else machine_of(hardware, own)
+        if for_xla:
+            return report.plan_on_xla(fitted, world, machine, exact=exact, topology=topology)
+        machine = report.calibrated(machine, hardware, world, calibration)
+        view = report.view(fitted, world, machine, optimizer_bytes)
+    except ConfigError as error:
+        raise placed(resolved, error) from error
+    return report.show(fitted, view, hardware, out)
 
 
 def _predict_table(table: Path, out: Path) -> Outcome:
@@ -183,26 +167,6 @@ def _read_table(table: Path) -> tuple[list[str], list[dict[str, str]]]:
             f"gpus, strategy; got {', '.join(columns[:6]) or 'none'}. See docs/planner.md."
         )
     return columns, rows
-
-
-def _show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
-    """Print the plan, and write a page if --out is given."""
-    from fullshard.cli.plan_report import print_choice, print_plan, to_dict
-    from fullshard.launch.exit_codes import ExitCode
-    from fullshard.outlook.search import compare
-    from fullshard.run.outlook import leaves_something
-
-    study, lack = view.study(), view.lack()
-    print_plan(study, hardware, lack)
-    if leaves_something(config):
-        print_choice(study.outlook)
-    if out is not None:
-        from fullshard.observe.plan_page import write_plan_page
-
-        strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
-        print(f"Figures: {write_plan_page(study, strategies, out)}")
-    code = ExitCode.OK if lack is None else ExitCode.WILL_NOT_FIT
-    return Outcome(to_dict(study), code)
 
 
 def _check_out(out: Path) -> None:
@@ -257,37 +221,6 @@ def _hardware(gpus: str | None, devices: Path | None) -> tuple[Gpus | None, dict
     return parse_gpus(gpus, own=sizes) if gpus is not None else None, own
 
 
-def _calibrated(
-    machine: Machine, hardware: Gpus | None, world: Topology, given: Path | None
-) -> Machine:
-    """The machine with its measurements, if the plan is for this machine."""
-    from fullshard.config.environment import cache_folder
-    from fullshard.launch.machine import describe_machine
-    from fullshard.outlook.calibration import FILE_NAME, read_calibration
-
-    if hardware is not None or world.num_hosts > 1:
-        if given is not None:
-            raise ConfigError(
-                "--calibration: expected ranks of this machine alone, which it was measured on; "
-                "got --gpus or several machines. Leave one of the two out."
-            )
-        return machine
-    path = given or cache_folder() / FILE_NAME
-    if given is None and not path.is_file():
-        return machine
-    found = read_calibration(path)
-    if given is None and found.machine != describe_machine():
-        print(f"{path}: measured on another machine, and not used. Run fullshard bench calibrate.")
-        return machine
-    if found.of(world.world_size) is None:
-        known = ", ".join(map(str, found.hosts))
-        print(
-            f"{path}: has measurements of {known} ranks, not of {world.world_size}, so no time is "
-            f"forecast. Run fullshard bench calibrate --ranks {world.world_size}."
-        )
-    return replace(machine, calibration=found)
-
-
 def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> Topology:
     """The planned ranks: of --gpus and --nodes, else the configuration's."""
     from fullshard.launch.machine import configured_topology
@@ -300,32 +233,3 @@ def _topology(config: RunConfig, hardware: Gpus | None, nodes: int | None) -> To
     else:
         local = configured_topology(config.launch).local_world_size or 1
     return Topology(local * (nodes or 1), local)
-
-
-def _machine(
-    world: Topology, hardware: Gpus | None, own: Mapping[str, Device], nodes: int | None
-) -> Machine:
-    """The machine of a rank: the one of --gpus; this one without --gpus and --nodes."""
-    from fullshard.run.outlook import machine_of, this_machine
-
-    if hardware is None and nodes is None:
-        return this_machine(world.ranks_per_host)
-    return machine_of(hardware, own)
-
-
-def _view(
-    config: RunConfig, world: Topology, machine: Machine, optimizer_bytes: float | None
-) -> View:
-    """The run as the planner sees it.
-
-    Args:
-        config: the run's configuration.
-        world: the run's ranks.
-        machine: the machine of a rank.
-        optimizer_bytes: bytes per parameter of the user's own optimizer.
-    """
-    from fullshard.planner.optimizers import of_bytes
-    from fullshard.run.outlook import model_of, view_of
-
-    optimizer = None if optimizer_bytes is None else of_bytes(optimizer_bytes)
-    return view_of(config, model_of(config), world, machine, optimizer)

@@ -1,29 +1,121 @@
-"""What `fullshard plan` prints: tables for people, one object for programs, for each engine."""
+"""The forecast of `fullshard plan`, as tables and as one object, for both engines.
+
+`fullshard plan` imports this module, and torch with it, after it has checked the configuration.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.cli.outcome import Outcome, print_table
+from fullshard.config.environment import cache_folder
+from fullshard.config.load import Resolved
+from fullshard.config.schema import RunConfig
+from fullshard.errors import ConfigError
+from fullshard.launch.exit_codes import ExitCode
+from fullshard.launch.machine import describe_machine
+from fullshard.models.build import check_weights, model_config_of, with_fitting_length
+from fullshard.models.config import quiet_libraries
+from fullshard.outlook.calibration import FILE_NAME, read_calibration
+from fullshard.outlook.devices import Gpus
+from fullshard.outlook.memory import Fit, checkpoint_bytes, judge_fit
+from fullshard.outlook.predict import Machine, Outlook
+from fullshard.outlook.search import Study, compare
+from fullshard.planner.mesh import Topology
+from fullshard.planner.optimizers import of_bytes
+from fullshard.planner.text import human_bytes
+from fullshard.run.outlook import (
+    Lack,
+    View,
+    leaves_something,
+    model_of,
+    view_of,
+)
 
 if TYPE_CHECKING:
-    from fullshard.config.schema import RunConfig
-    from fullshard.outlook.devices import Gpus
-    from fullshard.outlook.memory import Fit
-    from fullshard.outlook.predict import Machine, Outlook
-    from fullshard.outlook.search import Study
-    from fullshard.planner.mesh import Topology
-    from fullshard.run.outlook import Lack
     from fullshard.run.xla_outlook import XlaOutlook
     from fullshard.xla.aot import Compiled
 
 
+def fitted_config(resolved: Resolved) -> RunConfig:
+    """The configuration with the sequence length of a run, after a check of the weights."""
+    config = with_fitting_length(resolved).config
+    check_weights(config)
+    return config
+
+
+def calibrated(
+    machine: Machine, hardware: Gpus | None, world: Topology, given: Path | None
+) -> Machine:
+    """The machine with its measurements, if the plan is for this machine.
+
+    Args:
+        machine: The machine of a rank.
+        hardware: The GPUs of --gpus.
+        world: The planned ranks.
+        given: The file of --calibration.
+
+    Raises:
+        ConfigError: A file is given for a plan of other machines.
+    """
+    if hardware is not None or world.num_hosts > 1:
+        if given is not None:
+            raise ConfigError(
+                "--calibration: expected ranks of this machine alone, which it was measured on; "
+                "got --gpus or several machines. Leave one of the two out."
+            )
+        return machine
+    path = given or cache_folder() / FILE_NAME
+    if given is None and not path.is_file():
+        return machine
+    found = read_calibration(path)
+    if given is None and found.machine != describe_machine():
+        print(f"{path}: measured on another machine, and not used. Run fullshard bench calibrate.")
+        return machine
+    if found.of(world.world_size) is None:
+        known = ", ".join(map(str, found.hosts))
+        print(
+            f"{path}: has measurements of {known} ranks, not of {world.world_size}, so no time is "
+            f"forecast. Run fullshard bench calibrate --ranks {world.world_size}."
+        )
+    return dataclasses.replace(machine, calibration=found)
+
+
+def view(
+    config: RunConfig, world: Topology, machine: Machine, optimizer_bytes: float | None
+) -> View:
+    """The plan of a run and its forecast.
+
+    Args:
+        config: The run's configuration.
+        world: The run's ranks.
+        machine: The machine of a rank.
+        optimizer_bytes: Bytes per parameter of the user's own optimizer.
+    """
+    optimizer = None if optimizer_bytes is None else of_bytes(optimizer_bytes)
+    return view_of(config, model_of(config), world, machine, optimizer)
+
+
+def show(config: RunConfig, view: View, hardware: Gpus | None, out: Path | None) -> Outcome:
+    """Print the plan, and write a page if --out is given."""
+    study, lack = view.study(), view.lack()
+    print_plan(study, hardware, lack)
+    if leaves_something(config):
+        print_choice(study.outlook)
+    if out is not None:
+        from fullshard.observe.plan_page import write_plan_page
+
+        strategies = compare(study.outlook, view.plan_of, hosts=view.topology.num_hosts)
+        print(f"Figures: {write_plan_page(study, strategies, out)}")
+    code = ExitCode.OK if lack is None else ExitCode.WILL_NOT_FIT
+    return Outcome(to_dict(study), code)
+
+
 def to_dict(study: Study) -> dict[str, Any]:
     """What --json prints."""
-    from fullshard.outlook.memory import checkpoint_bytes
-
     reserve = study.outlook.overhead()
     cached = sum(one.num_bytes for one in reserve if one.is_cached)
     outlook, made = study.outlook, study.outlook.plan
@@ -58,12 +150,8 @@ def to_dict(study: Study) -> dict[str, Any]:
             "digest": made.digest(),
             "units": [
                 {
-                    "name": unit.name,
-                    "kind": unit.kind,
-                    "role": unit.role,
-                    "numel": unit.numel,
-                    "padding": unit.padding,
-                    "trainable": unit.trainable,
+                    name: getattr(unit, name)
+                    for name in ("name", "kind", "role", "numel", "padding", "trainable")
                 }
                 for unit in made.units
             ],
@@ -73,9 +161,6 @@ def to_dict(study: Study) -> dict[str, Any]:
 
 def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
     """What people read."""
-    from fullshard.outlook.memory import Fit
-    from fullshard.planner.text import human_bytes
-
     outlook = study.outlook
     print(outlook.plan.tree().partition("\nmemory of a rank")[0])
     _print_memory(outlook)
@@ -105,8 +190,6 @@ def print_plan(study: Study, hardware: Gpus | None, lack: Lack | None) -> None:
 
 
 def _print_memory(outlook: Outlook) -> None:
-    from fullshard.planner.text import human_bytes
-
     totals = {place: size for place, size in outlook.peak_bytes.items() if size}
     rows = [(row.name, row.num_bytes, row.place) for row in outlook.rows]
     parts = [rows, [("together", size, place) for place, size in totals.items()]]
@@ -121,17 +204,12 @@ def _print_memory(outlook: Outlook) -> None:
 
 
 def _print_reserve(study: Study) -> None:
-    from fullshard.planner.text import human_bytes
-
     rows = [(one.name, human_bytes(one.num_bytes), one.why) for one in study.outlook.overhead()]
     if rows:
         print_table(("name", "", "why"), rows, "overhead (estimates)", numbers=("",))
 
 
 def _print_phases(study: Study) -> None:
-    from fullshard.outlook.memory import checkpoint_bytes
-    from fullshard.planner.text import human_bytes
-
     phases = study.outlook.phases(study.storage)
     places = [
         place for place in ("device", "host", "disk") if any(getattr(one, place) for one in phases)
@@ -181,10 +259,6 @@ def plan_on_xla(
     Raises:
         ConfigError: the decoder does not support this model, or the devices are not available.
     """
-    from fullshard.launch.exit_codes import ExitCode
-    from fullshard.models.build import model_config_of
-    from fullshard.models.config import quiet_libraries
-    from fullshard.outlook.memory import Fit, judge_fit
     from fullshard.run.xla_outlook import compiled_step, look
 
     quiet_libraries()
@@ -250,8 +324,6 @@ def _moved(collectives: Any) -> dict[str, dict[str, int]]:
 
 
 def _print_xla(outlook: XlaOutlook) -> None:
-    from fullshard.planner.text import human_bytes
-
     table = outlook.plan
     print(table.tree().partition("\na step's collectives")[0])
     print("memory of a device:")
@@ -265,8 +337,6 @@ def _print_xla(outlook: XlaOutlook) -> None:
 
 
 def _print_exact(outlook: XlaOutlook, exact: Compiled, target: str) -> None:
-    from fullshard.planner.text import human_bytes
-
     error = outlook.errors(exact)
     print(f"XLA's own figures, compiled for {target} in {exact.compile_s:.0f} s:")
     rows = [

@@ -6,20 +6,15 @@
     section      the base of every section: frozen, unknown keys are errors
     sharding     ShardConfig
     training     TrainingConfig, with the names of Hugging Face's TrainingArguments
-    recipes      the sections of single recipes
     names        names of Hugging Face's that are no field, or whose meaning is another key
-    schema       RunConfig, a whole file, and all sections by name
-    supported    values that an engine does not support yet
+    schema       RunConfig, a whole file, and its other sections
+    supported    values that an engine does not support yet, or that are known to be bad
     keys         dotted keys: their names in other tools, and the key that a bare name means
-    origins      the file and line of every value
-    overrides    `key=value` and `--name value` of a command line
     regular_files  regular files opened by name: no pipe can block, no device is endless
-    files        a file as values, and as keys with their lines
+    files        a file as a tree of values, and the origin (file and line) of every key
     dialects/    a table per tool: the meaning of its keys
-    load         files + command line -> Resolved (a RunConfig with its origins)
-    explain      Resolved -> the origin of every value, a note for every foreign key; JSON Schemas
-    lint         combinations of values that are known to be bad
-    write        Resolved -> YAML with origins as comments
+    load         files + command line (`key=value`, `--name value`) -> Resolved
+    explain      Resolved -> YAML with origins as comments, notes of foreign keys; JSON Schemas
     environment  the only reader of os.environ
     host_memory  the memory of this host or container
     defaults/    main_job.yaml: what `fullshard train` does without arguments

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections import UserDict
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -148,7 +149,7 @@ def read_launch_environment(
 
 def cache_folder(variables: Mapping[str, str] | None = None) -> Path:
     """Where caches of this user belong; `variables` instead of os.environ, for tests."""
-    home = _Variables(os.environ if variables is None else variables).text("XDG_CACHE_HOME")
+    home = (os.environ if variables is None else variables).get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fullshard"
 
 
@@ -172,25 +173,17 @@ def current_variables() -> dict[str, str]:
     return dict(os.environ)
 
 
-class _Variables:
-    """Typed reading of single variables; an empty variable counts as unset, except as text."""
-
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = variables
+class _Variables(UserDict[str, str]):
+    """Variables with typed readers, to which an empty variable is unset."""
 
     def has_any(self, *names: str) -> bool:
-        return any(self._variables.get(name) for name in names)
-
-    def text(self, name: str) -> str | None:
-        return self._variables.get(name)
+        return any(map(self.get, names))
 
     def path(self, name: str) -> Path | None:
-        value = self._variables.get(name)
-        return Path(value) if value else None
+        return Path(value) if (value := self.get(name)) else None
 
     def integer(self, name: str, *, at_least: int, below: int = 1 << 31) -> int | None:
-        value = self._variables.get(name)
-        if not value:
+        if not (value := self.get(name)):
             return None
         is_short = value.strip().isdecimal() and len(value) < 20
         if not is_short or not at_least <= int(value) < below:
@@ -199,8 +192,7 @@ class _Variables:
         return int(value)
 
     def number(self, name: str) -> float | None:
-        value = self._variables.get(name)
-        if not value:
+        if not (value := self.get(name)):
             return None
         try:
             return float(value)
@@ -217,7 +209,7 @@ class _Variables:
 def _read_torchrun(reader: _Variables) -> LaunchEnvironment:
     if reader.has_any(_TORCHRUN.local_rank, _TORCHRUN.local_world_size):
         return _launched(reader, _TORCHRUN)
-    address = reader.text("MASTER_ADDR") or ""
+    address = reader.get("MASTER_ADDR") or ""
     if address not in _LOOPBACK:
         _refuse(
             "LOCAL_RANK",
@@ -237,12 +229,12 @@ def _read_slurm(reader: _Variables) -> LaunchEnvironment | None:
         return None
     node = reader.integer("SLURM_NODEID", at_least=0) or 0
     per_node = _expand_counts(
-        reader.text("SLURM_STEP_TASKS_PER_NODE") or reader.text("SLURM_TASKS_PER_NODE") or ""
+        reader.get("SLURM_STEP_TASKS_PER_NODE") or reader.get("SLURM_TASKS_PER_NODE") or ""
     )
     local_rank = reader.needed(names.local_rank, at_least=0, because=names.rank)
     local = local_rank, per_node[node] if node < len(per_node) else world_size
-    nodes = reader.text("SLURM_STEP_NODELIST") or reader.text("SLURM_JOB_NODELIST") or ""
-    job, step = reader.text("SLURM_JOB_ID"), reader.text("SLURM_STEP_ID")
+    nodes = reader.get("SLURM_STEP_NODELIST") or reader.get("SLURM_JOB_NODELIST") or ""
+    job, step = reader.get("SLURM_JOB_ID"), reader.get("SLURM_STEP_ID")
     launch = _launched(reader, names, local, run_id=f"{job}.{step}" if job else None)
     return dataclasses.replace(launch, master_addr=launch.master_addr or _first_host(nodes))
 
@@ -269,12 +261,12 @@ def _launched(
     prefix = OURS if names is _OURS else ""
     attempt = reader.integer(names.attempt, at_least=0) if names.attempt else None
     found: dict[str, Any] = {
-        "master_addr": reader.text(prefix + "MASTER_ADDR") or None,
+        "master_addr": reader.get(prefix + "MASTER_ADDR") or None,
         "master_port": reader.integer(prefix + "MASTER_PORT", at_least=1, below=65536),
         "run_dir": reader.path(OURS + "RUN_DIR"),
         "timeout_s": reader.number(OURS + "TIMEOUT"),
         "config_file": reader.path(OURS + "CONFIG_FILE"),
-        "run_id": reader.text(names.run_id),
+        "run_id": reader.get(names.run_id),
         "attempt": attempt or 0,
     }
     return LaunchEnvironment(

@@ -1,18 +1,89 @@
-"""A resolved configuration as data that explains itself, and the schema of a file for editors."""
+"""A resolved configuration as YAML or as data that explains itself; schemas for editors."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any, cast
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
-from fullshard.config.dialects.translate import DIALECTS
-from fullshard.config.load import Resolved
+import yaml
+
+from fullshard.config.dialects.translate import Dialect
+from fullshard.config.files import Origin, OriginKind, flatten
 from fullshard.config.names import MOVED, NAMES
 from fullshard.config.problems import join_key
 from fullshard.config.schema import RunConfig
 
+if TYPE_CHECKING:
+    from fullshard.config.load import Resolved
+
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_COMMENT_COLUMN = 48
+_INDENT = 2
+
+# Text that stands for itself in every YAML: no quotes, no second meaning (checked below).
+_PLAIN = re.compile(r"(?:[A-Za-z_]|\.{0,2}/)[\w./-]*", re.ASCII)
+
+
+def write_yaml(
+    config: RunConfig, origins: Mapping[str, Origin], *, with_defaults: bool = True
+) -> str:
+    """The configuration as YAML with every origin as a comment: the text of a run's config.yaml.
+
+    Sections that nobody asked for and that have no defaults (teacher, sft ...) are left out.
+    """
+    values = {name: value for name, value in config.to_dict().items() if value is not None}
+    title = "# Every value of this run, and where it came from."
+    shown = set(flatten(values))
+    if not with_defaults:
+        left_out = {key for key in shown if origins[key].kind is OriginKind.DEFAULT}
+        shown -= left_out
+        title = f"# Values that were set, and where. --all adds {len(left_out)} defaults."
+    return "\n".join([title, *_lines(values, "", origins, shown)]) + "\n"
+
+
+def _lines(
+    values: Mapping[Any, Any], prefix: str, origins: Mapping[str, Origin], shown: Collection[str]
+) -> Iterator[str]:
+    indent = " " * (_INDENT * (prefix.count(".") + 1 if prefix else 0))
+    for name, value in values.items():
+        key = join_key(prefix, str(name))
+        if isinstance(value, dict) and value:
+            inner = list(_lines(cast("dict[Any, Any]", value), key, origins, shown))
+            yield from [f"{indent}{_flow(name)}:", *inner] if inner else ()
+        elif key in shown:
+            text = f"{indent}{_flow(name)}: {_flow(cast('object', value))}"
+            yield f"{text:<{_COMMENT_COLUMN}}  # {origins[key]}"
+
+
+def _flow(value: object) -> str:
+    """A value on one line, in the spelling that reads back as itself."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case float() if not math.isfinite(value):
+            return {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
+        case int() | float():
+            return repr(value)
+        case list():
+            members = cast("list[object]", value)
+            return "[" + ", ".join(_flow(member) for member in members) + "]"
+        case dict():
+            items = cast("dict[object, object]", value).items()
+            return "{" + ", ".join(f"{_flow(k)}: {_flow(v)}" for k, v in items) + "}"
+        case _:
+            return _text(str(value))
+
+
+def _text(text: str) -> str:
+    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
+        return text
+    quoted = yaml.safe_dump(text.replace("${", "\\${"), default_style='"', width=float("inf"))
+    return quoted.rstrip("\n")
 
 
 def explain(resolved: Resolved) -> dict[str, Any]:
@@ -63,12 +134,11 @@ def schema() -> dict[str, Any]:
     return {"$schema": _DRAFT, **made, "title": "A configuration of fullshard"}
 
 
-def dialect_schema(name: str) -> dict[str, Any]:
-    """The JSON Schema of another tool's file: its keys, and what they may hold beside ours."""
-    dialect = next(dialect for dialect in DIALECTS if dialect.name == name)
+def dialect_schema(dialect: Dialect) -> dict[str, Any]:
+    """The JSON Schema of another tool's file: its keys beside ours."""
     own = schema()
     properties = {**own["properties"], **_keys_of(dialect.table)}
-    return {**own, "title": f"A file of {name}", "properties": properties, "required": []}
+    return {**own, "title": f"A file of {dialect.name}", "properties": properties, "required": []}
 
 
 def _keys_of(table: Mapping[str, object]) -> dict[str, Any]:

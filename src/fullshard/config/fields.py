@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os.path
 from collections.abc import Iterable, Mapping
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, cast
 
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
-from fullshard.config.values import Choice, parse, words_of
+from fullshard.config.values import words_of
 
 
 class Rejected(ValueError):
@@ -199,21 +199,6 @@ def to_names(value: object) -> tuple[str, ...]:
     raise Rejected("a name or a list of names")
 
 
-class _Word:
-    """Metadata that reads an enum in any accepted spelling; editors offer our own words alone."""
-
-    def __get_pydantic_core_schema__(
-        self, source: type[Choice], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        def read(value: object) -> Choice:
-            return parse(source, value, "")
-
-        return core_schema.no_info_before_validator_function(read, handler(source))
-
-
-_ChoiceT = TypeVar("_ChoiceT", bound=Choice)
-
-Word = Annotated[_ChoiceT, _Word()]
 Flag = Annotated[bool, BeforeValidator(to_flag)]
 Text = Annotated[str, BeforeValidator(to_text)]
 Names = Annotated[tuple[str, ...], BeforeValidator(to_names)]

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,6 @@ from typing import Any, cast
 import yaml
 
 from fullshard.config.keys import FREE, PLAIN_KEYS, is_free
-from fullshard.config.origins import Entry, Origin, OriginKind
 from fullshard.config.problems import ConfigProblems, Problem, join_key
 from fullshard.config.regular_files import did_you_mean_path, read_regular
 from fullshard.errors import FullshardError
@@ -42,30 +42,77 @@ cast("Any", _Loader).add_implicit_resolver(
 )
 
 
+class OriginKind(StrEnum):
+    """What kind of place a value came from."""
+
+    FILE = "file"
+    COMMAND_LINE = "command line"
+    DEFAULT = "default"
+    DERIVED = "derived"  # from another key, which `written` names
+
+
 @dataclasses.dataclass(frozen=True)
-class File:
-    """What stands in a file.
+class Origin:
+    """Where one value came from.
 
     Args:
-        name: as messages name it.
-        folder: in which relative names of other files are looked for, after the working directory.
-        values: a tree.
-        entries: its keys with their lines.
-        is_ours: a job that ships with fullshard.
+        kind: the kind of place.
+        file: the file as the user named it, or None.
+        line: line of the key in that file, from 1, or None.
+        written: the key as it stands there, which may be another tool's name for it.
+    """
+
+    kind: OriginKind
+    file: str | None = None
+    line: int | None = None
+    written: str = ""
+
+    @property
+    def place(self) -> str:
+        """`train.yaml:12`, `command line`, or nothing for a default."""
+        if self.file:
+            return f"{self.file}:{self.line}"
+        return "" if self.kind is OriginKind.DEFAULT else str(OriginKind.COMMAND_LINE)
+
+    def __str__(self) -> str:
+        """`train.yaml:12`, `command line`, `default`, `from training.bf16 (train.yaml:12)`."""
+        if self.kind is OriginKind.DERIVED:
+            return f"from {self.written} ({self.place})"
+        return self.place or str(self.kind)
+
+
+DEFAULT = Origin(OriginKind.DEFAULT)
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """The contents of a file, or of the command line.
+
+    Args:
+        name: The file's name in messages.
+        folder: Where relative names of other files are looked up, after the working directory.
+        values: The tree of values.
+        origins: The place of each dotted key, in the order of the file.
+        is_ours: Whether the file is a job that ships with fullshard.
     """
 
     name: str
     folder: Path
     values: dict[str, Any]
-    entries: list[Entry]
+    origins: dict[str, Origin]
     is_ours: bool = False
 
-    def without(self, keys: Collection[str]) -> File:
-        """The file as if some of its keys did not stand there."""
+    def set(self, key: str, value: object, origin: Origin) -> None:
+        """Set a key and its origin."""
+        put(self.values, key, value)
+        self.origins[key] = origin
+
+    def remove(self, keys: Collection[str]) -> None:
+        """Remove keys and everything below them."""
         for key in keys:
             drop(self.values, key)
-        entries = [e for e in self.entries if not is_below(e.key, keys)]
-        return dataclasses.replace(self, entries=entries)
+        for key in [key for key in self.origins if is_below(key, keys)]:
+            del self.origins[key]
 
 
 # ---- values by dotted keys -----------------------------------------------------------------------
@@ -104,6 +151,18 @@ def drop(values: dict[str, Any], key: str) -> None:
     section = find(values, holder) if holder else values
     if isinstance(section, dict):
         cast("dict[str, Any]", section).pop(name, None)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, for every value that is no mapping (an empty mapping is a value)."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = join_key(prefix, str(name))
+        if isinstance(value, dict) and value:
+            flat |= flatten(cast("dict[str, Any]", value), key)
+        else:
+            flat[key] = value
+    return flat
 
 
 def interpolated(
@@ -162,14 +221,14 @@ def parse_text(text: str, name: str, folder: Path = Path()) -> File:
         try:
             if misread := list(_misread(root, "", name)):
                 raise ConfigProblems(misread)
-            entries = list(_entries(root, "", name))
+            origins = dict(_origins(root, "", name))
         except RecursionError:
             raise _no_mapping("one that contains itself through an alias", name) from None
         try:
             values: Any = cast("Any", loader).construct_document(root)
         except yaml.MarkedYAMLError as error:  # its meaning is nothing to us: a Python object
             raise ConfigProblems([_syntax_problem(error, name)]) from None
-    return File(name, folder, text_keys(values), entries)
+    return File(name, folder, text_keys(values), origins)
 
 
 def text_keys(values: Mapping[object, object], prefix: str = "") -> dict[str, Any]:
@@ -302,13 +361,12 @@ def _added_by_aliases(root: yaml.Node) -> int:
     return size(root) - len(sizes)
 
 
-def _entries(mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[Entry]:
+def _origins(mapping: yaml.MappingNode, prefix: str, file: str) -> Iterator[tuple[str, Origin]]:
     for name, node, value in _items(mapping):
         key = join_key(prefix, name)
-        origin = Origin(OriginKind.FILE, file, _line(node), key)
-        yield Entry(key, origin)
+        yield key, Origin(OriginKind.FILE, file, _line(node), key)
         if isinstance(value, yaml.MappingNode):
-            yield from _entries(value, key, file)
+            yield from _origins(value, key, file)
 
 
 def _items(mapping: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:

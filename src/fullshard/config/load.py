@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,29 +22,99 @@ from fullshard.config.dialects.translate import (
     leaves,
 )
 from fullshard.config.environment import LaunchEnvironment
+from fullshard.config.explain import write_yaml
 from fullshard.config.files import (
+    DEFAULT,
     File,
+    Origin,
+    OriginKind,
     drop,
     find,
+    flatten,
     interpolated,
     is_below,
+    parse_value,
     put,
     read_file,
     read_job,
     readable,
 )
-from fullshard.config.keys import PLAIN_KEYS, at_home, canonical, derived_from, rivals_of
-from fullshard.config.origins import Entry, Index, Origin, OriginKind
-from fullshard.config.overrides import Override, parse_overrides
+from fullshard.config.keys import (
+    PLAIN_KEYS,
+    at_home,
+    canonical,
+    derived_from,
+    resolve,
+    rivals_of,
+    training_or_bare,
+)
 from fullshard.config.problems import ConfigProblems, Problem
 from fullshard.config.schema import RunConfig
 from fullshard.config.supported import check_supported
-from fullshard.config.write import flatten, write_yaml
 from fullshard.errors import FullshardError
 
 _NO_MODEL = {"name_or_path": None, "config": None, "trust_remote_code": False}
 
 ErrorT = TypeVar("ErrorT", bound=FullshardError)
+
+
+class Index:
+    """Finds the origin of a key under any of its names."""
+
+    def __init__(self, written: Mapping[str, Origin], source: str) -> None:
+        """Index the keys of a configuration.
+
+        Args:
+            written: The origin of each key that was written, with the command line's keys last.
+            source: The file's name, which is the place of problems of the file as a whole.
+        """
+        self._written = written
+        self._canonical = {canonical(key): origin for key, origin in written.items()}
+        self._source = source
+
+    def origin_of(self, key: str, *, is_default: bool, sources: Iterable[str] = ()) -> Origin:
+        """Of a value of the resolved configuration.
+
+        Args:
+            key: dotted, under our name.
+            is_default: the value equals its default, so that nothing has to explain it.
+            sources: keys that decide it where it was not written itself.
+        """
+        found = self._canonical.get(key)
+        if found is not None:
+            return found
+        if is_default:
+            return DEFAULT
+        for source in sources:
+            if source in self._canonical:
+                return dataclasses.replace(self._canonical[source], kind=OriginKind.DERIVED)
+        for parent in _parents(key):
+            if parent in self._canonical:  # `model: FOLDER` is model.name_or_path
+                return self._canonical[parent]
+        return DEFAULT
+
+    def locate(self, problem: Problem) -> Problem:
+        """The problem with its place, under the key that stands there."""
+        if problem.place:
+            return problem
+        key = problem.key
+        own = (self._written.get(key), *map(self._canonical.get, (key, *derived_from(key))))
+        for origin in own:
+            if origin is not None:
+                return dataclasses.replace(problem, key=origin.written, place=origin.place)
+        around = [name for name in self._written if name.startswith(f"{key}.")]
+        for name in (*_parents(key), *around):
+            origin = self._written.get(name) or self._canonical.get(name)
+            if origin is not None:
+                return dataclasses.replace(problem, place=origin.place)
+        return dataclasses.replace(problem, place=self._source)
+
+
+def _parents(key: str) -> Iterator[str]:
+    """`a.b`, `a` of `a.b.c`."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,17 +230,20 @@ def _load(
     layers: list[Translation] = []
     try:
         files += [path if isinstance(path, File) else read_file(path) for path in paths]
-        present = [canonical(entry.key) for file in files for entry in file.entries]
-        given, problems = parse_overrides(overrides, present)
-        layers = [Translation(file.without(_replaced_names(given))) for file in files]
-        layers.append(_command_line(given))
+        present = [canonical(key) for file in files for key in file.origins]
+        command_line, problems = _command_line(overrides, present)
+        replaced = _replaced_names(command_line.origins)
+        for file in files:
+            file.remove(replaced)
+        files.append(command_line)
+        layers += map(Translation, files)
         _check_engines(layers)
-        problems += _contradictions(layers)
-        entries, merged = _merge(layers)
+        problems += _contradictions(files)
+        origins, merged = _merge(files)
     except ConfigProblems as error:  # `${nowhere}`, `???`: where it stands is not said yet
-        written = [entry for one in (*files, *layers) for entry in one.entries]
+        written = {key: origin for file in files for key, origin in file.origins.items()}
         raise error.map(Index(written, name).locate) from None
-    index = Index(entries, name)
+    index = Index(origins, name)
     names = ("model", "student", "teacher")  # a student's other name; it may begin as its teacher
     is_without_model = not needs_model and all(merged.get(name) is None for name in names)
     if is_without_model:
@@ -185,26 +258,71 @@ def _load(
         raise ConfigProblems(problems)
     notes = [_judge(note, index) for layer in layers for note in layer.notes]
     dialects = tuple(layer.dialect or "fullshard" for layer in layers[:-1])
-    origins = _origins(config, index)
-    job = name if files[-1].is_ours else ""
-    return Resolved(config, origins, index, tuple(notes), dialects, is_without_model, job)
+    job = name if files[-2].is_ours else ""
+    values_from = _origins(config, index)
+    return Resolved(config, values_from, index, tuple(notes), dialects, is_without_model, job)
 
 
-def _replaced_names(given: Sequence[Override]) -> list[str]:
-    """What the command line says under the Trainer's own name, and a flat file without prefix."""
-    keys = [o.key for o in given if o.key.partition(".")[2].partition(".")[0] in TRAINING]
+def _replaced_names(given: Iterable[str]) -> list[str]:
+    """Trainer keys of the command line, which a flat file has without the prefix."""
+    keys = [key for key in given if key.partition(".")[2].partition(".")[0] in TRAINING]
     return [*keys, *(key.removeprefix("training.") for key in keys)]
 
 
-def _command_line(given: Sequence[Override]) -> Translation:
-    """The command line as one more file, of which keys of the Trainer's are translated."""
-    values: dict[str, Any] = {}
-    entries: dict[str, Entry] = {}
-    for override in given:
-        put(values, override.key, override.value)
-        origin = Origin(OriginKind.COMMAND_LINE, written=override.written)
-        entries[override.key] = Entry(override.key, origin)
-    return Translation(File("command line", Path(), values, list(entries.values())))
+def overrides_from_args(args: Sequence[str]) -> list[str]:
+    """Left-over command line arguments as `key=value` texts.
+
+    `--max_steps 5`, `--max_steps=5` and `--max-steps 5` are `training.max_steps=5`; a flag with
+    nothing behind it (`--bf16`) is true; `key=value` stays.
+    """
+    overrides: list[str] = []
+    waiting: str | None = None
+    for arg in args:
+        is_flag = arg.startswith("--") and len(arg) > len("--")
+        if waiting is not None:
+            overrides.append(f"{waiting}={'true' if is_flag else arg}")
+            waiting = None
+            if not is_flag:
+                continue
+        if not is_flag:
+            overrides.append(arg)
+            continue
+        name, has_value, value = arg.removeprefix("--").partition("=")
+        key = training_or_bare(name)
+        if has_value:
+            overrides.append(f"{key}={value}")
+        else:
+            waiting = key
+    return [*overrides, f"{waiting}=true"] if waiting is not None else overrides
+
+
+def _command_line(texts: Sequence[str], present: Sequence[str]) -> tuple[File, list[Problem]]:
+    """The command line as one more file.
+
+    Args:
+        texts: `key=value`, as typed.
+        present: The dotted keys of the files.
+
+    Returns:
+        The file, and a problem for every text that is not `key=value`, or whose key is unknown or
+        ambiguous.
+    """
+    file = File("command line", Path(), {}, {})
+    problems: list[Problem] = []
+    for text in texts:
+        written, has_value, value = text.partition("=")
+        if not has_value or not all(written.strip().split(".")):
+            advice = "One configuration file comes first, then its overrides"
+            problems.append(Problem("", "key=value", repr(text), advice, place="command line"))
+            continue
+        origin = Origin(OriginKind.COMMAND_LINE, written=written.strip())
+        try:
+            key = canonical(resolve(written, present))
+            # YAML would read an empty text as null.
+            file.set(key, parse_value(value, key) if value.strip() else value, origin)
+        except ConfigProblems as error:
+            problems += error.problems
+    return file, problems
 
 
 def _check_engines(layers: Sequence[Translation]) -> None:
@@ -225,52 +343,53 @@ def _check_engines(layers: Sequence[Translation]) -> None:
     raise ConfigProblems([problem])
 
 
-def _contradictions(layers: Sequence[Translation]) -> list[Problem]:
+def _contradictions(files: Sequence[File]) -> list[Problem]:
     """What a file that the command line names (`--deepspeed ds.json`) and another file say.
 
     Neither was typed, so neither wins, as in Hugging Face's Trainer.
     """
-    *files, last = layers
-    before = {canonical(e.key): (file, e) for file in files for e in leaves(file.entries)}
+    *before, last = files
+    said = {
+        canonical(key): (find(file.values, key), origin)
+        for file in before
+        for key, origin in leaves(file.origins).items()
+    }
     problems: list[Problem] = []
-    for entry in last.entries:
-        file, other = before.get(canonical(entry.key), (last, entry))
-        value, said = find(last.values, entry.key), find(file.values, other.key)
-        if entry.origin.file and not agree(entry.key, value, said):
-            both = (value, entry.origin), (said, other.origin)
-            problems.append(contradiction(entry.key, *both))
+    for key, origin in last.origins.items():
+        value = find(last.values, key)
+        other = said.get(canonical(key), (value, origin))
+        if origin.file and not agree(key, value, other[0]):
+            problems.append(contradiction(key, (value, origin), other))
     return problems
 
 
-def _merge(layers: Sequence[Translation]) -> tuple[list[Entry], dict[str, Any]]:
-    """One list of keys and one mapping, in which later layers replace what earlier ones say."""
-    first, *later = layers
-    merged, entries = first.values, first.entries
-    for layer in later:
+def _merge(files: Sequence[File]) -> tuple[dict[str, Origin], dict[str, Any]]:
+    """The origins and the values of all files, in which later files replace earlier ones."""
+    first, *later = files
+    merged, origins = first.values, first.origins
+    for file in later:
         # `sharding={...}` of the command line replaces a section, one of a file does not.
-        given = layer.entries if layer is layers[-1] else leaves(layer.entries)
-        updates = {canonical(entry.key): entry for entry in given}
+        given = file.origins if file is files[-1] else leaves(file.origins)
+        updates = {canonical(key): (find(file.values, key), given[key]) for key in given}
         replaced = {key for name in updates for key in (name, *rivals_of(name))}
         # What is left to be chosen says nothing that another key could contradict.
-        said = {name: find(layer.values, entry.key) for name, entry in updates.items()}
         replaced -= {
             rival
-            for name in updates
+            for name, (value, _) in updates.items()
             for rival in rivals_of(name)
-            if rival not in updates and (is_auto(said[name]) or is_auto(find(merged, rival)))
+            if rival not in updates and (is_auto(value) or is_auto(find(merged, rival)))
         }
-        gone = [entry for entry in entries if is_below(_full_key(entry.key, merged), replaced)]
-        entries = [entry for entry in entries if entry not in gone]
-        for entry in gone:
-            if entry.key not in updates:  # an update keeps the key's place
-                drop(merged, entry.key)
-        for key, entry in updates.items():
-            value = find(layer.values, entry.key)
+        gone = [key for key in origins if is_below(_full_key(key, merged), replaced)]
+        for key in gone:
+            del origins[key]
+            if key not in updates:  # an update keeps the key's place
+                drop(merged, key)
+        for key, (value, origin) in updates.items():
             if value is None and key in RunConfig.field_names():
                 continue  # `training:` with nothing below it
             put(merged, key, value)
-            entries.append(dataclasses.replace(entry, key=key))
-    return entries, interpolated(merged)
+            origins[key] = origin
+    return origins, interpolated(merged)
 
 
 def _full_key(key: str, values: Mapping[str, Any]) -> str:

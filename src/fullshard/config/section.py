@@ -33,26 +33,28 @@ class Section(BaseModel):
     def __init__(self, /, **values: Any) -> None:
         """Read and check the values; raise ConfigError with all that is wrong."""
         prepared, problems = self.prepare(values)
+        others = {key: prepared.pop(key) for key in prepared.keys() - type(self).model_fields}
         try:
             super().__init__(**prepared)
         except ValidationError as error:
-            problems += _problems(type(self), error)
+            for details in error.errors(include_url=False):
+                problems += _translate(type(self), details)
+        found = (self.unknown(key, others[key]) for key in values if key in others)
+        problems += [problem for problem in found if problem is not None]
         if problems:
             raise ConfigProblems(problems)
 
     @classmethod
     def prepare(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        """Other tools' names become ours, and what changes nothing is dropped.
+        """Replace other tools' names by ours.
 
         Returns:
-            The values under our names, and what was found wrong on the way.
+            The values under our names, and the problems that were found.
         """
         prepared: dict[str, Any] = {}
         problems: list[Problem] = []
         for key, value in values.items():
             name = cls.ALIASES.get(key, key)
-            if cls.without_effect(key, value):
-                continue
             if name != key and name in values and values[name] != value:
                 problems.append(_disagreement(key, value, name, values[name]))
             prepared.setdefault(name, value)
@@ -99,14 +101,11 @@ class Section(BaseModel):
         return [*cls.field_names(), *cls.ALIASES]
 
     @classmethod
-    def without_effect(cls, key: str, value: Any) -> bool:
-        """True for a key that the section lacks and whose value changes nothing."""
-        del key, value
-        return False
+    def unknown(cls, key: str, value: Any) -> Problem | None:
+        """The problem of a key that the section lacks, which names the nearest key that it has.
 
-    @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem:
-        """The problem of a key that the section lacks, with the nearest that it has."""
+        None: the value of the key changes nothing.
+        """
         del value
         advice = did_you_mean(key, cls.known_names())
         if not advice and len(cls.field_names()) <= _SHORT_LIST:
@@ -123,16 +122,8 @@ def _disagreement(alias: str, value: object, name: str, other: object) -> Proble
     )
 
 
-def _problems(section: type[Section], error: ValidationError) -> list[Problem]:
-    """pydantic's errors, in our words, in the order of the input."""
-    return [
-        problem
-        for details in error.errors(include_url=False)
-        for problem in _translate(section, details)
-    ]
-
-
 def _translate(section: type[Section], details: ErrorDetails) -> list[Problem]:
+    """The problems of one of pydantic's errors, in our words."""
     key = join_key(*(str(part) for part in details["loc"]))
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, ConfigProblems):
@@ -140,8 +131,6 @@ def _translate(section: type[Section], details: ErrorDetails) -> list[Problem]:
     got = show(details["input"])
     if isinstance(cause, Rejected):
         return [Problem(key, cause.expected, got, cause.advice)]
-    if details["type"] == "extra_forbidden":
-        return [section.unknown(key, details["input"])]
     if details["type"] == "missing":
         advice = section.model_fields[key].description or "This key has no default"
         return [Problem(key, "", "missing", advice)]

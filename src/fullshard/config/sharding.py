@@ -20,7 +20,6 @@ from fullshard.config.fields import (
     Names,
     Rejected,
     Text,
-    Word,
     to_names,
     to_number,
 )
@@ -57,13 +56,13 @@ class Offload(Section):
         "optim": "optimizer",
     }
 
-    parameters: Word[Home] | None = None
+    parameters: Home | None = None
     """Master parameters. cpu: copied to the device before every gather. nvme: read unit by unit."""
 
-    gradients: Word[Home] | None = None
+    gradients: Home | None = None
     """Reduced gradients, copied to the host or to nvme after every reduction."""
 
-    optimizer: Word[Home] | None = None
+    optimizer: Home | None = None
     """Optimizer state; the optimizer then runs on the host. With nvme, states made by
     `torch.zeros_like(parameter)`, such as AdamW's, are on nvme, others on the host."""
 
@@ -173,10 +172,6 @@ def _read_offload(value: object) -> object:
     return Offload(parameters=home, gradients=home, optimizer=home)
 
 
-def _read_recompute(value: object) -> Recompute:
-    return parse_recompute(value, "")
-
-
 PrefetchDepth = Annotated[Depth, BeforeValidator(_read_depth)]
 
 _WRAP_SCHEMA = {
@@ -190,7 +185,7 @@ _WRAP_SCHEMA = {
 class ShardConfig(Section):
     """How a model is sharded: which rank keeps what, dtypes, communication."""
 
-    strategy: Word[Strategy] = Strategy.FULL_SHARD
+    strategy: Strategy = Strategy.FULL_SHARD
     """full_shard (ZeRO-3) | shard_grad_op (ZeRO-2) | no_shard (DDP) | hybrid_shard |
     hybrid_shard_zero2 | auto (the planner chooses, where a batch is known)."""
 
@@ -230,25 +225,25 @@ class ShardConfig(Section):
     fp32_modules: Names = ()
     """Module names (globs) that compute in float32 whatever param_dtype is."""
 
-    master_dtype: Word[DType] | None = None
+    master_dtype: DType | None = None
     """Dtype at rest and of the optimizer's step. None: float64 stays float64, all else float32."""
 
-    param_dtype: Word[DType] | None = None
+    param_dtype: DType | None = None
     """Dtype in which units are gathered and compute. None: the master's."""
 
-    reduce_dtype: Word[DType] | None = None
+    reduce_dtype: DType | None = None
     """Dtype of gradient reductions. None: float32 (float64 for float64 masters)."""
 
-    buffer_dtype: Word[DType] | None = None
+    buffer_dtype: DType | None = None
     """Dtype of floating point buffers. None: untouched."""
 
-    output_dtype: Word[DType] | None = None
+    output_dtype: DType | None = None
     """Dtype of the model's outputs. None: untouched."""
 
-    grad_reduction: Word[GradReduction] = GradReduction.MEAN
+    grad_reduction: GradReduction = GradReduction.MEAN
     """mean | sum of the ranks' gradients."""
 
-    reduction: Word[Reduction] = Reduction.NATIVE
+    reduction: Reduction = Reduction.NATIVE
     """native | ordered: sums in rank order, bit-identical to the other transports, and slower."""
 
     forward_prefetch: PrefetchDepth = 1
@@ -262,18 +257,18 @@ class ShardConfig(Section):
 
     activation_checkpointing: Annotated[
         Recompute,
-        PlainValidator(_read_recompute),
+        PlainValidator(parse_recompute),
         PlainSerializer(str),
         WithJsonSchema({"type": "string", "pattern": "^(none|block|selective|offload|every_.+)$"}),
     ] = Recompute(RecomputeKind.NONE)
     """none | block | selective | every_2, every_3 ... | offload: activations that are dropped in
     forward and computed again in backward."""
 
-    grad_sync: Word[GradSync] = GradSync.EVERY_MICRO_BATCH
+    grad_sync: GradSync = GradSync.EVERY_MICRO_BATCH
     """every_micro_batch (least memory) | last_micro_batch (least traffic; unsharded gradients stay
     in memory) | last_micro_batch_outer (only the replicate axis waits)."""
 
-    transport: Word[Transport] = Transport.AUTO
+    transport: Transport = Transport.AUTO
     """auto | c10d | direct | shared | fake: what moves the bytes."""
 
     poison: Flag = False

@@ -18,7 +18,6 @@ from fullshard.config.fields import (
     Rejected,
     Share,
     Text,
-    Word,
     to_names,
     to_number,
 )
@@ -162,7 +161,7 @@ class TrainingConfig(Section):
     max_grad_norm: Rate = 1.0
     """Global gradient norm above which gradients are scaled down. 0: never."""
 
-    lr_scheduler_type: Word[LrSchedule] = LrSchedule.LINEAR
+    lr_scheduler_type: LrSchedule = LrSchedule.LINEAR
     """linear | cosine | constant | constant_with_warmup."""
 
     warmup_steps: Warmup = 0
@@ -176,7 +175,7 @@ class TrainingConfig(Section):
     """Steps between two printed lines; below 1 a share of all steps. metrics.jsonl has every
     step."""
 
-    eval_strategy: Word[IntervalStrategy] | None = None
+    eval_strategy: IntervalStrategy | None = None
     """no | steps | epoch (alias evaluation_strategy). None: steps if eval_steps is given, else
     no."""
 
@@ -189,7 +188,7 @@ class TrainingConfig(Section):
     early_stopping_threshold: Rate = 0.0
     """Nats by which a held-out loss must be below the best one to count as better."""
 
-    save_strategy: Word[IntervalStrategy] | None = None
+    save_strategy: IntervalStrategy | None = None
     """no | steps | epoch; the last step is always saved, unless no. None: steps."""
 
     save_steps: Steps | None = None
@@ -210,7 +209,7 @@ class TrainingConfig(Section):
     fp16: Flag | None = None
     """true: sharding.param_dtype is float16, and the loss is scaled. None: sharding decides."""
 
-    matmul_precision: Word[MatmulPrecision] | None = None
+    matmul_precision: MatmulPrecision | None = None
     """highest | high | medium: precision of float32 matrix products on every rank
     (torch.set_float32_matmul_precision; high is TF32 on NVIDIA GPUs). None: torch's own setting."""
 
@@ -220,7 +219,7 @@ class TrainingConfig(Section):
     gradient_checkpointing: Flag | None = None
     """true: sharding.activation_checkpointing is block. None: sharding decides."""
 
-    optim: Word[Optimizer] = Optimizer.ADAMW_TORCH_FUSED
+    optim: Optimizer = Optimizer.ADAMW_TORCH_FUSED
     """adamw_torch_fused | adamw_torch | sgd update shards; muon (matrices of blocks; AdamW for the
     rest) | adafactor | adamw_bnb_8bit (alias adamw_8bit; needs bitsandbytes) update whole tensors,
     each on one rank."""
@@ -299,25 +298,17 @@ class TrainingConfig(Section):
         return IntervalStrategy.STEPS if self.save_strategy is None else self.save_strategy
 
     @classmethod
-    def without_effect(cls, key: str, value: Any) -> bool:
-        """True for a name of Hugging Face's whose value changes nothing here."""
-        return key in NAMES and _refusal(key, value) is None
-
-    @classmethod
-    def unknown(cls, key: str, value: Any) -> Problem:
-        """`not yet` for Hugging Face's names, did-you-mean for all others."""
-        return (key in NAMES and _refusal(key, value)) or super().unknown(key, value)
+    def unknown(cls, key: str, value: Any) -> Problem | None:
+        """The problem of a value of a Hugging Face name that is not supported yet."""
+        if key not in NAMES:
+            return super().unknown(key, value)
+        try:
+            NAMES[key](value, {})
+        except ConfigProblems as error:
+            return error.problems[0].below(key)
+        return None
 
     @classmethod
     def known_names(cls) -> list[str]:
         """Names for did-you-mean: a misspelt name may be one that is not supported yet."""
         return [*super().known_names(), *NAMES]
-
-
-def _refusal(name: str, value: object) -> Problem | None:
-    """The problem of a value that is not supported yet."""
-    try:
-        NAMES[name](value, {})
-    except ConfigProblems as error:
-        return error.problems[0].below(name)
-    return None

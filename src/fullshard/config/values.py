@@ -10,13 +10,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from fullshard.config.problems import ConfigProblems, Problem, show
 
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
 
 class Choice(StrEnum):
-    """An enum whose members also list the spellings that other tools have for them."""
+    """An enum whose members also list the spellings that other tools have for them.
+
+    A field of this type accepts every spelling; its JSON Schema offers our own words alone.
+    """
 
     spellings: tuple[str, ...]
 
@@ -25,6 +32,20 @@ class Choice(StrEnum):
         member = str.__new__(cls, word)
         member._value_, member.spellings = word, tuple(spellings.split())
         return member
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Read a field of this type as `parse` does."""
+        from pydantic_core import (
+            core_schema,
+        )  # not at the top: `fullshard --help` imports this file
+
+        def read(value: object) -> Self:
+            return parse(cls, value, "")
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
 
 
 class Strategy(Choice):
@@ -256,8 +277,8 @@ def parse(enum_cls: type[ChoiceT], value: object, key: str) -> ChoiceT:
     raise ConfigProblems([Problem(key, expected, show(value), hint)])
 
 
-def parse_recompute(value: object, key: str) -> Recompute:
-    """`none | block | selective | offload | every_2 | every_3 ...`, or a flag, as data."""
+def parse_recompute(value: object) -> Recompute:
+    """Read `none | block | selective | offload | every_2 | every_3 ...`, or a flag."""
     if isinstance(value, Recompute):
         return value
     table = spellings(RecomputeKind)
@@ -269,7 +290,7 @@ def parse_recompute(value: object, key: str) -> Recompute:
             return Recompute(table[word])
     hint = did_you_mean(value, [*RecomputeKind, "every_2", "every_3"])
     expected = "one of none, block, selective, offload, every_2 (every_3 and so on)"
-    raise ConfigProblems([Problem(key, expected, show(value), hint)])
+    raise ConfigProblems([Problem("", expected, show(value), hint)])
 
 
 def spellings(enum_cls: type[ChoiceT]) -> dict[str, ChoiceT]:

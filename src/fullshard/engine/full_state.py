@@ -16,7 +16,7 @@ from fullshard.engine.engine import Engine, engine_of
 from fullshard.engine.optimizers import WATCHED, cut_state
 from fullshard.engine.owned import holds_whole
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.state import tied_names
+from fullshard.engine.state import param_names, tied_names
 from fullshard.errors import CheckpointError, EngineError
 from fullshard.transport.groups import copy_from_first
 
@@ -28,6 +28,7 @@ def full_optimizer_state_dict(
 ) -> States:
     """The `state_dict()` that the optimizer would have in one process, on the CPU. A collective."""
     engine = engine_of(model)
+    agree(engine, lambda: param_names(model, optimizer))
     return whole_states(model, agree(engine, optimizer.state_dict), rank0_only=rank0_only)
 
 
@@ -90,8 +91,7 @@ def load_full_state(
 
 def _of_first(engine: Engine, tree: Any) -> Any:
     """Rank 0's states on every rank, with meta tensors in place of values."""
-    own = _without_values(tree) if engine.rank == 0 else None
-    return tell(engine, own)[0]
+    return tell(engine, _without_values(tree) if engine.rank == 0 else None)[0]
 
 
 def _without_values(tree: Any) -> Any:

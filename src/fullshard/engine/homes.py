@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fullshard.config.schema import Offload
+from fullshard.config.sharding import Offload
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.homes import Homes, Place
 

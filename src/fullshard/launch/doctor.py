@@ -26,7 +26,7 @@ from fullshard.config import host_memory
 from fullshard.config.environment import notable_variables, read_launch_environment
 from fullshard.errors import ConfigError
 from fullshard.launch.doctor_rank import Measured
-from fullshard.launch.machine import describe_machine, describe_versions
+from fullshard.launch.machine import describe_machine, describe_versions, existing_folder
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 
 GIB = 1 << 30
@@ -151,12 +151,9 @@ def _accelerators() -> list[str]:
 
 def _memory(output_dir: Path) -> dict[str, int]:
     """Free bytes by place."""
-    place = output_dir.absolute()
-    while not place.exists():
-        place = place.parent
     found = {
         "host_bytes": psutil.virtual_memory().available,
-        "disk_bytes": shutil.disk_usage(place).free,
+        "disk_bytes": shutil.disk_usage(existing_folder(output_dir)).free,
     }
     limit = host_memory.total_bytes()
     if limit < psutil.virtual_memory().total:

@@ -66,3 +66,8 @@ def num_visible_accelerators() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder itself, or its nearest parent that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())

@@ -1,4 +1,4 @@
-"""The registry of recipes: one line per command; everything else is in the recipe's folder.
+"""The registry of recipes: one line per command. Each recipe has a folder:
 
     recipes/NAME/
       __init__.py  the docstring is the command's help; EXAMPLE: words that follow the command

@@ -3,7 +3,8 @@
     resolve world size -> check everything -> make the folder -> start local ranks, or be one
 
 The checks run in the command's own process (or on rank 0 under torchrun), so a mistake is reported
-once, in seconds. Nothing is written before all of them have passed.
+once, before any rank starts. The run's folder is created after all checks, unless the run does not
+fit: then its plan is recorded there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fullshard.config.values import DType
 from fullshard.data.dataset import PreparedData
 from fullshard.errors import ConfigError, DataError, WillNotFitError
 from fullshard.launch.exit_codes import ExitCode
-from fullshard.launch.machine import configured_topology
+from fullshard.launch.machine import configured_topology, existing_folder
 from fullshard.launch.spawn import LocalLaunch, launch_local_ranks
 from fullshard.launch.supervise import LaunchResult
 from fullshard.loading import check_loads
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANK_MODULE = "fullshard.run.rank"
-# A restart would fail again, or somebody asked the run to stop.
+# Exit codes without a restart: the error would repeat, or the user stopped the run.
 FINAL = (
     ExitCode.CONFIG,
     ExitCode.WILL_NOT_FIT,
@@ -143,13 +144,20 @@ def check(
         asked = asked or resolved.config.training.resume_from_checkpoint or "auto"
         resume = find_resume(asked, output_dir)
         view = foresee(resolved.config, topology_of(resolved.config, world_size))
+        training = view.config.training
         if leaves_something(resolved.config):
             resolved = replace(resolved, config=view.config)
-            _say_chosen(view.config)
+            logger.info(
+                "auto is strategy %s, per_device_train_batch_size %d, "
+                "gradient_accumulation_steps %d here",
+                view.config.sharding.strategy,
+                training.per_device_train_batch_size,
+                training.gradient_accumulation_steps,
+            )
         _check_memory(view)
         check_weights(view.config)
         dataset, model_config = _read_data(view.config, command)
-        training, facts = view.config.training, dataset.facts
+        facts = dataset.facts
         steps = plan_steps(training, facts, world_size, resume.global_batch)
         if resume.in_place and not goes_on(resume, output_dir, steps.num_steps):
             resume, steps = Resume(), plan_steps(training, facts, world_size)
@@ -158,7 +166,7 @@ def check(
         if resume.path is not None and isinstance(view, View):
             model = model_on_meta(view.config, model_config)
             check_loads(newest_complete(resume.path), model, KINDS[training.optim])
-        _check_disk(view, steps, output_dir)
+        _check_disk(view, steps, RunFolder(output_dir), resume)
         return CheckedRun(resolved, dataset, steps, view, output_dir, resume)
     except ConfigError as error:
         raise resolved.located(error) from error
@@ -208,7 +216,7 @@ def _read_data(config: RunConfig, command: Command) -> tuple[PreparedData, Pretr
 
 
 def _check_trains_tokenizer(config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuses to train a tokenizer for weights that belong to another one, unless asked to."""
+    """Raises ConfigError for weights without a tokenizer, unless the user asks for a new one."""
     teacher = (config.teacher and config.teacher.name_or_path) or None
     weights = weights_folder(config) or (Path(teacher) if teacher else None)
     if tokenizer is not None or weights is None or config.data.vocab_size is not None:
@@ -230,16 +238,6 @@ def record_refusal(error: WillNotFitError, output_dir: Path, command: Command) -
         folder.fail("WillNotFitError", str(error), error.exit_code)
 
 
-def _say_chosen(config: RunConfig) -> None:
-    training = config.training
-    logger.info(
-        "auto is strategy %s, per_device_train_batch_size %d, gradient_accumulation_steps %d here",
-        config.sharding.strategy,
-        training.per_device_train_batch_size,
-        training.gradient_accumulation_steps,
-    )
-
-
 def _check_memory(view: View | XlaOutlook) -> None:
     """Raises WillNotFitError, with the plan and advice, if a phase of the run does not fit."""
     lack = view.lack()
@@ -253,23 +251,27 @@ def _check_memory(view: View | XlaOutlook) -> None:
     raise error
 
 
-def _check_disk(view: View | XlaOutlook, steps: StepPlan, output_dir: Path) -> None:
+def _check_disk(
+    view: View | XlaOutlook, steps: StepPlan, folder: RunFolder, resume: Resume
+) -> None:
     """Raises WillNotFitError if the disk has no room for the run's checkpoints and its model.
 
-    Old checkpoints in the folder count as free space, because new ones replace them.
+    The checkpoints and the model of a run that is resumed count as free space, because the resumed
+    run replaces them. A run that starts again moves the older one aside, which frees nothing.
     """
     plan, training = view.plan, view.config.training
     element = ITEMSIZE[view.config.sharding.master_dtype or DType.FLOAT32]
     exported = plan.num_parameters * element * (2 if training.ema_decay is not None else 1)
     saves = -(-steps.num_steps // steps.save_every) if steps.save_every else 0
-    kept = min(saves, (training.save_total_limit or saves) + 1)  # one more while it is written
+    kept = min(saves, (training.save_total_limit or saves) + 1)  # during a save, one more exists
     size = checkpoint_bytes(plan) if isinstance(plan, Plan) else plan.checkpoint_bytes
     needed = exported + kept * size
-    place = output_dir.absolute()
-    while not place.exists():
-        place = place.parent
+    place = existing_folder(folder.path)
     disk = shutil.disk_usage(place)
-    old = sum(path.stat().st_size for path in output_dir.rglob("*") if path.is_file())
+    replaced = (folder.checkpoints, folder.model, folder.model_ema) if resume.in_place else ()
+    old = sum(
+        file.stat().st_size for part in replaced for file in part.rglob("*") if file.is_file()
+    )
     if disk.total == 0 or needed <= disk.free + old:  # a file system that reports no size
         return
     error = WillNotFitError(
@@ -300,21 +302,15 @@ def start_ranks(
         cause = result.failure.message.splitlines()[0] if result.failure else "stopped"
         launch = replace(launch, attempt=launch.attempt + 1)
         logger.warning("restart %d of %d after: %s", launch.attempt, max_restarts, cause)
-        _restart(folder)
+        cleared = dict.fromkeys(("exit_code", "error", "ended"))
+        resume = own_resume(folder).as_json()
+        folder.update_record(status=RunStatus.PREPARING, resume=resume, **cleared)
         result = launch_local_ranks(launch)
     return launch, result
 
 
-def _restart(folder: RunFolder) -> None:
-    """Records what the restarted ranks resume from."""
-    resume = own_resume(folder)
-    folder.update_record(
-        status=RunStatus.PREPARING, exit_code=None, error=None, ended=None, resume=resume.as_json()
-    )
-
-
 def _record_failure(folder: RunFolder, result: LaunchResult) -> None:
-    """Records the launcher's cause in place of a rank's: the launcher has seen all ranks end."""
+    """Replaces the error that a rank recorded by the cause that the launcher found."""
     cause = result.failure
     if cause is None:
         folder.fail("Interrupted", "stopped by a signal", result.exit_code, final=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.config.load import load_config
-from fullshard.config.overrides import overrides_from_args
+from fullshard.config.load import load_config, overrides_from_args
 from fullshard.config.values import DType, IntervalStrategy, Strategy
 from fullshard.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config.dialects.fsdp import FSDP
+from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.rules import Status
 from fullshard.config.dialects.translate import DIALECTS
 from fullshard.config.explain import text_of
@@ -55,16 +55,16 @@ def test_a_file_reads_as_before(name, snapshot, monkeypatch):
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_of_another_tool_has_a_note(name, monkeypatch):
     monkeypatch.chdir(FOLDER)
-    entries = parse_text(Path(name).read_text().expandtabs(), name).entries
+    keys = list(parse_text(Path(name).read_text().expandtabs(), name).origins)
     resolved = load_config(Path(name), needs_model=False)
     noted = {note.key for note in resolved.notes if note.place.startswith(f"{name}:")}
     kept = {origin.written for origin in resolved.origins.values() if origin.kind == "file"}
-    holders = {entry.key.rpartition(".")[0] for entry in entries}
+    holders = {key.rpartition(".")[0] for key in keys}
     silent = [
-        entry.key
-        for entry in entries
-        if entry.key not in holders | kept
-        and not any(entry.key == key or entry.key.startswith(f"{key}.") for key in noted)
+        key
+        for key in keys
+        if key not in holders | kept
+        and not any(key == other or key.startswith(f"{other}.") for other in noted)
     ]
     assert silent == []
     assert all(note.why for note in resolved.notes)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from fullshard.config.files import OriginKind
 from fullshard.config.load import load_config
-from fullshard.config.origins import OriginKind
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import Strategy
 
@@ -57,7 +57,7 @@ def test_the_json_schema_of_a_file_can_be_had():
 def test_importing_the_configuration_imports_no_array_library():
     program = """
 import sys
-import fullshard.config.load, fullshard.config.environment, fullshard.config.overrides
+import fullshard.config.load, fullshard.config.environment
 heavy = {"torch", "jax", "numpy", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fullshard.config.explain import write_yaml
+from fullshard.config.files import Origin, OriginKind, flatten
 from fullshard.config.load import load_config
-from fullshard.config.origins import Origin, OriginKind
 from fullshard.config.schema import RunConfig, TrainingConfig
 from fullshard.config.values import IntervalStrategy, LrSchedule, Strategy
-from fullshard.config.write import flatten, write_yaml
 from fullshard.errors import CheckpointError, ConfigError, DataError
 
 FILE = """\

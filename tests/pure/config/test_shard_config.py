@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.config.schema import Offload, ShardConfig
+from fullshard.config.schema import ShardConfig
+from fullshard.config.sharding import Offload
 from fullshard.config.values import DType, Home, Recompute, RecomputeKind, Strategy, WrapKind
 from fullshard.errors import ConfigError
 

@@ -125,8 +125,8 @@ def test_wrap_refuses_what_is_neither_kind_nor_class_name(written):
     ],
 )
 def test_activation_checkpointing_is_a_kind_and_an_interval(written, recompute):
-    assert parse_recompute(written, "") == recompute
-    assert parse_recompute(str(recompute), "") == recompute
+    assert parse_recompute(written) == recompute
+    assert parse_recompute(str(recompute)) == recompute
 
 
 @pytest.mark.parametrize("written", ["every_0", "every_", "every_x", "blck", 2, None])

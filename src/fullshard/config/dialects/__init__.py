@@ -1,8 +1,7 @@
 """The meaning of other tools' keys: a table per tool, and the translation of a file by it.
 
     rules       the rules of a table: a key of ours, no effect, lost, not supported yet
-    fsdp        the keys of `fsdp_config`, which Accelerate, the Trainer and axolotl share
-    accelerate  Accelerate's YAML, with FSDP 1, FSDP 2 or DeepSpeed
+    accelerate  Accelerate's YAML, and `fsdp_config`, which the Trainer and axolotl have too
     deepspeed   DeepSpeed's JSON
     trainer     Hugging Face's TrainingArguments and TRL's script arguments
     axolotl     axolotl's YAML

@@ -1,11 +1,13 @@
-"""Accelerate's YAML: the machines, and `fsdp_config` or `deepspeed_config`."""
+"""Accelerate's YAML: the machines, and `fsdp_config` or `deepspeed_config`.
+
+The Trainer and axolotl have the keys of `fsdp_config` too, with or without `fsdp_`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from fullshard.config.dialects.deepspeed import home, nvme_path, stage
-from fullshard.config.dialects.fsdp import FSDP, MESH
 from fullshard.config.dialects.rules import (
     Meaning,
     Said,
@@ -14,6 +16,7 @@ from fullshard.config.dialects.rules import (
     choice,
     each,
     file_rule,
+    flag,
     is_empty,
     is_neutral,
     lost,
@@ -25,6 +28,145 @@ from fullshard.config.dialects.rules import (
     unless,
     word_among,
 )
+from fullshard.config.fields import Rejected, to_flag, to_names
+from fullshard.config.values import Strategy, parse, words_of
+
+_WRAP: Mapping[str, str] = {
+    **dict.fromkeys(("transformer_based_wrap", "1"), "transformer"),
+    **dict.fromkeys(("size_based_wrap", "2"), "size"),
+    **dict.fromkeys(("no_wrap", "3"), "none"),
+}
+_BACKWARD: Mapping[str, object] = {
+    **dict.fromkeys(("backward_pre", "1"), 1),
+    **dict.fromkeys(("backward_post", "no_prefetch", "none", "2", "3"), 0),
+}
+_STATE_DICTS = ("full_state_dict", "local_state_dict", "sharded_state_dict", "1", "2", "3")
+
+_strategy = to("sharding.strategy")
+
+
+@unless()
+def _reshard(value: object, said: Said) -> Meaning:
+    """FSDP2's flag, FSDP1's strategy under FSDP2's name, or both."""
+    try:
+        word: object = Strategy.FULL_SHARD if to_flag(value) else Strategy.SHARD_GRAD_OP
+    except Rejected:
+        return _strategy(value, said)
+    named = said.get("sharding_strategy")
+    if is_empty(named):
+        return translated({"sharding.strategy": word}, f"FSDP2's flag for {word}")
+    hybrids = {
+        Strategy.HYBRID_SHARD: Strategy.FULL_SHARD,
+        Strategy.HYBRID_SHARD_ZERO2: Strategy.SHARD_GRAD_OP,
+    }
+    strategy = parse(Strategy, named, "")
+    if hybrids.get(strategy, strategy) is not word:
+        raise Rejected(f"what sharding_strategy says, {strategy}", "Give one of the two")
+    return Meaning(Status.NO_EFFECT, "sharding_strategy has the same meaning")
+
+
+def _policy(said: Said) -> str:
+    """The wrap that the policy means; nothing where it is left out, or is no policy."""
+    words = words_of(said.get("auto_wrap_policy"))
+    return next((_WRAP[word] for word in words if word in _WRAP), "")
+
+
+@unless()
+def _auto_wrap_policy(value: object, said: Said) -> Meaning:
+    policy = _WRAP[word_among(value, _WRAP)]
+    if policy == "transformer" and not is_empty(said.get("transformer_layer_cls_to_wrap")):
+        return Meaning(Status.NO_EFFECT, "transformer_layer_cls_to_wrap names the units")
+    return translated({"sharding.wrap": policy})
+
+
+@unless()
+def _layer_classes(value: object, said: Said) -> Meaning:
+    if _policy(said) in ("size", "none"):
+        return Meaning(Status.NO_EFFECT, "auto_wrap_policy chooses the units in another way")
+    return translated({"sharding.wrap": list(to_names(value))})
+
+
+@unless(0)
+def _min_num_params(value: object, said: Said) -> Meaning:
+    policy = _policy(said)
+    named = not is_empty(said.get("transformer_layer_cls_to_wrap"))
+    if policy in ("transformer", "none") or (named and not policy):
+        return Meaning(Status.NO_EFFECT, "it concerns SIZE_BASED_WRAP alone")
+    values = {"sharding.wrap_min_params": value}
+    return translated(values if policy else {"sharding.wrap": "size", **values})
+
+
+def _backward_prefetch(value: object, said: Said) -> Meaning:
+    """Null is a choice here, as torch's `backward_prefetch=None` is: nothing is fetched ahead."""
+    word = "none" if value is None else value
+    return choice("sharding.backward_prefetch", _BACKWARD, "a depth in units")(word, said)
+
+
+def _globs(value: object) -> list[str]:
+    """Accelerate matches a whole name by a regular expression; ours are globs."""
+    parts = [part for name in to_names(value) for part in name.split("|")]
+    globs = [part.replace("\\.", ".").replace(".*", "*").strip("()^$") for part in parts]
+    if any(set(glob) & set("\\[](){}+?^$") for glob in globs):
+        raise Rejected("names of modules, with .* and | as the only wildcards")
+    return globs
+
+
+VERSION = no_effect("one engine does what both versions do", lambda v: word_among(v, ("1", "2")))
+
+FSDP: Table = {
+    "version": VERSION,
+    "sharding_strategy": _strategy,
+    "reshard_after_forward": _reshard,
+    "auto_wrap_policy": _auto_wrap_policy,
+    "transformer_layer_cls_to_wrap": _layer_classes,
+    "min_num_params": _min_num_params,
+    **each(_backward_prefetch, "backward_prefetch backward_prefetch_policy"),
+    "forward_prefetch": flag("sharding.forward_prefetch", 1, "a depth in units", off=0),
+    **each(
+        flag(
+            "sharding.offload", "cpu", "parameters, gradients and optimizer state live on the host"
+        ),
+        "offload_params cpu_offload",
+    ),
+    "cpu_offload_pin_memory": no_effect(
+        "the device decides if the host's copies are pinned", to_flag
+    ),
+    "activation_checkpointing": flag("sharding.activation_checkpointing", "block"),
+    "ignored_modules": to("sharding.ignore", "as globs", read=_globs),
+    "mixed_precision_policy": to("sharding.param_dtype"),
+    **each(
+        no_effect(
+            "a run always writes a Hugging Face folder to model/",
+            lambda value: word_among(value, _STATE_DICTS),
+        ),
+        "state_dict_type final_state_dict_type",
+    ),
+    "cpu_ram_efficient_loading": no_effect(
+        "every rank reads only its own part of the weights", to_flag
+    ),
+    "sync_module_states": no_effect(
+        "all ranks start from the same weights, and compare them", to_flag
+    ),
+    "use_orig_params": no_effect("parameters are always the model's own objects", to_flag),
+    "limit_all_gathers": no_effect("the slots of the plan limit what is gathered at once", to_flag),
+    **each(not_yet("Leave it out", False), "xla xla_fsdp_v2"),
+    **each(lost("it concerns XLA's FSDP", False), "xla_fsdp_settings xla_fsdp_grad_ckpt"),
+}
+
+# The sizes of a mesh, in Accelerate's `parallelism_config` and in axolotl's file.
+MESH: Table = {
+    "dp_replicate_size": to("sharding.replicate", "", -1, 0),
+    "dp_shard_size": to("sharding.shard", "", -1, 0),
+    "tp_size": not_yet("Tensor parallelism comes later", 1),
+    "cp_size": not_yet("Context parallelism comes later", 1),
+    "sp_size": not_yet("Sequence parallelism comes later", 1),
+    "ep_size": not_yet("Expert parallelism comes later", 1),
+    **each(
+        no_effect("it concerns context or sequence parallelism"),
+        "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable",
+        "sp_attn_implementation",
+    ),
+}
 
 # The strategy that a type means; None: the configuration of that engine has it.
 _DDP = "multi_gpu multi_cpu multi_xpu multi_npu multi_mlu multi_hpu no"

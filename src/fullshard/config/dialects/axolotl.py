@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from fullshard.config.dialects.fsdp import FSDP, MESH, VERSION
+from fullshard.config.dialects.accelerate import FSDP, MESH, VERSION
 from fullshard.config.dialects.rules import (
     Meaning,
     Rule,

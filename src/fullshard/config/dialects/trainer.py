@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import cast
 
+from fullshard.config.dialects.accelerate import FSDP
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.fsdp import FSDP
 from fullshard.config.dialects.rules import (
     HAPPENS,
     NOTHING,

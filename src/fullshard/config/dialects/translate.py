@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from fullshard.config.dialects.accelerate import ACCELERATE
+from fullshard.config.dialects.accelerate import ACCELERATE, FSDP
 from fullshard.config.dialects.axolotl import AXOLOTL
 from fullshard.config.dialects.deepspeed import DEEPSPEED
-from fullshard.config.dialects.fsdp import FSDP
 from fullshard.config.dialects.rules import (
     NOTHING,
     Meaning,
@@ -24,10 +23,9 @@ from fullshard.config.dialects.rules import (
 )
 from fullshard.config.dialects.trainer import FLAT, FLAT_MARKS, TRAINING
 from fullshard.config.fields import Rejected
-from fullshard.config.files import File, drop, find, interpolated, is_below, put, read_file
+from fullshard.config.files import File, Origin, OriginKind, find, interpolated, read_file
 from fullshard.config.keys import canonical
 from fullshard.config.names import field_value
-from fullshard.config.origins import Entry, Origin, OriginKind
 from fullshard.config.problems import ConfigProblems, Problem, join_key, show
 from fullshard.config.schema import RunConfig
 from fullshard.config.values import did_you_mean, words_of
@@ -86,14 +84,14 @@ def dialect_of(keys: Iterable[str]) -> Dialect | None:
 
 
 class Translation:
-    """A file in our keys.
+    """Replaces the keys of another tool in a file by ours.
 
     Attributes:
-        dialect: the tool's name; empty for a file of ours.
-        values: a tree; the file's own, which is changed in place.
-        entries: the keys, with the place and the name that they have in the file.
-        notes: what became of every key of another tool.
-        problems: what is wrong with them.
+        file: The file, which is changed in place. A key of ours keeps the origin of the key that
+            was translated.
+        dialect: The tool's name; empty for a file of ours.
+        notes: What became of every key of another tool.
+        problems: What is wrong with these keys.
         engines: FSDP or DeepSpeed, if a key asks for one of them.
     """
 
@@ -101,30 +99,30 @@ class Translation:
         """Translate a file.
 
         Args:
-            file: a whole file of any tool, or the keys of a table.
-            table: the table of all its keys; None: the tool is found by its keys.
+            file: A whole file of any tool, or the keys of one table.
+            table: The table that has all keys of the file; None: the keys tell which tool it is.
         """
         dialect = dialect_of(file.values) if table is None else None
-        self.dialect = dialect.name if dialect else ""
-        self.values, self.entries = file.values, file.entries
+        self.file, self.dialect = file, dialect.name if dialect else ""
         self.notes: list[Note] = []
         self.problems: list[Problem] = []
         self.engines: list[tuple[str, Origin]] = []
-        self._file = file
-        self._origins = {entry.key: entry.origin for entry in file.entries}
-        self._gone: list[str] = []  # keys of the file whose meaning other keys have now
-        self._found: dict[str, tuple[object, Origin]] = {}
-        if table is not None:
-            self._table(table, interpolated(file.values), "")
-            self._gone = list(file.values)
+        self._written = dict(file.origins)
+        parts: list[tuple[Table, dict[str, Any], str]] = []
         if dialect is not None:
-            self._table(dialect.table, interpolated(file.values), "", is_whole=True)
+            parts.append((dialect.table, interpolated(file.values), ""))
         training = file.values.get("training")
-        if table is None and isinstance(training, dict):
+        if table is not None:
+            parts.append((table, interpolated(file.values), ""))
+        elif isinstance(training, dict):
             names = [name for name in cast("dict[str, Any]", training) if _name_in(name, TRAINING)]
-            values = interpolated(file.values, "training", names)
-            self._table(TRAINING, values, "training", is_whole=True)
-        self._finish()
+            parts.append((TRAINING, interpolated(file.values, "training", names), "training"))
+        for rules, values, prefix in parts:
+            theirs = [name for name in values if table is not None or not _is_ours(name, rules)]
+            file.remove([join_key(prefix, name) for name in theirs])
+        for rules, values, prefix in parts:
+            self._table(rules, values, prefix, is_whole=table is None)
+        self._notes_of_names()
 
     def _table(
         self,
@@ -135,19 +133,25 @@ class Translation:
         *,
         is_whole: bool = False,
     ) -> None:
-        """Every key of a mapping, and of what is around it; at the top of a file, ours stay."""
+        """Translate the keys of a mapping.
+
+        Args:
+            table: The rules of its keys.
+            values: The mapping.
+            prefix: The dotted key of the mapping.
+            around: The keys of the mappings around it, which rules may look at.
+            is_whole: Whether the mapping is the top level of a file, where our keys stay.
+        """
         own = {_name_in(str(key), table) or str(key): value for key, value in values.items()}
         said = {**(around or {}), **own}
         for name, value in values.items():
             key = join_key(prefix, str(name))
             plain = _name_in(str(name), table)
             if plain is None:
-                if not is_whole or str(name) not in RunConfig.known_names():
+                if not is_whole or not _is_ours(str(name), table):
                     self._unknown(key, str(name), table, is_whole=is_whole)
-                    self._gone += [key] if is_whole else []
                 continue
             if is_whole:
-                self._gone.append(key)
                 self._engine(plain, value, key)
             self._entry(table[plain], value, key, said)
 
@@ -185,25 +189,21 @@ class Translation:
             origin = self._origin(key)
             if canonical(key) != target:
                 origin = dataclasses.replace(origin, kind=OriginKind.DERIVED)
-            self._put(target, meant, origin, is_itself=target == key)
+            self._put(target, meant, origin)
         if meaning.file:
             self._read(meaning.file, key, None)
 
-    def _put(self, target: str, value: object, origin: Origin, *, is_itself: bool = False) -> None:
-        """A value of ours, unless another key of the file says something else."""
-        if target in self._found:
-            other, before = self._found[target]
-        else:
-            other = None if is_itself else find(self._file.values, target)
-            before = self._origins.get(target)
+    def _put(self, target: str, value: object, origin: Origin) -> None:
+        """Set a key of ours, unless another key of the file says something else."""
+        other, before = find(self.file.values, target), self.file.origins.get(target)
         if other is None or before is None or agree(target, value, other):
-            self._found[target] = value, origin
+            self.file.set(target, value, origin)
             return
         self.problems.append(contradiction(target, (value, origin), (other, before)))
 
     def _read(self, name: str, key: str, table: Table | None) -> None:
-        """Another file, whose keys count as if they stood here."""
-        path = Path(name) if Path(name).exists() else self._file.folder / name
+        """Read another file, whose keys count as if they stood here."""
+        path = Path(name) if Path(name).exists() else self.file.folder / name
         try:
             file = read_file(path)
         except ConfigProblems as error:
@@ -215,27 +215,17 @@ class Translation:
         self.notes += inner.notes
         self.problems += inner.problems
         self.engines += inner.engines
-        values = interpolated(inner.values)
-        for entry in leaves(inner.entries):
-            self._put(entry.key, find(values, entry.key), entry.origin)
-
-    def _finish(self) -> None:
-        """Put what was found into the file's values and keys, in place of what said it."""
-        self._notes_of_names()
-        for key in self._gone:
-            drop(self.values, key)
-        self.entries = [e for e in self.entries if not is_below(e.key, self._gone)]
-        for target, (value, origin) in self._found.items():
-            put(self.values, target, value)
-            self.entries.append(Entry(target, origin))
+        values = interpolated(file.values)
+        for target, origin in leaves(file.origins).items():
+            self._put(target, find(values, target), origin)
 
     def _notes_of_names(self) -> None:
-        """A key of ours under another tool's name (`training.evaluation_strategy`)."""
-        for entry in self.entries:
-            target = canonical(entry.key)
-            if target != entry.key and not is_below(entry.key, self._gone):
+        """Note the keys of ours under another tool's name (`training.evaluation_strategy`)."""
+        for key in self.file.origins:
+            target = canonical(key)
+            if target != key:
                 meaning = Meaning(Status.TRANSLATED, f"is {target} here", {target: None})
-                self._note(entry.key, meaning)
+                self._note(key, meaning)
 
     def _engine(self, plain: str, value: object, key: str) -> None:
         if plain == "distributed_type":
@@ -265,13 +255,13 @@ class Translation:
         self._problem(key, Problem(key, "", "unknown key", near))
 
     def _origin(self, key: str) -> Origin:
-        """Of a key, or of the nearest around it, under the key's own name."""
+        """The origin of a key, or of the nearest key around it under the key's own name."""
         around = key
-        while around and around not in self._origins:
+        while around and around not in self._written:
             around = around.rpartition(".")[0]
         if around == key:
-            return self._origins[key]
-        found = self._origins.get(around) or Origin(OriginKind.FILE, self._file.name, 1)
+            return self._written[key]
+        found = self._written.get(around) or Origin(OriginKind.FILE, self.file.name, 1)
         written = key.removeprefix(around).lstrip(".")
         return dataclasses.replace(found, written=join_key(found.written, written))
 
@@ -283,10 +273,14 @@ def _keys_below(value: object, key: str) -> Iterator[str]:
         yield from _keys_below(inner, join_key(key, str(name)))
 
 
-def leaves(entries: list[Entry]) -> Iterator[Entry]:
-    """The entries that hold a value and no keys of their own."""
-    holders = {entry.key.rpartition(".")[0] for entry in entries}
-    return (entry for entry in entries if entry.key not in holders)
+def leaves(origins: Mapping[str, Origin]) -> dict[str, Origin]:
+    """The keys that hold a value and no keys of their own."""
+    holders = {key.rpartition(".")[0] for key in origins}
+    return {key: origin for key, origin in origins.items() if key not in holders}
+
+
+def _is_ours(name: str, table: Table) -> bool:
+    return _name_in(name, table) is None and name in RunConfig.known_names()
 
 
 def _word(key: object) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fullshard.config.files import File, read_job
+from fullshard.config.files import File, OriginKind, read_job
 from fullshard.config.load import Resolved
-from fullshard.config.origins import OriginKind
 from fullshard.config.problems import Problem, show
 from fullshard.config.schema import DistillConfig, RunConfig
 from fullshard.config.supported import unsupported
@@ -57,7 +56,7 @@ def job(resolved: Resolved | None) -> File:
     file = read_job("distill_jax_job.yaml" if on_xla else "distill_job.yaml", __package__)
     named = (resolved.origins.get(key) for key in ("teacher.name_or_path", "model.name_or_path"))
     if any(origin and origin.kind is OriginKind.COMMAND_LINE for origin in named):
-        return file.without(["distill.layers", "distill.experts"])
+        file.remove(["distill.layers", "distill.experts"])
     return file
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fullshard as fs
-from fullshard.config.schema import DistillConfig, Offload, RunConfig, ShardConfig
+from fullshard.config.schema import DistillConfig, RunConfig, ShardConfig
+from fullshard.config.sharding import Offload
 from fullshard.config.values import DistillLoss, DType, Home, Transport
 from fullshard.data.order import evaluation_samples
 from fullshard.data.tokenizer import load_tokenizer

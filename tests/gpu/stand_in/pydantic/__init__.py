@@ -72,6 +72,8 @@ def _reader(kind: Any) -> Read:
         return lambda value: None if value is None else reads[0](value)
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return lambda value: value if isinstance(value, kind) else kind(**value)
+    if make := getattr(kind, "__get_pydantic_core_schema__", None):
+        return make(kind, lambda _: lambda value: value)
     return lambda value: value
 
 
