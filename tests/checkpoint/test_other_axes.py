@@ -34,9 +34,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def sharded(
-    axes: tuple[int, int, int], **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(axes: tuple[int, int, int], **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     replicate, shard, tensor = axes
     model = net()
     if tensor:
@@ -136,7 +134,13 @@ class Grid(nn.Module):
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
-        sizes = {"both": (7, 5), "later": (3, 4, 5), "rows": (7, 2), "copied": (6,), "plain": (3, 3)}
+        sizes = {
+            "both": (7, 5),
+            "later": (3, 4, 5),
+            "rows": (7, 2),
+            "copied": (6,),
+            "plain": (3, 3),
+        }
         for name, size in sizes.items():
             values = number * torch.arange(torch.Size(size).numel(), dtype=torch.float64)
             setattr(self, name, nn.Parameter(values.view(size)))

@@ -72,25 +72,21 @@ class Cut:
             found = found * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
         return found
 
-    @cached_property
-    def copy(self) -> int:
-        """Index of this rank among the ranks of the mesh with the same local tensor."""
-        found = 0
-        for axis in range(len(self.placements)):
-            if axis not in self._cut_axes:
-                found = found * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return found
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank is the first of those of the mesh with the same local tensor."""
+        copied = set(range(len(self.placements))).difference(self._cut_axes)
+        return not any(map(self.mesh.get_local_rank, copied))
 
     @cached_property
     def first(self) -> int | None:
         """Where the local tensor begins in the whole; None if it is no range of its elements."""
-        if not self._cut_axes:
-            return 0
         if any(self.placements[axis].dim != 0 for axis in self._cut_axes):
             return None
-        rows = self.local_of(torch.arange(self.shape[0])).tolist()
-        is_range = rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
-        return (rows[0] if rows else 0) * math.prod(self.shape[1:]) if is_range else None
+        rows = self.local_of(torch.arange(math.prod(self.shape[:1]))).tolist()
+        first = rows[0] if rows else 0
+        is_range = rows == list(range(first, first + len(rows)))
+        return first * math.prod(self.shape[1:]) if is_range else None
 
     @property
     def by_axis(self) -> dict[str, str]:

@@ -329,30 +329,20 @@ def model_tensors(model: nn.Module) -> list[Held]:
                 "was sharded; a wrapper shows it under another name. Give the model that "
                 "was sharded; one of FSDP1's is saved by FSDP.state_dict_type."
             )
-        local, cut = member.local(member.group.master), member.cut
-        first = 0 if cut is None else cut.first
-        held.append(
-            Held(
-                (piece.name,),
-                tuple(piece.shape) if cut is None else cut.shape,
-                piece.start + (first or 0),
-                piece.stop + (first or 0),
-                local,
-                writes=_writes(member, engine.rank),
-                cut=cut if first is None else None,
-            )
-        )
+        first = 0 if member.cut is None else member.cut.first
+        span = (piece.start + (first or 0), piece.stop + (first or 0))
+        local, writes = member.local(member.group.master), _writes(member, engine.rank)
+        cut = member.cut if first is None else None
+        held.append(Held((piece.name,), member.param.record.shape, *span, local, writes, cut=cut))
     return held + list(_others(model, engine))
 
 
 def _writes(member: Member, rank: int) -> bool:
-    """Whether this rank saves its elements: replicas take turns, the other axes do not."""
+    """Whether this rank saves its elements: replicas take turns, copies on other axes do not."""
     plan, cut = member.group.unit.plan, member.cut
-    mesh = plan.mesh
-    first = mesh.place(rank) // mesh.inner * mesh.inner  # this rank's place, first on other axes
-    first_rank = mesh.order[first] if mesh.order else first
-    is_first = rank == first_rank if cut is None else first_rank in cut.ranks and cut.copy == 0
-    return is_first and plan.index % mesh.replicate == mesh.coordinates(rank)[0]
+    ranks = (rank,) if cut is None else cut.ranks if cut.is_first_copy else ()
+    is_first = any(plan.mesh.place(other) % plan.mesh.inner == 0 for other in ranks)
+    return is_first and plan.index % plan.mesh.replicate == plan.mesh.coordinates(rank)[0]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
