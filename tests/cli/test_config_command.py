@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 from fullshard.cli.app import invoke
+from fullshard.config import supported
 from fullshard.config.load import load_config
 from fullshard.config.schema import RunConfig
 from fullshard.config.supported import findings
@@ -155,6 +158,15 @@ def test_every_bad_combination_is_found_and_no_other(key, fields):
     model = {**LLAMA["config"], "max_position_embeddings": fields.pop("positions", 4096)}
     config = RunConfig(model={"config": model}, **fields)
     assert [found for found, _ in findings(config)] == [key]
+
+
+def test_every_finding_has_a_case_above():
+    yields = (
+        node.value
+        for node in ast.walk(ast.parse(inspect.getsource(supported)))
+        if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple)
+    )
+    assert sorted(ast.literal_eval(pair.elts[0]) for pair in yields) == sorted(BAD)
 
 
 def test_the_main_job_and_all_defaults_have_no_finding():

@@ -65,6 +65,9 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignored_the_first(
     launcher = launch("deaf", str(tmp_path))
     pids = read_pids(tmp_path, 2)
     launcher.send_signal(signal.SIGINT)
+    # Two signals that are pending at once would count as one.
+    for rank in range(2):
+        wait_until((tmp_path / f"interrupted_{rank}").exists, 30, f"rank {rank} is interrupted")
     time.sleep(0.3)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)

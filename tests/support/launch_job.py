@@ -187,8 +187,8 @@ def fork_and_sleep(folder):
 
 
 def deaf(folder):
-    """Sleep through every polite signal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Sleep through every polite signal; an interrupt leaves a file."""
+    signal.signal(signal.SIGINT, lambda *_: (Path(folder) / f"interrupted_{RANK}").touch())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fork_and_sleep(folder)
 

@@ -11,7 +11,7 @@ All messages are files, so a background thread can save while the process groups
 training. Notes are created with their full size, so that a full disk can still be reported.
 
 [Note: nothing half]
-Until its last file is written, a checkpoint is in `.NAME.saving-TOKEN`, which no reader opens. An
+Until its last file is written, a checkpoint is in `.NAME.saving-TOKEN`, which readers skip. An
 older checkpoint of the same name is renamed and removed only after the new one is complete. If a
 crash interrupts this, the next reader finds the complete one (`retain.py`).
 """

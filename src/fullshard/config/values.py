@@ -38,9 +38,8 @@ class Choice(StrEnum):
         cls, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         """Read a field of this type as `parse` does."""
-        from pydantic_core import (
-            core_schema,
-        )  # not at the top: `fullshard --help` imports this file
+        # Not at the top, because `fullshard --help` imports this file.
+        from pydantic_core import core_schema
 
         def read(value: object) -> Self:
             return parse(cls, value, "")

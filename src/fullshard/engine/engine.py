@@ -36,11 +36,10 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.attributes import ModuleTensors, own_modules, tensors_in
 from fullshard.engine.gradients import Gradients, follow_freezing
-from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.model_spec import places_of
 from fullshard.engine.norms import Count, GradientNorms
 from fullshard.engine.parameter import ShardedParameter
-from fullshard.engine.placing import Rings, cut_group
+from fullshard.engine.placing import Masters, Rings, cut_group
 from fullshard.engine.precision import cast_tensors
 from fullshard.engine.recompute import convert_reentrant
 from fullshard.engine.record import ShardRecord
@@ -83,7 +82,7 @@ class Engine:
         config: ShardConfig,
         transports: dict[Mesh, Transport],
         recorder: Recorder,
-        values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+        masters: Masters,
     ) -> None:
         transport = transports[plan.mesh]
         self.plan = plan
@@ -95,17 +94,12 @@ class Engine:
         self.unsharded = 0  # blocks that show whole parameters
         self.rank = transport.rank
         params = places_of(model)
-        self.device = compute_device(model)
-        self.residences = DeviceHomes.of(plan.homes, self.device, config.offload)
+        self.device = masters.homes.device
         self.norms = GradientNorms(transport, self.device)
         self.units: list[Unit] = []
         self._num_trained = 0
-        self.home.open_weights(plan.units)
         for unit_plan in plan.units:  # one by one: a whole parameter is freed before the next
-            self.units.append(self._cut(model, unit_plan, params))
-            for member in self.units[-1].members:
-                if values and member.piece.name in values:
-                    member.param.to_local().view(-1).copy_(values[member.piece.name]())
+            self.units.append(self._cut(model, unit_plan, params, masters))
         self.groups = [group for unit in self.units for group in unit.groups]
         self.members = [member for unit in self.units for member in unit.members]
         divisor = plan.mesh.num_copies if config.grad_reduction is GradReduction.MEAN else 1
@@ -142,17 +136,13 @@ class Engine:
 
     # ---- building
 
-    def _cut(self, model: nn.Module, plan: UnitPlan, params: dict[str, nn.Parameter]) -> Unit:
+    def _cut(
+        self, model: nn.Module, plan: UnitPlan, params: dict[str, nn.Parameter], masters: Masters
+    ) -> Unit:
         """Shard the parameters of a unit, and note every place in which they stand."""
         part = plan.mesh.coordinates(self.rank)[1]
         groups = [
-            cut_group(
-                group,
-                [params[names[0]] for names in group.names],
-                part,
-                self.residences,
-                self.home.weights(plan.index, at),
-            )
+            cut_group(plan, at, [params[names[0]] for names in group.names], part, masters)
             for at, group in enumerate(plan.groups)
         ]
         unit = Unit(plan, groups, self.transports[plan.mesh])
@@ -173,7 +163,7 @@ class Engine:
                     before_write=self.home.before_write,
                     gather=_gatherer(member),
                     post_accumulate=_taken_hooks(member.param),
-                    states=self.residences.states,
+                    states=masters.homes.states,
                     cut=member.cut,
                 )
                 self._num_trained += group.grads is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import tempfile
 from dataclasses import dataclass
@@ -72,6 +74,8 @@ class DeviceHomes:
     def of(cls, homes: Homes, device: torch.device, offload: Offload | None) -> DeviceHomes:
         """The residences of the plan's places, for a compute device."""
         places = (homes.parameters, homes.gradients, homes.optimizer)
+        if Place.HOST in places or Place.DISK in places:
+            return_large_blocks()
         parameters, gradients, states = (Residence.of(p, device, offload) for p in places)
         return cls(
             device,
@@ -80,6 +84,17 @@ class DeviceHomes:
             states if homes.optimizer is Place.DISK else None,
             offloads_gradients=homes.gradients is not Place.DEVICE,
         )
+
+
+def return_large_blocks() -> None:
+    """Let malloc return every freed block of 1 MiB or more to the kernel.
+
+    Otherwise glibc raises this threshold up to 32 MiB, to the largest block that was freed. Smaller
+    blocks then come from the heap, where an aligned block does not fit into the hole that a block
+    of its size left. The heap grew to 1,146 MiB while tensors and modules took 609 MiB.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 
 
 def _mapped_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:

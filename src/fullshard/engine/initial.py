@@ -38,25 +38,25 @@ from fullshard.engine._torch_compat import (
 )
 from fullshard.engine.folder import FolderWeights
 from fullshard.engine.hugging_face import some
+from fullshard.engine.placing import Masters
 from fullshard.engine.replicas import check_equal_random
 from fullshard.engine.unit import gather_piece
 from fullshard.errors import ConfigError, UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.mesh import Mesh
 from fullshard.planner.plan import Plan
-from fullshard.planner.units import GroupPlan, UnitPlan
+from fullshard.planner.units import UnitPlan
 from fullshard.transport import Transport
-from fullshard.transport.base import torch_dtype
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Home:
-    """A parameter's place in the plan on this rank."""
+    """A parameter's place in the plan on this rank; `at` is the index of its group."""
 
     unit: UnitPlan
-    group: GroupPlan
+    at: int
     names: tuple[str, ...]
     piece: Slice
 
@@ -65,39 +65,36 @@ class InitialValues:
     """Values of what is on meta, by first name.
 
     Attributes:
-        shards: (n_local,) of each sharded parameter that was initialised, master dtype.
         left_out: Parameters that are left out of sharding.
         buffers: Buffers.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, transports: Mapping[Mesh, Transport]) -> None:
-        self.shards: dict[str, torch.Tensor] = {}
+    def __init__(
+        self, model: nn.Module, plan: Plan, transports: Mapping[Mesh, Transport], masters: Masters
+    ) -> None:
         self.left_out: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
-        self._reads: dict[str, Callable[[], torch.Tensor]] = {}
         self._model = model
         self._transports = transports
-        self._device = torch.device("cpu")
+        self._masters = masters
         rank = transports[plan.mesh].rank
         self._homes = {
-            names[0]: _Home(unit, group, names, piece)
+            names[0]: _Home(unit, at, names, piece)
             for unit in plan.units
-            for group in unit.groups
+            for at, group in enumerate(unit.groups)
             for names, piece in zip(
                 group.names, group.layout.slices(unit.mesh.coordinates(rank)[1]), strict=True
             )
         }
         self._first = {name: h.names[0] for h in self._homes.values() for name in h.names}
 
-    def initialise(self, transport: Transport, device: torch.device) -> None:
-        """Run the model's own initialisation. A collective.
+    def initialise(self, transport: Transport) -> None:
+        """Run the model's own initialisation, which fills the masters. A collective.
 
         Args:
             transport: Compares the ranks' random numbers.
-            device: Device of collectives.
         """
-        self._device = device
-        check_equal_random(transport, device)
+        check_equal_random(transport, self._masters.homes.device)
         self.buffers = initialise(self._model, self._keep, self._recall)
 
     def read(self, folder: str | Path | FolderWeights) -> None:
@@ -118,13 +115,10 @@ class InitialValues:
                 "compute with: load them with from_pretrained, then call fs.shard."
             )
         for name, home in self._homes.items():
-            files.check(home.names, tuple(home.piece.shape))
-            self._reads[name] = partial(_read_part, files, home)
+            own, shape = home.piece, tuple(home.piece.shape)
+            files.check(home.names, shape)
+            self._masters.reads[name] = partial(files.read, home.names, shape, own.start, own.stop)
         self._read_others(files)
-
-    def taken(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """For each sharded parameter, by name: a function that returns its (n_local,)."""
-        return {**{name: partial(self.shards.pop, name) for name in self.shards}, **self._reads}
 
     def _read_others(self, files: FolderWeights) -> None:
         """Read ignored parameters and buffers, whole."""
@@ -148,26 +142,23 @@ class InitialValues:
             self.left_out[name] = tensor.clone()
             return
         home = self._homes[first]
-        local = tensor.reshape(-1)[home.piece.start : home.piece.stop]
-        self.shards[first] = local.to(torch_dtype(home.group.dtypes.master), copy=True)
+        self._part(home).copy_(tensor.reshape(-1)[home.piece.start : home.piece.stop])
 
     def _recall(self, name: str) -> torch.Tensor:
         """Gather a whole tensor from its shards. A collective."""
         first = self._first.get(name)
         if first is None:
             return self.left_out[name]
-        home, local = self._homes[first], self.shards[first].to(self._device)
-        transport = self._transports[home.unit.mesh]
-        whole = gather_piece(transport, home.group.layout, home.piece, local)
+        home = self._homes[first]
+        local = self._part(home).to(self._masters.homes.device)
+        layout = home.unit.groups[home.at].layout
+        whole = gather_piece(self._transports[home.unit.mesh], layout, home.piece, local)
         return whole.to("cpu", self._model.get_parameter(name).dtype)
 
-
-def _read_part(files: FolderWeights, home: _Home) -> torch.Tensor:
-    """(n_local,): this rank's part of a stored tensor, master dtype."""
-    piece, dtype = home.piece, torch_dtype(home.group.dtypes.master)
-    if not piece.numel:
-        return torch.empty(0, dtype=dtype)
-    return files.read(home.names, tuple(piece.shape), piece.start, piece.stop).to(dtype)
+    def _part(self, home: _Home) -> torch.Tensor:
+        """(n_local,): this rank's part of a parameter in its master."""
+        piece, master = home.piece, self._masters.of(home.unit, home.at).master
+        return master[piece.offset : piece.offset + piece.numel]
 
 
 def place_others(model: nn.Module, values: InitialValues, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from fullshard.engine.unit import GradientShard, Group, Member, address_of
 from fullshard.errors import UnsupportedModelError
 from fullshard.planner.layout import Slice
 from fullshard.planner.slots import Ring
-from fullshard.planner.units import GroupPlan, SlotRef
+from fullshard.planner.units import GroupPlan, SlotRef, UnitPlan
 from fullshard.transport import Weights
-from fullshard.transport.base import torch_dtype
+from fullshard.transport.base import Home, torch_dtype
 
 
 def shard_shape(piece: Slice, *, whole: bool) -> tuple[int, ...]:
@@ -76,46 +76,76 @@ def _swap(param: nn.Parameter, other: nn.Parameter, piece: Slice) -> None:
         ) from error
 
 
+class Masters:
+    """This rank's masters, allocated group by group when they are first used.
+
+    Initial values are written into them before the engine is built, so that a rank never holds
+    its shards twice.
+
+    Args:
+        homes: Allocates masters that are not shared.
+        home: Allocates shared masters.
+        units: Units of the plan.
+
+    Attributes:
+        reads: Functions that return (n_local,) values, by parameter name. They are called when the
+            parameter is cut.
+    """
+
+    def __init__(self, homes: DeviceHomes, home: Home, units: Sequence[UnitPlan]) -> None:
+        self.homes, self._home = homes, home
+        self.reads: dict[str, Callable[[], torch.Tensor]] = {}
+        self._made: dict[tuple[int, int], Weights] = {}
+        home.open_weights(units)
+
+    def of(self, unit: UnitPlan, at: int) -> Weights:
+        """The weights of a unit's group; `full` is empty if the group is gathered into a slot."""
+        place, group = (unit.index, at), unit.groups[at]
+        found = self._home.weights(*place) or self._made.get(place)
+        if found is None:
+            dtype = torch_dtype(group.dtypes.master)
+            master = self.homes.parameters.zeros(group.layout.part_numel, dtype)
+            full = master if group.slot is None else _nothing(group, self.homes)
+            found = self._made[place] = Weights(master, full)
+        return found
+
+
+def _nothing(group: GroupPlan, homes: DeviceHomes) -> torch.Tensor:
+    return torch.empty(0, dtype=torch_dtype(group.dtypes.compute), device=homes.device)
+
+
 def cut_group(
-    plan: GroupPlan,
-    params: Sequence[nn.Parameter],
-    part: int,
-    homes: DeviceHomes,
-    shared: Weights | None,
+    unit: UnitPlan, at: int, params: Sequence[nn.Parameter], part: int, masters: Masters
 ) -> Group:
     """Cut a group's parameters: keep this rank's part, free the rest.
 
     Args:
-        plan: The group's layout.
-        params: The user's parameters in the layout's order: whole, or on meta or shards already,
-            which become zero.
+        unit: The unit of the group.
+        at: Index of the group in its unit.
+        params: The user's parameters in the layout's order: whole, or on meta, or shards already.
+            Of the last two the masters keep their values unless `masters` reads others.
         part: Index of this rank on the shard axis.
-        homes: Allocate masters and gradients.
-        shared: The memory of the weights; None where it is this rank's own.
+        masters: Allocates masters, and reads values.
     """
-    layout = plan.layout
-    dtypes = plan.dtypes
-    if shared is None:
-        master = homes.parameters.zeros(layout.part_numel, torch_dtype(dtypes.master))
-    else:
-        master = shared.master
+    plan, weights = unit.groups[at], masters.of(unit, at)
+    layout, homes, master = plan.layout, masters.homes, weights.master
     members = []
     whole = layout.num_parts == 1
     for param, placement, piece in zip(params, layout.placements, layout.slices(part), strict=True):
         local = slice(piece.offset, piece.offset + piece.numel)
-        if not param.is_meta and not isinstance(param, ShardedParameter):
+        if piece.name in masters.reads:
+            master[local].copy_(masters.reads[piece.name]())
+        elif not param.is_meta and not isinstance(param, ShardedParameter):
             with torch.no_grad():
                 master[local].copy_(plain(param).reshape(-1)[piece.start : piece.stop])
         cut = Cut.of(param)
         sharded = present(param, master[local], piece, whole=whole)
         compute = nn.Parameter(torch.empty(0, device=homes.device), requires_grad=False)
         members.append(Member(sharded, piece, compute, placement.offset, cut))
-    empty = torch.empty(0, dtype=torch_dtype(dtypes.compute), device=homes.device)
-    full = master if plan.slot is None else empty
-    full = full if shared is None else shared.full
-    group = Group(plan, master, full, empty, members, torch_dtype(dtypes.reduce))
+    reduce = torch_dtype(plan.dtypes.reduce)
+    group = Group(plan, master, weights.full, _nothing(plan, homes), members, reduce)
     if plan.trainable:
-        group.grads = GradientShard(layout.part_numel, dtypes, homes)
+        group.grads = GradientShard(layout.part_numel, plan.dtypes, homes)
     with no_guard():
         group.addresses = [address_of(member.param) for member in members]
     return group

@@ -20,11 +20,12 @@ from fullshard.config.values import WrapKind
 from fullshard.engine._torch_compat import plain, storage_key
 from fullshard.engine.cuts import check_cuts
 from fullshard.engine.engine import ATTRIBUTE, Engine, engine_of
-from fullshard.engine.homes import compute_device
+from fullshard.engine.homes import DeviceHomes, compute_device
 from fullshard.engine.initial import InitialValues, place_others
 from fullshard.engine.model_spec import chosen_modules, places_of, spec_of
 from fullshard.engine.optimizers import WATCHED
 from fullshard.engine.parameter import ShardedParameter
+from fullshard.engine.placing import Masters
 from fullshard.engine.precision import apply_dtypes
 from fullshard.engine.recompute import apply_recompute, convert_reentrant
 from fullshard.engine.replicas import check_equal_start
@@ -112,13 +113,14 @@ def shard_model(
         _say_one_host(plan)
     transports = {mesh: make_transport(config, mesh) for mesh in meshes}
     check_equal_start(model, plan, transports[plan.mesh])
-    values = _values(model, plan, transports, given.weights, device)
-    parts = values.taken() if values else {}
+    homes = DeviceHomes.of(plan.homes, device, config.offload)
+    masters = Masters(homes, transports[plan.mesh].home, plan.units)
+    values = _values(model, plan, transports, masters, given.weights)
     if given.recut is not None:
         shards = given.recut(places_of(model), plan.view(transports[plan.mesh].rank).all_slices())
-        parts.update({name: partial(shards.pop, name) for name in shards})
+        masters.reads.update({name: partial(shards.pop, name) for name in shards})
     with _parts_of_no_model(model):
-        engine = Engine(model, plan, config, transports, recorder, parts)
+        engine = Engine(model, plan, config, transports, recorder, masters)
     if values is not None:
         place_others(model, values, device)
     object.__setattr__(model, ATTRIBUTE, engine)
@@ -188,11 +190,7 @@ def _check_cuts(model: nn.Module, config: ShardConfig, mesh: Mesh, given: Given)
 
 
 def _values(
-    model: nn.Module,
-    plan: Plan,
-    transports: dict[Mesh, Transport],
-    weights: Any,
-    device: torch.device,
+    model: nn.Module, plan: Plan, transports: dict[Mesh, Transport], masters: Masters, weights: Any
 ) -> InitialValues | None:
     """Values of a model on meta; None where it has its own."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -202,9 +200,9 @@ def _values(
                 "has values. Build it under torch.device('meta'), or leave weights out."
             )
         return None
-    values = InitialValues(model, plan, transports)
+    values = InitialValues(model, plan, transports, masters)
     if weights is None:
-        values.initialise(transports[plan.mesh], device)
+        values.initialise(transports[plan.mesh])
     else:
         values.read(weights)
     return values

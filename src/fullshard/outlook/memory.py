@@ -395,10 +395,9 @@ def _reading(plan: Plan, source: WeightsSource) -> tuple[int, int]:
     """Temporary bytes while weights are loaded, on the device and on the host."""
     sizes = [(group.layout, ITEMSIZE[group.dtypes.master]) for group in plan.groups]
     match source:
-        case WeightsSource.INITIAL:  # all parts of this rank, and one whole tensor
-            parts = sum(layout.part_numel * itemsize for layout, itemsize in sizes)
+        case WeightsSource.INITIAL:  # one whole tensor
             tensors = [p.numel * itemsize for layout, itemsize in sizes for p in layout.placements]
-            return 0, parts + max(tensors, default=0)
+            return 0, max(tensors, default=0)
         case (
             WeightsSource.FOLDER
         ):  # this rank's part of one tensor, in the stored and the master dtype

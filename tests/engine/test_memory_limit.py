@@ -1,0 +1,144 @@
+"""A model with its state on disk, in a memory group (cgroup) that its weights do not fit into.
+
+A process of its own builds the model from random weights, trains it for two steps and exports it.
+Its anonymous memory is compared with the plan and with what the process took after a smaller model.
+The limit leaves no room for a second copy of the weights, and little for dirty pages of files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MIB = 1 << 20
+LIMIT_MIB = 560  # modules: about 360; slots and buffers: 77; weights would be 204 more
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 2048,
+}
+NUM_LAYERS = 16
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+
+
+# ---- in the process under the limit --------------------------------------------------------------
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+class Peak:
+    """The peak of this process's anonymous memory, sampled every few milliseconds."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.005):
+            self.num_bytes = max(self.num_bytes, anonymous_bytes())
+
+    def end(self) -> int:
+        self._ended.set()
+        return self.num_bytes
+
+
+class NoTokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes nothing."""
+
+
+def life(num_layers: int, folder: Path) -> tuple[int, int]:
+    """From random weights to the exported model; bytes planned in memory, and of the weights."""
+    import torch
+    import transformers
+
+    import fullshard as fs
+    from fullshard.engine.engine import engine_of
+    from fullshard.models.export import save_model
+
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=num_layers)
+    with torch.device("meta"):
+        model: Any = transformers.LlamaForCausalLM(config)
+    kinds = dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme")
+    fs.shard(model, strategy="full_shard", offload={**kinds, "folder": str(folder)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.arange(8)[None]
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        fs.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    tokenizer: Any = NoTokenizer()
+    save_model(model, config, tokenizer, folder / f"model{num_layers}")
+    plan = engine_of(model).plan
+    return sum(plan.peak_bytes[place] for place in ("device", "host")), 4 * plan.num_parameters
+
+
+def main(folder: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    life(1, folder)
+    base = anonymous_bytes()
+    peak = Peak()
+    planned, weights = life(NUM_LAYERS, folder)
+    found = {"base": base, "peak": peak.end(), "planned": planned, "weights": weights}
+    print(json.dumps(found))
+
+
+# ---- in the test ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory group with a limit."""
+    first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    root, name = (first, "memory.limit_in_bytes") if first.is_dir() else (second, "memory.max")
+    made = root / f"fullshard-{uuid.uuid4().hex[:8]}"
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory group can be made here: {error}")
+    try:
+        try:
+            (made / name).write_text(str(LIMIT_MIB * MIB))
+        except OSError as error:
+            pytest.skip(f"a memory group takes no limit here: {error}")
+        yield made
+    finally:
+        made.rmdir()
+
+
+def test_weights_on_disk_never_fill_memory_from_their_creation_to_the_exported_model(
+    group: Path, tmp_path: Path
+) -> None:
+    inside = f'echo 0 > "{group}/cgroup.procs" && exec "$@"'
+    command = ["sh", "-c", inside, "sh", sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env={**os.environ}, check=False
+    )
+    assert done.returncode == 0, f"{done.returncode} {done.stderr[-2000:]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    print({name: f"{value / MIB:.1f} MiB" for name, value in found.items()})
+    assert found["base"] + found["planned"] + found["weights"] > LIMIT_MIB * MIB
+    assert found["peak"] <= 1.05 * (found["base"] + found["planned"])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
