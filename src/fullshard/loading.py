@@ -41,7 +41,7 @@ from fullshard.engine.state import (
     restore_optimizer,
 )
 from fullshard.errors import CheckpointError, untrusted
-from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, ranks_of
+from fullshard.saving import EXTRA, GROUPS, RANDOM, SAVES, SCALARS, batches_of, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +236,9 @@ def _optimizer_of(
     scalars = _value(checkpoint, engine, SCALARS, saved["scalars"])
     if groups is _LEFT_OUT or scalars is _LEFT_OUT:
         raise CheckpointError(
-            f"checkpoint '{checkpoint.path}': expected {checkpoint.index.world_size} ranks, "
-            f"because each saved other settings or counts of {kind}. Load the model alone."
+            f"checkpoint '{checkpoint.path}': expected the mesh that saved it, of "
+            f"{checkpoint.index.world_size} ranks, because each saved other settings or counts of "
+            f"{kind}. Load the model alone."
         )
     matching_settings(model, optimizer, groups)
     found = OptimizerState(kind, [], scalars, groups)
@@ -301,21 +302,32 @@ _LEFT_OUT = object()
 
 
 def _value(checkpoint: Checkpoint, engine: Engine, name: str, coded: Any) -> Any:
-    """A value of state.json; a value per rank needs the same number of ranks."""
+    """A value of state.json, or _LEFT_OUT.
+
+    A value per rank needs ranks that share batches as those did that saved it: tensor-parallel
+    neighbours draw the same random numbers, and data-parallel ranks must not. For the same reason
+    random states of a single batch are left out if there are several batches now.
+    """
     get_tensor = partial(state_tensor, checkpoint, engine.rank)
-    if not (isinstance(coded, dict) and set(coded) == {OWN}):
-        return checkpoint.value(name, coded, get_tensor)
-    if checkpoint.index.world_size == engine.plan.mesh.world_size:
+    there = batches_of(engine.plan.mesh)
+    wrote = checkpoint.state.get("batches", list(range(checkpoint.index.world_size)))
+    is_own = isinstance(coded, dict) and set(coded) == {OWN}
+    if is_own and wrote == there:
         own = checkpoint.read_own(key_of(Kind.STATE, name, OWN), engine.rank)
         assert own is not None, name
         return checkpoint.value(name, json.loads(own[1].decode()), get_tensor)
+    if not is_own and (name != RANDOM or max(wrote) > 0 or max(there) == 0):
+        return checkpoint.value(name, coded, get_tensor)
     if engine.rank == 0:
         logger.warning(
-            "%s: left out of %r, because each of %d ranks saved its own and there are %d now",
+            "%s: %r was not restored, because each rank or batch has its own: it was saved by %d "
+            "ranks with %d batches; now there are %d ranks with %d batches on another mesh",
             checkpoint.path,
             name,
-            checkpoint.index.world_size,
-            engine.plan.mesh.world_size,
+            len(wrote),
+            max(wrote) + 1,
+            len(there),
+            max(there) + 1,
         )
     return _LEFT_OUT
 

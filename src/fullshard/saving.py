@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ from fullshard.errors import (
     PreemptedError,
     ran_out_of_memory,
 )
+from fullshard.planner.mesh import Mesh
 
 # Names of values that are saved in addition to the caller's.
 RANDOM, EXTRA = "$random", "$extra"
@@ -133,7 +135,11 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
     """Ranges of whole tensors in place of parts that are none. A collective.
 
     A part that another axis cut along a later dimension is a range of each row. Each flat buffer
-    is gathered once per kind of state, and each rank keeps an equal range of the whole tensor.
+    is gathered once per kind of state, and each rank keeps an equal range of the whole tensor. A
+    rank that fails takes part in the remaining collectives, so that no other rank waits for it.
+
+    Raises:
+        FullshardError: On every rank, if any failed.
     """
     members = {member.piece.name: member for member in engine.members}
     found = [held for held in tensors if held.cut is None]
@@ -142,20 +148,44 @@ def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
         if held.cut is not None:
             key = members[held.names[0]].group, held.names[1:], held.local.dtype
             kinds.setdefault(key, []).append(held)
+    errors: list[Exception] = []
     for (group, _, dtype), cut in kinds.items():
         part = torch.zeros(group.master.numel(), dtype=dtype)
+        with _kept(errors):
+            _fill(part, [(members[held.names[0]], held.local) for held in cut])
+        full = group.gather(part, ", ".join("/".join(held.names) for held in cut))
         for held in cut:
-            members[held.names[0]].local(part).copy_(held.local)
-        full, mesh = group.gather(part), group.unit.plan.mesh
-        found += [_range_of(held, members[held.names[0]], full, mesh.shard) for held in cut]
+            member = members[held.names[0]]
+            whole = member.whole(full).reshape(-1)
+            with _kept(errors):
+                found.append(_range_of(held, member, whole))
+    agree(engine, lambda: _raise_first(errors))
     return found
 
 
-def _range_of(held: Held, member: Member, full: torch.Tensor, shard: int) -> Held:
-    cut = member.cut
+def _fill(part: torch.Tensor, locals_: list[tuple[Member, torch.Tensor]]) -> None:
+    for member, local in locals_:
+        member.local(part).copy_(local)
+
+
+@contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  raised on all ranks after the last collective
+        errors.append(error)
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    for error in errors:
+        raise error
+
+
+def _range_of(held: Held, member: Member, whole: torch.Tensor) -> Held:
+    """An equal range of a whole tensor for each rank that has other elements of it."""
+    unit, cut = member.group.unit, held.cut
     assert cut is not None
-    whole = cut.whole_of(member.view(full)).reshape(-1)
-    at, parts = member.group.unit.part * cut.num_parts + cut.part, shard * cut.num_parts
+    at, parts = unit.part * cut.num_parts + cut.part, unit.plan.mesh.shard * cut.num_parts
     start, stop = (whole.numel() * part // parts for part in (at, at + 1))
     local = whole[start:stop].to("cpu", copy=True)
     return replace(held, start=start, stop=stop, local=local, cut=None)
@@ -299,8 +329,16 @@ class _Parts:
         if self.kind:
             groups, scalars = coded.pop(GROUPS), coded.pop(SCALARS)
             facts["optimizer"] = {"class": self.kind, "groups": groups, "scalars": scalars}
+        if engine.plan.mesh.inner > 1:
+            facts["batches"] = batches_of(engine.plan.mesh)
         facts["state"] = coded
         return [piece for piece in pieces if piece.is_there], json.dumps(facts, indent=1)
+
+
+def batches_of(mesh: Mesh) -> list[int]:
+    """Index of each rank's batch: ranks of other axes, such as tensor parallelism, share one."""
+    ranks = range(mesh.world_size)
+    return list(ranks) if mesh.inner == 1 else [mesh.place(rank) // mesh.inner for rank in ranks]
 
 
 class Values:

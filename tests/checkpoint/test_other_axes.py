@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard as fs
+from fullshard import saving
+from fullshard.errors import CheckpointError, EngineError
 from support.other_axes import LENGTH, WIDTH, cut_net, mesh_of, net
 from support.scripts import differences
 
@@ -176,3 +179,77 @@ def test_parameters_on_two_further_axes_are_written_once(ranks, tmp_path):
     fs.load(tmp_path / "saved", alone)
     for name, wanted in Grid().named_parameters():
         assert torch.equal(getattr(alone, name), wanted), name
+
+
+RESTORED = {  # by (saved under, loaded under): whether random states are restored
+    ((1, 2, 2), (1, 2, 2)): True,
+    ((1, 2, 2), (2, 1, 2)): True,
+    ((1, 2, 2), (1, 4, 0)): False,
+    ((1, 4, 0), (1, 2, 2)): False,
+    ((1, 1, 4), (1, 4, 0)): False,
+    ((1, 1, 4), (1, 1, 4)): True,
+    ((1, 4, 0), (2, 2, 0)): True,
+}
+
+
+def masks_after(root: str, written: tuple[int, int, int], read: tuple[int, int, int]) -> list[int]:
+    """Which of the ranks draw the same numbers after a load: the first of each rank's kind."""
+    model, optimizer = sharded(written)
+    torch.manual_seed(10 + dist.get_rank() // max(written[2], 1))
+    fs.save(Path(root) / "saved", model, optimizer)
+    wanted = torch.rand(3)
+    model, optimizer = sharded(read)
+    torch.manual_seed(20 + dist.get_rank() // max(read[2], 1))
+    fs.load(Path(root) / "saved", model, optimizer)
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, wanted) is RESTORED[written, read]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, drawn.tolist())
+    return [told.index(one) for one in told]
+
+
+@pytest.mark.parametrize(("written", "read"), RESTORED)
+def test_ranks_draw_the_same_numbers_only_if_they_share_a_batch(ranks, tmp_path, written, read):
+    same = {0: [0, 1, 2, 3], 2: [0, 0, 2, 2], 4: [0, 0, 0, 0]}[read[2]]
+    assert ranks(4)(masks_after, str(tmp_path), written, read, timeout=100) == [same] * 4
+
+
+def check_one_rank_fails(root: str, where: str) -> None:
+    axes = (1, 2, 2)
+    model, optimizer = sharded(axes)
+    train(model, optimizer, range(1), axes)
+    place, real = Path(root) / where, getattr(saving, where)
+
+    def fail(*args: Any) -> Any:
+        if dist.get_rank() == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", "spilled")
+        return real(*args)
+
+    setattr(saving, where, fail)
+    try:
+        with pytest.raises(CheckpointError, match="spilled: expected to read or write, got No sp"):
+            fs.save(place, model, optimizer)
+    finally:
+        setattr(saving, where, real)
+    assert not place.exists()
+    fs.save(place, model, optimizer)
+    train(model, optimizer, range(1, 2), axes)
+
+
+@pytest.mark.parametrize("where", ["_fill", "_range_of"])
+def test_a_rank_that_fails_while_ranges_are_gathered_fails_the_save(ranks, tmp_path, where):
+    ranks(4)(check_one_rank_fails, str(tmp_path), where, timeout=60)
+
+
+def check_other_states() -> None:
+    axes = (1, 2, 2)
+    model, optimizer = sharded(axes)
+    train(model, optimizer, range(1), axes)
+    if dist.get_rank() == 3:
+        del optimizer.state[model.blocks[0].down.weight]["exp_avg"]
+    with pytest.raises(EngineError, match="blocks.0.down.weight/exp_avg.*expected every rank to come"):
+        fs.save("never", model, optimizer)
+
+
+def test_states_that_one_rank_lacks_fail_the_save(ranks):
+    ranks(4)(check_other_states, timeout=60)

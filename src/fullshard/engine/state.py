@@ -86,8 +86,7 @@ def whole_params(
         full = group.gather() if members else None
         for member in members:
             assert full is not None
-            local = member.view(full)
-            yield member.piece.name, local if member.cut is None else member.cut.whole_of(local)
+            yield member.piece.name, member.whole(full)
 
 
 def _to_cpu(tensor: Any, dtype: torch.dtype | None) -> Any:

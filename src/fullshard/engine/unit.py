@@ -121,10 +121,14 @@ class Member:
         Args:
             local: (n_local,), this rank's elements of the parameter, its gradient or a state.
         """
-        unit, layout = self.group.unit, self.group.plan.layout
-        unit.meet(self.param, repr(self.piece.name))
-        full = gather_piece(unit.transport, layout, self.piece, local.to(self.group.full.device))
-        return full if self.cut is None else self.cut.whole_of(full)
+        part = local.new_zeros(self.group.master.numel())
+        self.local(part).copy_(local)
+        return self.whole(self.group.gather(part, repr(self.piece.name))).clone()
+
+    def whole(self, full: torch.Tensor) -> torch.Tensor:
+        """The whole parameter in a (numel,) flat buffer. A collective of the other axes."""
+        view = self.view(full)
+        return view if self.cut is None else self.cut.whole_of(view)
 
     @cached_property
     def numel(self) -> int:
@@ -283,14 +287,15 @@ class Group:
             member.grad.record, member.grad.home = member.param.record, grads
             self.views.append(member.grad)
 
-    def gather(self, part: torch.Tensor | None = None) -> torch.Tensor:
+    def gather(self, part: torch.Tensor | None = None, what: str = "") -> torch.Tensor:
         """(numel,): a whole flat buffer, newly allocated. A collective.
 
         Args:
             part: (part_numel,), this rank's part of the buffer; None: the master.
+            what: What every rank must ask for here; "": the unit.
         """
         layout, part = self.plan.layout, self.master if part is None else part
-        self.unit.meet(self.members[0].param, self.unit.plan.title)
+        self.unit.meet(self.members[0].param, what or self.unit.plan.title)
         full = torch.empty(layout.numel, dtype=part.dtype, device=self.full.device)
         full.chunk(layout.num_parts)[self.unit.part].copy_(part)
         self.unit.transport.fetch([full]).wait()
@@ -351,7 +356,7 @@ class Unit:
 
     def meet(self, param: ShardedParameter, what: str) -> None:
         """Check that every rank asks for the whole of something here. A collective."""
-        if self.plan.mesh.shard > 1:
+        if self.plan.mesh.shard * self.plan.mesh.inner > 1:
             param.record.norms.meet(f"the whole of {what}")
 
     def gather(self) -> None:
