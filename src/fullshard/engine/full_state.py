@@ -154,7 +154,7 @@ def _checked_params(
     param_of = dict(zip(numbers, params, strict=True))
     for number, values in state["state"].items():
         param = param_of[number]
-        shape = param.record.piece.shape if isinstance(param, ShardedParameter) else param.shape
+        shape = param.record.shape if isinstance(param, ShardedParameter) else param.shape
         for key, value in values.items():
             found = tuple(getattr(value, "shape", ()))
             if (

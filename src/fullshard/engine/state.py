@@ -131,24 +131,24 @@ def _slice_state(
             and not inside_unsharded
             and value.record.is_cut_like(member.param.record)  # pyright: ignore
         )
-        cut = member.cut
-        if cut is not None and isinstance(value, torch.Tensor) and not isinstance(value, Guarded):
-            if tuple(value.shape) == cut.shape:
-                value = state_dict[prefix + name] = cut.local_of(value)
-        elif gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
+        if gather is not None and not is_cut_alike:  # a DTensor, a shard of another model
             value = state_dict[prefix + name] = gather()
-        if not isinstance(value, torch.Tensor) or is_cut_alike or inside_unsharded:
+        if not isinstance(value, torch.Tensor) or is_cut_alike:
             continue
-        piece = member.piece
-        if tuple(value.shape) == tuple(piece.shape):
-            local = value.detach().reshape(-1)[piece.start : piece.stop]
+        cut, shape = member.cut, tuple(value.shape)
+        if inside_unsharded:
+            if cut is not None and shape == cut.shape:
+                state_dict[prefix + name] = cut.show(cut.local_of(value))
+            continue
+        record = member.param.record
+        if shape == record.shape:
+            local = record.local_of(value)
             with no_guard():
                 state_dict[prefix + name] = local.view(member.param.shape)
         else:  # torch would compare with the shard's shape
             strict_missing_unexpected_errors[-1].append(
                 f"size mismatch for {prefix + name}: copying a param with shape "
-                f"{tuple(value.shape)} from checkpoint, the whole shape in the sharded model is "
-                f"{tuple(piece.shape)}."
+                f"{shape} from checkpoint, the whole shape in the sharded model is {record.shape}."
             )
             state_dict[prefix + name] = member.param.detach()
 
@@ -163,6 +163,8 @@ def unsharded(
 ) -> Iterator[None]:
     """Inside, every parameter is whole, in its master dtype. A collective at both ends.
 
+    Parameters that other axes cut are the DTensors that they were before `fs.shard`.
+
     Args:
         model: Sharded.
         writeback: Keep what was written into the parameters; each rank keeps its own part.
@@ -170,7 +172,8 @@ def unsharded(
         with_grads: Gradients are whole too.
     """
     engine = engine_of(model)
-    refuse_other_axes(engine, "fs.unsharded", "Use fs.full_state_dict(model) or p.full_tensor().")
+    if with_grads:
+        refuse_other_axes(engine, "with_grads", "Use p.grad.full_tensor().")
     if engine.unsharded and units is None:
         raise EngineError("fs.unsharded: expected one block at a time; it is open already.")
     if any(unit.swapped for unit in engine.units):
@@ -200,11 +203,15 @@ class _Whole:
     def __init__(self, unit: Unit, *, with_grads: bool) -> None:
         self.unit = unit
         self.buffers: list[torch.Tensor] = []
+        self.placed: dict[int, Any] = {}  # objects that hold the shards for DTensors
         self.grads = _whole_grads(unit) if with_grads else {}
         for group in unit.groups:
             full = group.gather()
             self.buffers.append(full)
             for member in group.members:
+                if member.cut is not None:
+                    self._show_placed(member, member.cut.show(member.view(full)))
+                    continue
                 if with_grads:
                     with no_guard():
                         member.param.grad = None  # its shape is not the parameter's now
@@ -213,6 +220,12 @@ class _Whole:
                 if with_grads:
                     member.param.grad = self.grads.get(id(member))
 
+    def _show_placed(self, member: Member, whole: Any) -> None:
+        with no_guard():
+            shard = self.placed[id(member)] = nn.Parameter(whole, member.param.requires_grad)
+            torch.utils.swap_tensors(member.param, shard)
+            vars(member.param)["record"] = shard.record
+
     def close(self, engine: Engine, *, writeback: bool) -> None:
         """Show the shards again."""
         whole = self.unit.plan.mesh.shard == 1
@@ -220,6 +233,9 @@ class _Whole:
             if writeback:
                 group.master.copy_(buffer.chunk(group.plan.layout.num_parts)[self.unit.part])
             for member in group.members:
+                if member.cut is not None:
+                    torch.utils.swap_tensors(member.param, self.placed[id(member)])
+                    continue
                 held = id(member) in self.grads
                 grad = member.param.grad if held else None
                 if held:
