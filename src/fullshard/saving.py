@@ -134,38 +134,31 @@ def save(
 def _as_ranges(engine: Engine, tensors: list[Held]) -> list[Held]:
     """Ranges of whole tensors in place of parts that are none. A collective.
 
-    A part that another axis cut along a later dimension is a range of each row. Each flat buffer
-    is gathered once per kind of state, and each rank keeps an equal range of the whole tensor. A
-    rank that fails takes part in the remaining collectives, so that no other rank waits for it.
+    A part that another axis cut along a later dimension is a range of each row. Such a tensor is
+    gathered, and each rank keeps an equal range of the whole. A rank that fails takes part in the
+    remaining collectives, so that no other rank waits for it.
 
     Raises:
         FullshardError: On every rank, if any failed.
     """
     members = {member.piece.name: member for member in engine.members}
     found = [held for held in tensors if held.cut is None]
-    kinds: dict[Any, list[Held]] = {}
+    errors: list[Exception] = []
     for held in tensors:
         if held.cut is not None:
-            key = members[held.names[0]].group, held.names[1:], held.local.dtype
-            kinds.setdefault(key, []).append(held)
-    errors: list[Exception] = []
-    for (group, _, dtype), cut in kinds.items():
-        part = torch.zeros(group.master.numel(), dtype=dtype)
-        with _kept(errors):
-            _fill(part, [(members[held.names[0]], held.local) for held in cut])
-        full = group.gather(part, ", ".join("/".join(held.names) for held in cut))
-        for held in cut:
             member = members[held.names[0]]
-            whole = member.whole(full).reshape(-1)
+            local = torch.zeros_like(held.local, device=engine.device)
+            with _kept(errors):
+                local = _read(held, local)
+            whole = member.gather(local, "/".join(held.names)).reshape(-1)
             with _kept(errors):
                 found.append(_range_of(held, member, whole))
     agree(engine, lambda: _raise_first(errors))
     return found
 
 
-def _fill(part: torch.Tensor, locals_: list[tuple[Member, torch.Tensor]]) -> None:
-    for member, local in locals_:
-        member.local(part).copy_(local)
+def _read(held: Held, into: torch.Tensor) -> torch.Tensor:
+    return into.copy_(held.local)
 
 
 @contextmanager

@@ -220,10 +220,10 @@ def check_one_rank_fails(root: str, where: str) -> None:
     train(model, optimizer, range(1), axes)
     place, real = Path(root) / where, getattr(saving, where)
 
-    def fail(*args: Any) -> Any:
-        if dist.get_rank() == 2:
+    def fail(held: Any, *args: Any) -> Any:
+        if dist.get_rank() == 2 and held.names == ("blocks.1.down.weight", "exp_avg"):
             raise OSError(errno.ENOSPC, "No space left on device", "spilled")
-        return real(*args)
+        return real(held, *args)
 
     setattr(saving, where, fail)
     try:
@@ -236,7 +236,7 @@ def check_one_rank_fails(root: str, where: str) -> None:
     train(model, optimizer, range(1, 2), axes)
 
 
-@pytest.mark.parametrize("where", ["_fill", "_range_of"])
+@pytest.mark.parametrize("where", ["_read", "_range_of"])
 def test_a_rank_that_fails_while_ranges_are_gathered_fails_the_save(ranks, tmp_path, where):
     ranks(4)(check_one_rank_fails, str(tmp_path), where, timeout=60)
 

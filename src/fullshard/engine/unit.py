@@ -115,15 +115,17 @@ class Member:
         """(n_local,): this rank's elements of the parameter in a (part_numel,) buffer."""
         return part[self.piece.offset : self.piece.offset + self.piece.numel]
 
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: torch.Tensor, what: str = "") -> torch.Tensor:
         """The whole parameter, over all axes of the mesh, newly allocated. A collective.
 
         Args:
             local: (n_local,), this rank's elements of the parameter, its gradient or a state.
+            what: What every rank must ask for here; "": the parameter.
         """
-        part = local.new_zeros(self.group.master.numel())
-        self.local(part).copy_(local)
-        return self.whole(self.group.gather(part, repr(self.piece.name))).clone()
+        unit, layout = self.group.unit, self.group.plan.layout
+        unit.meet(self.param, what or repr(self.piece.name))
+        full = gather_piece(unit.transport, layout, self.piece, local.to(self.group.full.device))
+        return full if self.cut is None else self.cut.whole_of(full)
 
     def whole(self, full: torch.Tensor) -> torch.Tensor:
         """The whole parameter in a (numel,) flat buffer. A collective of the other axes."""
@@ -287,17 +289,12 @@ class Group:
             member.grad.record, member.grad.home = member.param.record, grads
             self.views.append(member.grad)
 
-    def gather(self, part: torch.Tensor | None = None, what: str = "") -> torch.Tensor:
-        """(numel,): a whole flat buffer, newly allocated. A collective.
-
-        Args:
-            part: (part_numel,), this rank's part of the buffer; None: the master.
-            what: What every rank must ask for here; "": the unit.
-        """
-        layout, part = self.plan.layout, self.master if part is None else part
-        self.unit.meet(self.members[0].param, what or self.unit.plan.title)
-        full = torch.empty(layout.numel, dtype=part.dtype, device=self.full.device)
-        full.chunk(layout.num_parts)[self.unit.part].copy_(part)
+    def gather(self) -> torch.Tensor:
+        """(numel,), master dtype: the whole flat buffer, newly allocated. A collective."""
+        layout = self.plan.layout
+        self.unit.meet(self.members[0].param, self.unit.plan.title)
+        full = torch.empty(layout.numel, dtype=self.master.dtype, device=self.full.device)
+        full.chunk(layout.num_parts)[self.unit.part].copy_(self.master)
         self.unit.transport.fetch([full]).wait()
         return full
 
@@ -540,18 +537,21 @@ def gather_piece(
 ) -> torch.Tensor:
     """One whole parameter of a flat buffer, newly allocated. A collective of the shard axis.
 
+    Each part sends its elements of this parameter, padded to the longest such range.
+
     Args:
         transport: Gathers over the shard axis.
         layout: Layout of the buffer.
         piece: Which elements of the parameter this rank has.
         local: (n_local,), these elements.
     """
-    full = torch.zeros(layout.numel, dtype=local.dtype, device=local.device)
-    own = full.chunk(layout.num_parts)[transport.axes.shard_index]
-    own[piece.offset : piece.offset + piece.numel].copy_(local)
-    transport.fetch([full]).wait()
     placement = next(p for p in layout.placements if p.name == piece.name)
-    return full[placement.offset : placement.stop].view(placement.shape).clone()
+    sizes = {part: stop - start for part, start, stop in layout.holders(placement)}
+    full = local.new_zeros(layout.num_parts, max(sizes.values(), default=0))
+    full[transport.axes.shard_index, : piece.numel].copy_(local)
+    transport.fetch([full.view(-1)]).wait()
+    ranges = [full[part, :size] for part, size in sizes.items()]
+    return torch.cat([full.view(-1)[:0], *ranges]).view(placement.shape)
 
 
 def _padding(plan: GroupPlan) -> list[tuple[int, int]]:
